@@ -1,0 +1,68 @@
+"""Errors raised by hf_linear_attn.
+
+Each is also a built-in exception, so that callers who catch ``ValueError``, ``TypeError`` or ``RuntimeError`` keep
+working. Messages have one form: the argument, the rule it broke, its value, where, and what to do about it.
+"""
+
+from collections.abc import Iterable
+
+
+class HFLinearAttnError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ArgumentError(HFLinearAttnError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class ArgumentTypeError(HFLinearAttnError, TypeError):
+    """An argument has the wrong type or dtype."""
+
+
+class UnsupportedError(HFLinearAttnError, ValueError):
+    """A model or a request needs something that linear attention cannot honour."""
+
+
+class BackendError(HFLinearAttnError, RuntimeError):
+    """A backend asked for by name cannot run here."""
+
+
+class CheckpointError(HFLinearAttnError, RuntimeError):
+    """A file or folder on disk is missing, damaged, or belongs to something else."""
+
+
+class TrainingError(HFLinearAttnError, RuntimeError):
+    """A training run cannot go on."""
+
+
+def explain(
+    argument: str,
+    rule: str,
+    value: object,
+    remedy: str,
+    *,
+    where: str | None = None,
+    available: Iterable[str] | None = None,
+) -> str:
+    """Compose an error message in the one form used everywhere.
+
+    Args:
+        argument: Name of the argument as the caller wrote it.
+        rule: What it must be, a phrase that follows "must".
+        value: The value received; its ``repr`` is shown.
+        remedy: One sentence that says how to fix it.
+        where: The layer or model concerned, if any.
+        available: Names that would have worked, if there is a list.
+
+    Returns:
+        The message.
+
+    Example:
+        >>> explain("feature_map", "be a registered name", "elo", "Use one of those.", available=["relu", "elu"])
+        "`feature_map` must be a registered name, got 'elo'. Use one of those; available: elu, relu."
+    """
+    place = f" ({where})" if where else ""
+    message = f"`{argument}` must {rule}, got {value!r}{place}. {remedy}"
+    if available is not None:
+        message = f"{message.rstrip('.')}; available: {', '.join(sorted(available))}."
+    return message

@@ -1,0 +1,133 @@
+"""Feature maps that act on each element; the kernels compute them while they load q and k."""
+
+from abc import abstractmethod
+from functools import cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.base import FeatureMap, feature_map_class, register_feature_map, upcast
+
+EXP_CLAMP = 10.0
+"""Largest exponent of the `exp` map: its features then fit fp16 (22026 < 65504), and sums over a million tokens fp32."""
+
+
+class ElementwiseMap(FeatureMap):
+    """A feature map that acts on each element, with its derivative, as the backends with their own backward need it."""
+
+    @property
+    def feature_dim(self) -> int:
+        return self.head_dim
+
+    @abstractmethod
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        """Return ``phi'(x)``, given both ``x`` (upcast) and ``features = phi(x)``, whichever makes it cheaper."""
+
+
+@register_feature_map
+class Elu(ElementwiseMap):
+    """Compute ``elu(x) + 1``, the map of Katharopoulos et al., 2020."""
+
+    name: ClassVar[str] = "elu"
+    formula: ClassVar[str] = "elu(x) + 1"
+    paper: ClassVar[str] = "Katharopoulos et al., 2020, arXiv:2006.16236"
+    kernel: ClassVar[str | None] = "elu"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return F.elu(upcast(x)) + 1
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        # phi = exp(x) below 0 and >= 1 above it.
+        return features.clamp(max=1)
+
+
+@register_feature_map
+class Relu(ElementwiseMap):
+    """Compute ``relu(x)``; a query that overlaps with no key yields 0."""
+
+    name: ClassVar[str] = "relu"
+    formula: ClassVar[str] = "max(x, 0)"
+    paper: ClassVar[str] = "Qin et al., 2022, arXiv:2202.08791 (without the re-weighting)"
+    kernel: ClassVar[str | None] = "relu"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return F.relu(upcast(x))
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        return (features > 0).to(features.dtype)
+
+
+@register_feature_map
+class SquaredRelu(ElementwiseMap):
+    """Compute ``relu(x)^2``."""
+
+    name: ClassVar[str] = "squared_relu"
+    formula: ClassVar[str] = "max(x, 0)^2"
+    paper: ClassVar[str] = "So et al., 2021, arXiv:2109.08668 (as an activation)"
+    kernel: ClassVar[str | None] = "squared_relu"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return F.relu(upcast(x)).square()
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        return 2 * F.relu(x)
+
+
+@register_feature_map
+class Exp(ElementwiseMap):
+    """Compute ``exp(min(x, 10))``; the static maximum keeps features and sums finite in every dtype."""
+
+    name: ClassVar[str] = "exp"
+    formula: ClassVar[str] = "exp(min(x, 10))"
+    paper: ClassVar[str] = "Zhang et al., 2024, arXiv:2402.04347 (as an ablation)"
+    kernel: ClassVar[str | None] = "exp"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return upcast(x).clamp(max=EXP_CLAMP).exp()
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        return features * (x <= EXP_CLAMP)
+
+
+@register_feature_map
+class Sigmoid(ElementwiseMap):
+    """Compute ``sigmoid(x)``."""
+
+    name: ClassVar[str] = "sigmoid"
+    formula: ClassVar[str] = "1 / (1 + exp(-x))"
+    paper: ClassVar[str] = "Heinsen, 2024, arXiv:2404.05843 (one of several bounded positive maps)"
+    kernel: ClassVar[str | None] = "sigmoid"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(upcast(x))
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        return features * (1 - features)
+
+
+@register_feature_map
+class Identity(ElementwiseMap):
+    """Return ``x``; features change sign, so the normaliser can vanish: use it only where that is understood."""
+
+    name: ClassVar[str] = "identity"
+    formula: ClassVar[str] = "x"
+    paper: ClassVar[str] = "Schlag et al., 2021, arXiv:2102.11174 (as a baseline)"
+    non_negative: ClassVar[bool] = False
+    kernel: ClassVar[str | None] = "identity"
+
+    def phi(self, x: Tensor) -> Tensor:
+        return upcast(x)
+
+    def derivative(self, x: Tensor, features: Tensor) -> Tensor:
+        return torch.ones_like(features)
+
+
+@cache
+def elementwise_map(kernel: str) -> ElementwiseMap:
+    """Return the elementwise map of that kernel name; it has no parameters, so one instance serves all callers."""
+    cls = feature_map_class(kernel)
+    if not issubclass(cls, ElementwiseMap):
+        raise TypeError(f"{kernel!r} is no elementwise map")
+    return cls(head_dim=1)
