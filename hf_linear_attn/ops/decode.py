@@ -1,0 +1,179 @@
+"""The decode step: a few new tokens against a state that is updated in place, at the same addresses every time."""
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, explain
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.reference import guarded
+from hf_linear_attn.ops.state import LinearAttentionState
+
+
+def decode_state(
+    batch: int, num_kv_heads: int, feature_dim: int, value_dim: int, *, device: torch.device | str
+) -> LinearAttentionState:
+    """Allocate an empty state for :func:`decode_step_`.
+
+    Args:
+        batch: Sequences ``B``.
+        num_kv_heads: Key heads ``HKV``.
+        feature_dim: Features ``F``.
+        value_dim: Size ``V`` of a value.
+        device: Where.
+
+    Returns:
+        ``kv [B, HKV, F, V]`` and ``z [B, HKV, C, F]``, fp32 zeros. The C copies of the normaliser, one per program of
+        the kernel that shares a head, are always equal: fill them all (``z.copy_(other.z[:, :, None])``) and read any
+        one (``z[:, :, 0]``).
+    """
+    device = torch.device(device)
+    copies = 1
+    if device.type == "cuda":
+        from hf_linear_attn.ops.triton import decode_copies
+
+        copies = decode_copies(device, feature_dim, value_dim)
+    return LinearAttentionState(
+        torch.zeros(batch, num_kv_heads, feature_dim, value_dim, device=device),
+        torch.zeros(batch, num_kv_heads, copies, feature_dim, device=device),
+    )
+
+
+@torch.no_grad()
+def decode_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState,
+    *,
+    phi: str = "elu",
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> Tensor:
+    """Read T new tokens and fold them into ``state`` in place; no gradients.
+
+    The same sums as :func:`linear_attention` with ``causal=True`` and that state, without a new state each time, so
+    that a captured graph can replay it. Masked tokens leave the state as it is: a finished row is a masked row.
+
+    Args:
+        q: Queries ``[B, H, T, D]``; features already where ``phi`` is ``"identity"``.
+        k: Keys ``[B, HKV, T, D]``.
+        v: Values ``[B, HKV, T, V]``.
+        state: ``kv [B, HKV, F, V]`` and ``z [B, HKV, F]`` or ``[B, HKV, C, F]``, contiguous, fp32 (fp64 for fp64
+            tokens); see :func:`decode_state`.
+        phi: Name of an elementwise map.
+        key_mask: ``[B, T]`` bool, True = a real token.
+        eps: Added to the normaliser, away from 0.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+
+    Returns:
+        ``o [B, H, T, V]`` in q's dtype.
+
+    Raises:
+        ArgumentError: If shapes do not fit, or the state is not contiguous.
+        ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
+        BackendError: If the backend asked for cannot run here.
+    """
+    _check(q, k, v, state, key_mask)
+    if backend not in ("auto", "torch", "triton"):
+        raise ArgumentError(
+            explain(
+                "backend",
+                "be a known backend",
+                backend,
+                "Use one of those",
+                available=("auto", "torch", "triton"),
+            )
+        )
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
+        # Imported here so that the package needs neither Triton nor a GPU.
+        from hf_linear_attn.ops import triton as triton_backend
+
+        obstacle = triton_backend.obstacle(q, k, v)
+        if obstacle is None:
+            return triton_backend.decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
+        if backend == "triton":
+            raise BackendError(
+                explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
+            )
+    return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None) -> None:
+    batch, heads, tokens, dim = q.shape
+    kv_heads, value_dim = k.shape[1], v.shape[3]
+    kv, z = state
+    shapes = (
+        ("k", k, (batch, kv_heads, tokens, dim)),
+        ("v", v, (batch, kv_heads, tokens, value_dim)),
+        ("state.kv", kv, (batch, kv_heads, dim, value_dim)),
+        ("state.z", z, (batch, kv_heads, dim) if z.ndim == 3 else (batch, kv_heads, *z.shape[2:3], dim)),
+    )
+    for name, x, shape in shapes:
+        if x.shape != shape:
+            raise ArgumentError(
+                explain(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own.")
+            )
+    if heads % kv_heads:
+        raise ArgumentError(
+            explain(
+                "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
+            )
+        )
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, x in (("state.kv", kv), ("state.z", z)):
+        if x.dtype != dtype:
+            raise ArgumentTypeError(explain(name, f"be {dtype}", x.dtype, "States are never kept in less."))
+        if not x.is_contiguous():
+            raise ArgumentError(
+                explain(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
+            )
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
+        raise ArgumentError(
+            explain(
+                "key_mask",
+                f"be bool of shape [B, T] = {(batch, tokens)}",
+                (key_mask.dtype, tuple(key_mask.shape)),
+                "Slice the mask to the new tokens.",
+            )
+        )
+
+
+def _decode_step_torch_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState,
+    phi: str,
+    key_mask: Tensor | None,
+    eps: float,
+) -> Tensor:
+    feature_map = elementwise_map(phi)
+    kv, z = state
+    batch, kv_heads, tokens, dim = k.shape
+    rows, value_dim = batch * kv_heads, v.shape[3]
+    phi_q = feature_map.phi(q).reshape(rows, -1, dim)
+    phi_k = feature_map.phi(k)
+    if key_mask is not None:
+        phi_k = phi_k * key_mask[:, None, :, None]
+    phi_k = phi_k.reshape(rows, tokens, dim)
+    v_rows = v.to(kv.dtype).reshape(rows, tokens, value_dim)
+    kv_rows = kv.view(rows, dim, value_dim)
+    z_one = z if z.ndim == 3 else z[:, :, 0]
+    if tokens == 1:
+        # Fold first: the token sees itself, and no [T, T] scores are needed.
+        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
+        sums = phi_k.view(batch, kv_heads, dim)
+        z += sums if z.ndim == 3 else sums[:, :, None]
+        num = torch.bmm(phi_q, kv_rows)
+        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1))
+    else:
+        scores = torch.bmm(phi_q, phi_k.transpose(1, 2))
+        scores.view(rows, -1, tokens, tokens).tril_()
+        num = torch.bmm(phi_q, kv_rows).baddbmm_(scores, v_rows)
+        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1)).add_(scores.sum(-1, keepdim=True))
+        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
+        sums = phi_k.sum(1).view(batch, kv_heads, dim)
+        z += sums if z.ndim == 3 else sums[:, :, None]
+    den = den.add_(eps) if feature_map.non_negative else guarded(den, eps)
+    return num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)
