@@ -1,0 +1,117 @@
+"""Settings of a patched model."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self, get_args
+
+from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+
+FORMAT_VERSION = 1
+"""Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
+
+Mix = Literal["gate", "shared", "window"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig:
+    """Say how attention layers are converted.
+
+    Args:
+        feature_map: A registered name, see :func:`available_feature_maps`.
+        feature_map_options: The map's own settings.
+        layers: Which attention layers are converted, as indices among the model's self-attention layers in the order
+            of ``named_modules()``; None stands for every full-attention layer.
+        window: Attend exactly to the last ``window`` tokens, the query's own included, and linearly to the rest; None
+            for linear attention throughout. >= 1.
+        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. >= 0.
+        mix: How the exact and the linear branch are joined where there is a window. ``"gate"``: each is normalised,
+            ``o = (1 - g) o_window + g o_linear`` with ``g = sigmoid(a + u.q)`` per head. ``"shared"``: one
+            denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear branch at all, the
+            baseline that a conversion has to beat.
+        eps: Added to the normaliser, > 0.
+        backend: As in :func:`linear_attention`.
+        allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
+            sinks, custom masks) instead of raising.
+        format_version: Version of the saved form.
+
+    Raises:
+        ArgumentError: If a value is out of range.
+
+    Example:
+        >>> config = LinearAttentionConfig(feature_map="hedgehog", window=64, sinks=4)
+        >>> LinearAttentionConfig.from_dict(config.to_dict()) == config
+        True
+    """
+
+    feature_map: str = "elu"
+    feature_map_options: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
+    window: int | None = None
+    sinks: int = 0
+    mix: Mix = "gate"
+    eps: float = 1e-6
+    backend: str = "auto"
+    allow_approximate: bool = False
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ArgumentError(
+                explain("window", "be at least 1 token, or None", self.window, "Use None for no window.")
+            )
+        if self.sinks < 0 or (self.sinks and self.window is None):
+            raise ArgumentError(
+                explain("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
+            )
+        if self.mix not in get_args(Mix):
+            raise ArgumentError(
+                explain("mix", "be a known rule", self.mix, "Use one of those", available=get_args(Mix))
+            )
+        if self.mix == "window" and self.window is None:
+            raise ArgumentError(explain("mix", "come with a window", self.mix, "Set window=."))
+        if not self.eps > 0:
+            raise ArgumentError(explain("eps", "be greater than 0", self.eps, "The default is 1e-6."))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        values = asdict(self)
+        values["feature_map_options"] = dict(self.feature_map_options)
+        values["layers"] = None if self.layers is None else list(self.layers)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read settings that :meth:`to_dict` wrote.
+
+        Raises:
+            CheckpointError: If they come from a newer version, or hold settings that are unknown here.
+        """
+        version = values.get("format_version", 0)
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise CheckpointError(
+                explain(
+                    "format_version",
+                    f"be at most {FORMAT_VERSION}",
+                    version,
+                    "Update hf_linear_attn to read this model.",
+                )
+            )
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise CheckpointError(
+                explain("linear_attention", "hold known settings only", unknown, "Remove those", available=known)
+            )
+        values = dict(values)
+        if values.get("layers") is not None:
+            values["layers"] = tuple(values["layers"])
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return the settings as a JSON text."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a text that :meth:`to_json` wrote."""
+        return cls.from_dict(json.loads(text))

@@ -1,0 +1,118 @@
+"""Exact softmax over the last W tokens and a few sink tokens, in O(T W) time.
+
+Queries are cut into blocks; each block attends to its own keys and the W - 1 before them, so that a library's dense
+attention does the work on ``[block, block + W - 1]`` scores.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIN_BLOCK = 64
+"""Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
+
+
+class _Blocks:
+    """Queries, keys, values and their visibility, cut into blocks of a band."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int,
+        key_mask: Tensor | None,
+        sinks: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        batch, heads, tokens, _ = q.shape
+        past = k.shape[2] - tokens
+        self.block = min(max(window, MIN_BLOCK), tokens)
+        self.shape, self.tokens = (batch, heads), tokens
+        pad = -tokens % self.block
+        self.number = (tokens + pad) // self.block
+        groups = heads // k.shape[1]
+        # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
+        lead = window - 1 - past
+        if key_mask is None:
+            key_mask = torch.ones(batch, k.shape[2], dtype=torch.bool, device=q.device)
+        self.q = self._split(F.pad(q, (0, 0, 0, pad)), self.block, self.block)
+        span = self.block + window - 1
+        k, v = (self._split(F.pad(x, (0, 0, lead, pad)), span, self.block) for x in (k, v))
+        visible = F.pad(key_mask, (lead, pad)).unfold(1, span, self.block).reshape(-1, 1, 1, span)
+        i = torch.arange(self.block, device=q.device)[:, None]
+        j = torch.arange(span, device=q.device)[None, :]
+        # A query sees itself even where it is padding: its row is then finite, and nobody reads it.
+        visible = ((j >= i) & (j < i + window) & visible) | (j == i + window - 1)
+        if sinks is not None:
+            sink_k, sink_v, sink_visible = sinks
+            k = torch.cat([self._repeat(sink_k), k], dim=2)
+            v = torch.cat([self._repeat(sink_v), v], dim=2)
+            sink_visible = F.pad(sink_visible, (0, 0, 0, pad)).reshape(-1, 1, self.block, sink_k.shape[2])
+            visible = torch.cat([sink_visible, visible], dim=-1)
+        self.k, self.v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        self.visible = visible
+
+    def _split(self, x: Tensor, size: int, step: int) -> Tensor:
+        """Cut ``[B, heads, tokens, D]`` into ``[B blocks, heads, size, D]``."""
+        return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    def _repeat(self, x: Tensor) -> Tensor:
+        return x[:, None].expand(-1, self.number, -1, -1, -1).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Put ``[B blocks, heads, block, ...]`` back together as ``[B, heads, T, ...]``."""
+        batch, heads = self.shape
+        x = x.reshape(batch, self.number, heads, self.block, *x.shape[3:]).transpose(1, 2)
+        return x.flatten(2, 3)[:, :, : self.tokens]
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute causal softmax attention over the last ``window`` keys and the sinks.
+
+    Args:
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, P + T, D]``: P keys from before the first query, then its own.
+        v: Values ``[B, HKV, P + T, V]``.
+        window: Keys in sight, the query's own included, >= 1.
+        scaling: Factor on ``q.k``.
+        key_mask: ``[B, P + T]`` bool, True = a real token.
+        sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
+            sink inside a query's window must not be visible a second time.
+
+    Returns:
+        ``o [B, H, T, V]``.
+    """
+    blocks = _Blocks(q, k, v, window, key_mask, sinks)
+    o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
+    return blocks.join(o)
+
+
+def window_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what :func:`window_attention` divides: ``sum_j exp(s_ij - m_i) v_j`` and ``sum_j exp(s_ij - m_i)``.
+
+    Returns:
+        Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
+    """
+    blocks = _Blocks(q, k, v, window, key_mask, sinks)
+    scores = (blocks.q @ blocks.k.transpose(-1, -2)).float() * scaling
+    scores = scores.masked_fill(~blocks.visible, -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return blocks.join(weights @ blocks.v.float()), blocks.join(weights.sum(-1))

@@ -1,0 +1,17 @@
+"""Patching Transformers models in place, and everything that then has to go on working."""
+
+from hf_linear_attn.patching.attention import LinearAttention, disable_branch
+from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
+from hf_linear_attn.patching.checkpoint import from_pretrained
+from hf_linear_attn.patching.patch import attention_layers, is_patched, patch_model, unpatch_model
+
+__all__ = [
+    "LinearAttention",
+    "LinearAttentionCacheLayer",
+    "attention_layers",
+    "disable_branch",
+    "from_pretrained",
+    "is_patched",
+    "patch_model",
+    "unpatch_model",
+]

@@ -1,0 +1,462 @@
+"""The attention function of patched layers, and the module that holds what it needs."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
+from hf_linear_attn.ops import LinearAttentionState, linear_attention
+from hf_linear_attn.ops.window import window_attention, window_sums
+from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
+
+IMPLEMENTATION = "hf_linear_attn"
+"""Name under which the attention and the mask function are registered with Transformers."""
+
+GATE_BIAS = -3.0
+"""Start of the gate's bias: the linear branch begins with a share of sigmoid(-3) = 5%."""
+
+SHARED_BIAS = math.log(0.1 / 0.9)
+"""Start of the window's factor under a shared denominator: sigmoid gives LoLCATs' 0.1."""
+
+UNSUPPORTED = {
+    "softcap": "a soft-cap on the scores",
+    "s_aux": "learned attention sinks",
+    "position_bias": "a bias on the scores by position",
+    "alibi": "a bias on the scores by position",
+    "indices": "a sparse selection of keys",
+}
+"""Arguments of attention calls that act on the matrix of scores, which linear attention does not have."""
+
+Branch = Literal["window", "sinks", "linear"]
+
+
+class Geometry(NamedTuple):
+    """Sizes of one attention layer."""
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    scaling: float
+
+
+class LinearAttention(nn.Module):
+    """Compute one converted layer's attention, from projected queries, keys and values to the heads' outputs.
+
+    It sits in the attention module as ``linear_attention``; everything that is learned lives here.
+
+    Args:
+        config: The settings.
+        geometry: The layer's sizes.
+        name: The layer's name, for messages.
+    """
+
+    def __init__(self, config: LinearAttentionConfig, geometry: Geometry, name: str) -> None:
+        super().__init__()
+        self.settings, self.geometry, self.name = config, geometry, name
+        head_dim, heads, kv_heads, scaling = geometry
+        self.feature_map: FeatureMap = get_feature_map(
+            config.feature_map, head_dim, heads, kv_heads, scaling=scaling, **config.feature_map_options
+        )
+        # A map without parameters must leave a trace in a checkpoint too, so that software without this package
+        # reports an unexpected weight instead of silently reading a softmax model.
+        self.register_buffer("format_version", torch.tensor([config.format_version]))
+        if config.window is not None and config.mix != "window":
+            shared = config.mix == "shared"
+            self.gate_bias = nn.Parameter(torch.full((heads,), SHARED_BIAS if shared else GATE_BIAS))
+            if not shared:
+                self.gate_weight = nn.Parameter(torch.zeros(heads, head_dim))
+        self.disabled: frozenset[Branch] = frozenset()
+        self.cache: LinearAttentionCacheLayer | None = None
+        self.replaced: PreTrainedConfig | str | None = None
+        """What unpatching puts back: the module's config, or the attention implementation that its config named."""
+        self.mixed = False
+        """Whether softmax layers share this layer's mask."""
+
+    def extra_repr(self) -> str:
+        """Show the settings that matter in ``print(model)``."""
+        return f"window={self.settings.window}, sinks={self.settings.sinks}, mix={self.settings.mix!r}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        scaling: float | None = None,
+    ) -> Tensor:
+        """Attend to the new tokens and to those in :attr:`cache`, and put the new ones there.
+
+        Args:
+            q: Queries ``[B, H, T, D]``.
+            k: Keys of the new tokens ``[B, HKV, T, D]``.
+            v: Values of the new tokens ``[B, HKV, T, V]``.
+            key_mask: ``[B, T]`` bool, True = a real token.
+            cu_seqlens: Boundaries of packed sequences, B = 1; without a cache only.
+            causal: Whether a query sees only earlier keys and its own.
+            scaling: Factor on ``q.k`` in the exact branch; defaults to the layer's.
+
+        Returns:
+            ``o [B, H, T, V]``.
+        """
+        scaling = self.geometry.scaling if scaling is None else scaling
+        if self.settings.window is None:
+            return self._linear(q, k, v, key_mask, cu_seqlens, causal)
+        if cu_seqlens is None:
+            return self._hybrid(q, k, v, key_mask, scaling, self.settings.window)
+        bounds = cu_seqlens.tolist()
+        pieces = [
+            self._hybrid(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, scaling, self.settings.window)
+            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            if b > a
+        ]
+        return torch.cat(pieces, dim=2)
+
+    def _linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        layer = self.cache
+        seen = None if layer is None else layer.tensors.get("seen")
+        o, state = linear_attention(
+            q,
+            k,
+            v,
+            self.feature_map,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=None if layer is None else layer.state,
+            eps=self.settings.eps,
+            backend=self.settings.backend,
+            positions=_positions(q, key_mask, seen),
+        )
+        if layer is not None:
+            layer.store(q.shape[2], kv=state.kv, z=state.z, seen=_seen(q, key_mask, seen))
+        return o
+
+    def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scaling: float, window: int) -> Tensor:
+        layer, tokens = self.cache, q.shape[2]
+        old = {} if layer is None else layer.tensors
+        start = 0 if layer is None else layer.length
+        positions = _positions(q, key_mask, old.get("seen"))
+        mask = q.new_ones(q.shape[0], tokens, dtype=torch.bool) if key_mask is None else key_mask
+        far_mask = mask
+        sinks = None
+        if self.settings.sinks:
+            far_mask = mask & (positions >= self.settings.sinks)
+            sinks = self._sinks(k, v, mask & ~far_mask, positions, start, old)
+        # What the window still holds comes before the new tokens. Shifted by the window, keys that lag do not lag.
+        delay, far_positions = window, positions
+        if old:
+            k, v = torch.cat([old["ring_k"], k], dim=2), torch.cat([old["ring_v"], v], dim=2)
+            mask, far_mask = torch.cat([old["ring_mask"], mask], 1), torch.cat([old["ring_far"], far_mask], 1)
+            far_positions = torch.cat([old["ring_position"], positions], 1)
+            delay = 0
+        far = (
+            (k, v, far_mask, far_positions)
+            if delay
+            else (k[:, :, :tokens], v[:, :, :tokens], far_mask[:, :tokens], far_positions[:, :tokens])
+        )
+        visible_sinks = None
+        if sinks is not None and "sinks" not in self.disabled:
+            # A sink is shown apart once it has left the window.
+            slots = start + torch.arange(tokens, device=q.device)
+            visible_sinks = sinks[0], sinks[1], sinks[2][:, None] <= (slots - window)[None, :, None]
+        o, kept = self._mix(q, (k, v, mask, visible_sinks), far, positions, old, scaling, delay)
+        if layer is not None:
+            ring = {"ring_k": k, "ring_v": v}
+            rows = {"ring_mask": mask, "ring_far": far_mask, "ring_position": far_positions}
+            kept |= {name: _last(x, window, 2) for name, x in ring.items()}
+            kept |= {name: _last(x, window, 1) for name, x in rows.items()}
+            if sinks is not None:
+                kept |= dict(zip(("sink_k", "sink_v", "sink_slot"), sinks, strict=True))
+            layer.store(tokens, **kept, seen=_seen(q, key_mask, old.get("seen")))
+        return o
+
+    def _sinks(
+        self,
+        k: Tensor,
+        v: Tensor,
+        is_sink: Tensor,
+        positions: Tensor,
+        start: int | Tensor,
+        old: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Collect the first real tokens: keys and values ``[B, HKV, n, *]``, and their slots ``[B, n]``."""
+        number = torch.arange(self.settings.sinks, device=k.device)
+        chosen = (positions[:, None] == number[None, :, None]) & is_sink[:, None]
+        sink_k, sink_v = (chosen[:, None].to(x.dtype) @ x for x in (k, v))
+        slots = (start + torch.arange(k.shape[2], device=k.device)).expand(chosen.shape)
+        slot = slots.masked_fill(~chosen, NOWHERE).amin(-1)
+        if old:
+            sink_k, sink_v = old["sink_k"] + sink_k, old["sink_v"] + sink_v
+            slot = torch.minimum(old["sink_slot"], slot)
+        return sink_k, sink_v, slot
+
+    def _mix(
+        self,
+        q: Tensor,
+        near: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None],
+        far: tuple[Tensor, Tensor, Tensor, Tensor],
+        positions: Tensor,
+        old: Mapping[str, Tensor],
+        scaling: float,
+        delay: int,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Join the exact and the linear branch; return the output and the linear branch's new state."""
+        settings = self.settings
+        window = settings.window or 0
+        k, v, mask, sinks = near
+        exact = {"window": window, "scaling": scaling, "key_mask": mask, "sinks": sinks}
+        if settings.mix == "window":
+            return window_attention(q, k, v, **exact), {}
+        far_k, far_v, far_mask, far_positions = far
+        state = LinearAttentionState(old["kv"], old["z"]) if old else None
+        phi: FeatureMap | None = self.feature_map
+        far_q = q
+        if self.feature_map.kernel is None or settings.mix == "shared":
+            far_q = self.feature_map.phi_q(q, positions).to(q.dtype)
+            far_k = self.feature_map.phi_k(far_k, far_positions).to(q.dtype)
+            phi = None
+        o_far, final = linear_attention(
+            far_q,
+            far_k,
+            far_v,
+            phi,
+            key_mask=far_mask,
+            state=state,
+            delay=delay,
+            eps=settings.eps,
+            backend=settings.backend,
+        )
+        counts = far_mask.cumsum(1) if not delay else _lag(far_mask.cumsum(1), delay)
+        if old:
+            counts = counts + old["far_count"][:, None]
+        kept = {"kv": final.kv, "z": final.z, "far_count": counts[:, -1]}
+        if "window" in self.disabled:
+            return o_far, kept
+        if "linear" in self.disabled:
+            return window_attention(q, k, v, **exact), kept
+        if settings.mix == "shared":
+            groups = q.shape[1] // far_k.shape[1]
+            z = _lag((far_k.float() * far_mask[:, None, :, None]).cumsum(2), delay, dim=2)
+            z = z if state is None else z + state.z[:, :, None]
+            far_den = (far_q.float() * z.repeat_interleave(groups, 1)).sum(-1)
+            num, den = window_sums(q, k, v, **exact)
+            share = self.gate_bias.float().sigmoid()[:, None]
+            den, far_num = share * den, o_far.float() * (far_den + settings.eps)[..., None]
+            o = (share[..., None] * num + far_num) / (den + far_den + settings.eps)[..., None]
+            return o.to(q.dtype), kept
+        gate = torch.einsum("bhtd,hd->bht", q.float(), self.gate_weight.float()) + self.gate_bias.float()[:, None]
+        gate = (gate.sigmoid() * (counts > 0)[:, None])[..., None].to(q.dtype)
+        return torch.lerp(window_attention(q, k, v, **exact), o_far, gate), kept
+
+
+NOWHERE = 2**62
+"""Slot of a sink that has not come yet."""
+
+
+def _positions(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Number the real tokens, ``[B, T]`` int64; padding takes its neighbour's number."""
+    if key_mask is None:
+        positions = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
+    else:
+        positions = (key_mask.cumsum(1) - 1).clamp(min=0)
+    return positions if seen is None else positions + seen[:, None]
+
+
+def _seen(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Count the real tokens of each row so far, ``[B]`` int64."""
+    new = key_mask.sum(1) if key_mask is not None else torch.full(q.shape[:1], q.shape[2], device=q.device)
+    return new if seen is None else seen + new
+
+
+def _lag(x: Tensor, delay: int, dim: int = 1) -> Tensor:
+    """Shift ``x`` by ``delay`` tokens, zeros first."""
+    tokens = x.shape[dim]
+    if not delay:
+        return x
+    kept = x.narrow(dim, 0, max(tokens - delay, 0))
+    pad = [0, 0] * (x.ndim - dim - 1) + [tokens - kept.shape[dim], 0]
+    return nn.functional.pad(kept, pad)
+
+
+def _last(x: Tensor, number: int, dim: int) -> Tensor:
+    """Return the last ``number`` tokens of ``x``, zeros before them where there are fewer."""
+    tokens = x.shape[dim]
+    if tokens >= number:
+        return x.narrow(dim, tokens - number, number)
+    return nn.functional.pad(x, [0, 0] * (x.ndim - dim - 1) + [number - tokens, 0])
+
+
+def find_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Tell a patched layer, before its forward, which cache layer to fold its tokens into (a forward pre-hook)."""
+    attention: LinearAttention = module.linear_attention  # type: ignore[assignment]
+    attention.cache = None
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, (Cache, EncoderDecoderCache)):
+            attention.cache = cache_layer(value, module.layer_idx, attention.name)  # type: ignore[arg-type]
+            return
+
+
+def linear_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a patched layer, with the signature of Transformers' AttentionInterface.
+
+    Args:
+        module: The attention module.
+        query: ``[B, H, T, D]``.
+        key: ``[B, HKV, T, D]``.
+        value: ``[B, HKV, T, V]``.
+        attention_mask: As :func:`padding_of` reads it.
+        dropout: Not used: there are no attention weights to drop.
+        scaling: Factor on ``q.k`` in the exact branch.
+        is_causal: Whether a query sees only earlier keys; defaults to the module's own.
+        **kwargs: What other implementations read.
+
+    Returns:
+        ``o [B, T, H, V]`` and None in place of attention weights.
+
+    Raises:
+        UnsupportedError: If the layer asks for something that linear attention does not have.
+    """
+    attention = getattr(module, "linear_attention", None)
+    if not isinstance(attention, LinearAttention):
+        raise UnsupportedError(
+            explain(
+                "attn_implementation",
+                "be set by patch_model",
+                IMPLEMENTATION,
+                "Call patch_model(model) instead of set_attn_implementation.",
+                where=type(module).__name__,
+            )
+        )
+    layer, attention.cache = attention.cache, None
+    _refuse_unsupported(attention, query, key, kwargs)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if query.dtype != value.dtype:
+        # Norms in fp32 under autocast or PEFT leave q and k wider than v.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    batch, heads, tokens, _ = query.shape
+    start = 0 if layer is None else layer.length
+    key_mask, cu_seqlens = padding_of(
+        attention_mask, batch, tokens, start=start, mixed=attention.mixed, name=attention.name
+    )
+    if cu_seqlens is None and layer is None:
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is not None and batch > 1:
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    attention.cache = layer
+    with torch.autocast(query.device.type, enabled=False):
+        o = attention(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
+    attention.cache = None
+    if cu_seqlens is not None and batch > 1:
+        o = o[0].unflatten(1, (batch, tokens)).transpose(0, 1)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unsupported(attention: LinearAttention, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(
+            explain(
+                "output_attentions",
+                "be False",
+                True,
+                "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be.",
+                where=attention.name,
+            )
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            explain(
+                "key",
+                f"hold the {query.shape[2]} new tokens only",
+                tuple(key.shape),
+                "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=.",
+                where=attention.name,
+            )
+        )
+    if not attention.settings.allow_approximate:
+        for argument, meaning in UNSUPPORTED.items():
+            if kwargs.get(argument) is not None:
+                raise UnsupportedError(
+                    explain(
+                        argument,
+                        "be None",
+                        type(kwargs[argument]).__name__,
+                        f"Linear attention cannot honour {meaning}; leave the layer out with layers=, or pass "
+                        "allow_approximate=True to drop it.",
+                        where=attention.name,
+                    )
+                )
+
+
+@contextmanager
+def disable_branch(model: nn.Module, branch: Branch) -> Iterator[None]:
+    """Switch one branch of every patched layer off within a ``with`` block, to see what it contributes.
+
+    Args:
+        model: A patched model.
+        branch: ``"window"``, ``"sinks"`` or ``"linear"``.
+
+    Raises:
+        ArgumentError: If there is no such branch, or no layer has a window.
+    """
+    if branch not in get_args(Branch):
+        raise ArgumentError(
+            explain(
+                "branch",
+                "be a branch of a patched layer",
+                branch,
+                "Use one of those",
+                available=get_args(Branch),
+            )
+        )
+    layers = [m for m in model.modules() if isinstance(m, LinearAttention) and m.settings.window is not None]
+    if not layers:
+        raise ArgumentError(
+            explain(
+                "model",
+                "be patched with a window",
+                type(model).__name__,
+                "Without one there is a single branch.",
+            )
+        )
+    before = [layer.disabled for layer in layers]
+    for layer in layers:
+        layer.disabled |= {branch}
+    try:
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer.disabled = disabled
+
+
+AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)

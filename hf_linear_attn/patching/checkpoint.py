@@ -1,0 +1,206 @@
+"""Save and load patched models."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+
+CODE_FILE = "modeling_linear_attention.py"
+"""Written beside the weights, so that Auto classes can load the folder with ``trust_remote_code=True``."""
+
+CODE = '''\
+"""Load this folder through Transformers' Auto classes; needs `pip install hf_linear_attn`."""
+
+from transformers import {name} as _Softmax
+
+from hf_linear_attn.patching.checkpoint import linear_attention_class
+
+{name} = linear_attention_class(_Softmax)
+'''
+
+CARD = """\
+---
+library_name: transformers
+tags:
+- linear-attention
+- hf_linear_attn
+---
+
+# {name} with linear attention
+
+A softmax model whose attention layers were converted by hf_linear_attn: time grows linearly with the context, and the
+generation state has a constant size. Without that package the folder loads as a softmax model again, with a report of
+unexpected weights, and its answers are worthless. Load it so:
+
+```python
+from hf_linear_attn import from_pretrained
+
+model = from_pretrained("this/folder")
+```
+
+or with `{auto}.from_pretrained("this/folder", trust_remote_code=True)`.
+
+## How it was converted
+
+```json
+{settings}
+```
+"""
+
+BaseT = TypeVar("BaseT", bound=PreTrainedModel)
+
+
+class PatchedModel(PreTrainedModel):  # type: ignore[misc]
+    """Mixed into the class of a patched model: builds itself patched, and saves what others need to load it."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        settings = getattr(config, "linear_attention", None)
+        if settings is not None:
+            from hf_linear_attn.patching.patch import apply_config
+
+            apply_config(self, LinearAttentionConfig.from_dict(settings))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: Transformers would copy the softmax model's source file beside the weights."""
+
+    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save as Transformers does, with the code file and a model card beside the weights."""
+        if is_main_process and getattr(self.config, "linear_attention", None) is not None:
+            folder = Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = type(self).__name__
+            auto = _auto_class(name)
+            self.config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{name}"}
+            (folder / CODE_FILE).write_text(CODE.format(name=name))
+            if not (folder / "README.md").exists():
+                settings = json.dumps(self.config.linear_attention, indent=2, sort_keys=True)
+                (folder / "README.md").write_text(CARD.format(name=name, auto=auto, settings=settings))
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle by the softmax class, since this one is made at run time."""
+        return _rebuild, (softmax_class(type(self)),), self.__dict__
+
+
+def _rebuild(base: type[PreTrainedModel]) -> PreTrainedModel:
+    cls = linear_attention_class(base)
+    return cls.__new__(cls)
+
+
+@cache
+def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
+    """Return the class of a patched ``base``: same name, same methods, built and saved patched.
+
+    Args:
+        base: A softmax model's class, or such a class already.
+    """
+    if issubclass(base, PatchedModel):
+        return base
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return cast(type[BaseT], type(base.__name__, (PatchedModel, base), body))
+
+
+def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class that ``cls`` was made from by :func:`linear_attention_class`."""
+    return cls.__bases__[1] if PatchedModel in cls.__bases__ else cls
+
+
+def _auto_class(name: str) -> str:
+    """Return the Auto class that loads the model class of that name."""
+    for mapping, auto in (
+        ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
+        ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
+        ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
+        ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForSequenceClassification"),
+        ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "AutoModelForTokenClassification"),
+        ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "AutoModelForQuestionAnswering"),
+    ):
+        if name in getattr(modeling_auto, mapping).values():
+            return auto
+    return "AutoModel"
+
+
+def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Load a patched model that ``save_pretrained`` or ``push_to_hub`` wrote.
+
+    Args:
+        path: A folder, or a name on the hub.
+        **kwargs: As for Transformers' ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ... Weights are
+            read from safetensors only, and no code in the folder is run.
+
+    Returns:
+        The model, patched as it was when it was saved.
+
+    Raises:
+        CheckpointError: If the folder holds no patched model, comes from a newer version, or its weights are damaged
+            or do not fit.
+        ArgumentError: If an argument asks for code or weights that would be executed.
+    """
+    for argument in ("trust_remote_code", "weights_only"):
+        if argument in kwargs and kwargs[argument] is not (argument == "weights_only"):
+            raise ArgumentError(
+                explain(argument, "not be set", kwargs[argument], "Nothing in a checkpoint is executed here.")
+            )
+    hub = {
+        name: kwargs[name]
+        for name in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        if name in kwargs
+    }
+    try:
+        config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            explain("path", "be a folder or hub name with a config.json", str(path), str(error).split("\n")[0])
+        ) from error
+    if getattr(config, "linear_attention", None) is None:
+        raise CheckpointError(
+            explain(
+                "path",
+                "hold a patched model",
+                str(path),
+                "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
+            )
+        )
+    LinearAttentionConfig.from_dict(config.linear_attention)
+    names = config.architectures or [None]
+    base = getattr(transformers, names[0] or "", None)
+    if base is None:
+        raise CheckpointError(
+            explain(
+                "architectures",
+                "name a class of the installed transformers",
+                names[0],
+                "Update transformers.",
+            )
+        )
+    wants_info = kwargs.pop("output_loading_info", False)
+    try:
+        model, info = linear_attention_class(base).from_pretrained(
+            path, config=config, output_loading_info=True, use_safetensors=True, **kwargs
+        )
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            explain("path", "hold whole safetensors files", str(path), f"Reading them failed: {error}")
+        ) from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
+        if keys:
+            raise CheckpointError(
+                explain(
+                    "path",
+                    f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
+                    str(path),
+                    f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
+                )
+            )
+    return (model, info) if wants_info else model

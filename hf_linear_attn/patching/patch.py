@@ -1,0 +1,355 @@
+"""Patch a model in place, and undo it."""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_linear_attn.config import LinearAttentionConfig, Mix
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from hf_linear_attn.feature_maps import feature_map_class
+from hf_linear_attn.patching.attention import IMPLEMENTATION, Geometry, LinearAttention, find_cache
+from hf_linear_attn.patching.checkpoint import linear_attention_class, softmax_class
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+LayerChoice = Literal["all"] | Iterable[int] | Callable[[int, str, nn.Module], bool] | None
+Kind = Literal["full", "local", "cross"]
+
+
+class AttentionLayer(NamedTuple):
+    """A module that attends through Transformers' AttentionInterface."""
+
+    index: int
+    """Place among the model's self-attention layers; -1 for cross-attention."""
+    name: str
+    module: nn.Module
+    kind: Kind
+    """``"local"`` where it sees a sliding window or a chunk."""
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """List the modules of ``model`` that attend through the AttentionInterface, in the order of ``named_modules()``."""
+    layers: list[AttentionLayer] = []
+    index = 0
+    for name, module in model.named_modules():
+        if not _uses_interface(type(module)):
+            continue
+        kind = _kind(name, module)
+        layers.append(AttentionLayer(-1 if kind == "cross" else index, name, module, kind))
+        index += kind != "cross"
+    return layers
+
+
+@cache
+def _uses_interface(cls: type[nn.Module]) -> bool:
+    """Tell from its source whether a module class calls the AttentionInterface in its forward."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in source
+
+
+def _kind(name: str, module: nn.Module) -> Kind:
+    if getattr(module, "is_cross_attention", False) or any(
+        word in name.rsplit(".", 1)[-1].lower() for word in ("cross", "encoder_attn", "encdec")
+    ):
+        return "cross"
+    if getattr(module, "sliding_window", None) is not None or getattr(module, "is_sliding", False):
+        return "local"
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
+        return "local" if "sliding" in types[index] or "chunked" in types[index] else "full"
+    return "full"
+
+
+def geometry_of(layer: AttentionLayer) -> Geometry:
+    """Read an attention layer's sizes off its attributes and its config.
+
+    Raises:
+        UnsupportedError: If its head count or head dim cannot be found.
+    """
+    module = layer.module
+    config = getattr(module, "config", None)
+
+    def first(*names: str) -> Any:
+        for holder in (module, config):
+            for name in names:
+                value = getattr(holder, name, None)
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    return value
+        return None
+
+    heads = first("num_heads", "num_attention_heads", "n_heads", "n_head")
+    if heads is None:
+        raise _unsupported(layer, "a head count could not be found")
+    groups = getattr(module, "num_key_value_groups", None)
+    kv_heads = heads // groups if groups else first("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
+    head_dim = first("qk_head_dim", "head_dim", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
+    if head_dim is None:
+        hidden = first("embed_dim", "hidden_size", "d_model")
+        if hidden is None:
+            raise _unsupported(layer, "a head dim could not be found")
+        head_dim = hidden // heads
+    scaling = first("scaling", "scale", "softmax_scale")
+    return Geometry(int(head_dim), int(heads), int(kv_heads), float(scaling or head_dim**-0.5))
+
+
+def _unsupported(layer: AttentionLayer, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "model",
+            "have attention that linear attention can stand in for",
+            type(layer.module).__name__,
+            f"There is {reason}: leave the layer out with layers=, or pass allow_approximate=True to drop it.",
+            where=layer.name,
+        )
+    )
+
+
+def _refuse_special(layer: AttentionLayer) -> None:
+    """Raise where a layer has something that acts on the matrix of scores."""
+    config = getattr(layer.module, "config", None)
+    for holder in (layer.module, config):
+        if getattr(holder, "attn_logit_softcapping", None) is not None:
+            raise _unsupported(layer, "a soft-cap on the scores (attn_logit_softcapping)")
+        if getattr(holder, "alibi", False) is True:
+            raise _unsupported(layer, "a bias on the scores by distance (ALiBi)")
+    if isinstance(getattr(layer.module, "sinks", None), nn.Parameter):
+        raise _unsupported(layer, "a learned attention sink (sinks)")
+    if getattr(layer.module, "has_relative_attention_bias", False):
+        raise _unsupported(layer, "a relative position bias on the scores")
+
+
+def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]:
+    """Resolve a choice of layers.
+
+    Args:
+        model: The model.
+        layers: As in :func:`patch_model`.
+
+    Raises:
+        UnsupportedError: If the model has no layer to convert; says which classes were looked at.
+        ArgumentError: If an index does not exist, or nothing is chosen.
+    """
+    found = attention_layers(model)
+    candidates = [layer for layer in found if layer.kind != "cross"]
+    if not candidates:
+        classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
+        seen = ", ".join(classes) if classes else "none named *Attention*"
+        raise UnsupportedError(
+            explain(
+                "model",
+                "have self-attention layers that call Transformers' AttentionInterface",
+                type(model).__name__,
+                f"There is nothing to convert; classes looked at: {seen}.",
+            )
+        )
+    if layers is None:
+        chosen = [layer for layer in candidates if layer.kind == "full"]
+        remedy = (
+            f"All {len(candidates)} attention layers are local (sliding or chunked); pass layers='all' to convert them."
+        )
+    elif isinstance(layers, str):
+        if layers != "all":
+            raise ArgumentError(explain("layers", "be 'all', indices, a callable or None", layers, "Use 'all'."))
+        return candidates
+    elif callable(layers):
+        chosen = [layer for layer in candidates if layers(layer.index, layer.name, layer.module)]
+        remedy = f"The callable chose none of the {len(candidates)} attention layers."
+    else:
+        indices = set(layers)
+        if missing := sorted(i for i in indices if not 0 <= i < len(candidates)):
+            raise ArgumentError(
+                explain("layers", f"be indices from 0 to {len(candidates) - 1}", missing, "Leave those out.")
+            )
+        chosen = [layer for layer in candidates if layer.index in indices]
+        remedy = "Name at least one layer."
+    if not chosen:
+        raise ArgumentError(explain("layers", "choose at least one layer", layers, remedy, where=type(model).__name__))
+    return chosen
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Return whether any layer of ``model`` is converted."""
+    return any(isinstance(module, LinearAttention) for module in model.modules())
+
+
+def patch_model(
+    model: ModelT,
+    feature_map: str = "elu",
+    *,
+    layers: LayerChoice = None,
+    window: int | None = None,
+    sinks: int = 0,
+    mix: Mix = "gate",
+    feature_map_options: Mapping[str, Any] | None = None,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    allow_approximate: bool = False,
+) -> ModelT:
+    """Turn a softmax model into a linear-attention model, in place.
+
+    Its class, its weights and its other instances stay as they are. A model that is merely patched is a poor one:
+    softmax and linear attention are different functions, so distil it next. ``feature_map="elu"`` has nothing to
+    learn and recalls little of what lies far back; learned maps (``"hedgehog"``) with a window recall most, see
+    docs/feature-maps.md.
+
+    Args:
+        model: A Transformers model whose attention goes through the AttentionInterface.
+        feature_map: A registered name, see :func:`available_feature_maps`.
+        layers: ``"all"``; indices among the self-attention layers; a callable ``(index, name, module) -> bool``; or
+            None for every full-attention layer, leaving sliding-window and chunked ones. Cross-attention always stays.
+        window: Attend exactly to the last ``window`` tokens, >= 1; None for linear attention throughout.
+        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
+        mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
+        feature_map_options: The map's own settings.
+        eps: Added to the normaliser, > 0.
+        backend: As in :func:`linear_attention`.
+        allow_approximate: Drop what linear attention cannot honour instead of raising.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentTypeError: If ``model`` is no Transformers model.
+        ArgumentError: If a setting is out of range, a name unknown, or the model is patched already.
+        UnsupportedError: If nothing can be converted, or a layer has what linear attention cannot honour.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linear_attn import patch_model, unpatch_model
+        >>> sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        >>> model = patch_model(model, feature_map="elu")
+        >>> model = unpatch_model(model)
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentTypeError(
+            explain("model", "be a Transformers PreTrainedModel", type(model).__name__, "Pass the model itself.")
+        )
+    config = LinearAttentionConfig(
+        feature_map=feature_map,
+        feature_map_options=dict(feature_map_options or {}),
+        window=window,
+        sinks=sinks,
+        mix=mix,
+        eps=eps,
+        backend=backend,
+        allow_approximate=allow_approximate,
+    )
+    return apply_config(model, config, layers)
+
+
+def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice = None) -> ModelT:
+    """Patch ``model`` as ``config`` says; ``layers`` overrides its layers. See :func:`patch_model`."""
+    feature_map_class(config.feature_map)
+    if is_patched(model):
+        raise ArgumentError(
+            explain(
+                "model",
+                "be a softmax model",
+                f"a patched {type(model).__name__}",
+                "Call unpatch_model first.",
+            )
+        )
+    chosen = choose_layers(model, config.layers if layers is None else layers)
+    # Everything that can fail comes before the first change.
+    parts: list[tuple[AttentionLayer, LinearAttention]] = []
+    for layer in chosen:
+        if not config.allow_approximate:
+            _refuse_special(layer)
+        if config.window is not None and not getattr(layer.module, "is_causal", True):
+            raise ArgumentError(
+                explain(
+                    "window",
+                    "be None for bidirectional attention",
+                    config.window,
+                    "Leave it out.",
+                    where=layer.name,
+                )
+            )
+        part = LinearAttention(config, geometry_of(layer), layer.name)
+        # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
+        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+        if weight is not None:
+            part.to(device=weight.device, dtype=weight.dtype)
+        parts.append((layer, part.train(layer.module.training)))
+    for layer, part in parts:
+        layer.module.linear_attention = part
+        layer.module.register_forward_pre_hook(find_cache, with_kwargs=True)
+    _set_implementation(model)
+    config = replace(config, layers=tuple(layer.index for layer in chosen))
+    model.config.linear_attention = config.to_dict()
+    model.__class__ = linear_attention_class(type(model))
+    return model
+
+
+def _set_implementation(model: nn.Module) -> None:
+    """Make patched layers call our attention function.
+
+    Masks are built for the implementation that a config names. Where all layers that share a config are patched, the
+    config itself names ours, and masks are 2-D; where some stay softmax, patched layers get a copy of the config.
+    """
+    groups: dict[int, list[nn.Module]] = defaultdict(list)
+    for layer in attention_layers(model):
+        groups[id(layer.module.config)].append(layer.module)
+    for modules in groups.values():
+        patched = [m for m in modules if hasattr(m, "linear_attention")]
+        if not patched:
+            continue
+        config: PreTrainedConfig = patched[0].config  # type: ignore[assignment]
+        before = config._attn_implementation
+        if len(patched) == len(modules):
+            config._attn_implementation_internal = IMPLEMENTATION
+            for module in patched:
+                module.linear_attention.replaced = before
+            continue
+        own = copy.copy(config)
+        own._attn_implementation_internal = IMPLEMENTATION
+        for module in patched:
+            module.linear_attention.mixed = True
+            module.linear_attention.replaced = config
+            module.config = own
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undo :func:`patch_model`: the model computes exactly what it did before, with the weights it has now.
+
+    Args:
+        model: A patched model.
+
+    Returns:
+        The model itself; what the feature maps learned is dropped.
+
+    Raises:
+        ArgumentError: If the model is not patched.
+    """
+    if not is_patched(model):
+        raise ArgumentError(
+            explain("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
+        )
+    for module in model.modules():
+        part = getattr(module, "linear_attention", None)
+        if not isinstance(part, LinearAttention):
+            continue
+        if isinstance(part.replaced, PreTrainedConfig):
+            module.config = part.replaced
+        else:
+            module.config._attn_implementation_internal = part.replaced  # type: ignore[union-attr]
+        del module.linear_attention
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is find_cache:
+                module._forward_pre_hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    del model.config.linear_attention
+    model.config.__dict__.pop("auto_map", None)
+    model.__class__ = softmax_class(type(model))
+    return model
