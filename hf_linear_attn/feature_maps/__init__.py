@@ -11,6 +11,7 @@ from hf_linear_attn.feature_maps.base import (
     available_feature_maps,
     feature_map_class,
     get_feature_map,
+    load_feature_maps,
     register_feature_map,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "available_feature_maps",
     "feature_map_class",
     "get_feature_map",
+    "load_feature_maps",
     "register_feature_map",
 ]

@@ -1,31 +1,52 @@
 """The feature-map interface and its registry."""
 
+import importlib.util
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from functools import cache
+from inspect import Parameter, signature
+from logging import getLogger
+from pathlib import Path
+from typing import ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, explain
 
+logger = getLogger(__name__)
+
+
+class CommonOptions(TypedDict, total=False):
+    """Settings that every map takes; see :class:`FeatureMap`."""
+
+    scaling: float | None
+    scale: float
+    separate: bool
+    per_head: bool
+
 
 class FeatureMap(nn.Module, ABC):
     """Map queries and keys to features whose inner product stands in for ``exp(scaling * q.k)``.
 
-    A subclass sets the class variables, computes features in :meth:`phi_q` and :meth:`phi_k` (or only in :meth:`phi`
-    where both sides are alike), and declares their size in :attr:`feature_dim`. Features are computed in fp32, or in
-    fp64 for fp64 inputs.
+    A subclass sets the class variables, computes features in :meth:`phi_q` and :meth:`phi_k` (or only in
+    :meth:`phi` where both sides are alike), and declares their size in :attr:`feature_dim`. Features are
+    computed in fp32, or in fp64 for fp64 inputs: :meth:`phi` gets what :meth:`scaled` returns, and a subclass
+    with its own ``phi_q`` and ``phi_k`` begins with that call.
 
     Args:
         head_dim: Size ``D`` of a query or key.
         num_heads: Query heads ``H``; only maps with parameters per head use it.
         num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
-        scaling: The softmax scale that the map stands in for; defaults to ``head_dim ** -0.5``. Maps that do not
-            approximate softmax ignore it.
+        scaling: The softmax scale that the map stands in for; defaults to ``head_dim ** -0.5``. Maps that do
+            not approximate softmax ignore it.
+        scale: Factor on q and k before the map, > 0: ``phi(scale * x)``. With a scale other than 1, features
+            are computed before the kernels, not inside them.
+        separate: Whether q and k have weights of their own; a map without weights has nothing to separate.
+        per_head: Whether every head has weights of its own; a map without weights is the same for all.
 
     Raises:
-        ArgumentError: If a size is not positive or ``num_heads`` is no multiple of ``num_kv_heads``.
+        ArgumentError: If a size or scale is not positive or ``num_heads`` is no multiple of ``num_kv_heads``.
     """
 
     name: ClassVar[str]
@@ -36,9 +57,11 @@ class FeatureMap(nn.Module, ABC):
     """Where it comes from."""
     learned: ClassVar[bool] = False
     """Whether the map has parameters that distillation trains."""
-    non_negative: ClassVar[bool] = True
-    """Whether every feature is >= 0, so that the normaliser cannot vanish or change sign."""
-    kernel: ClassVar[str | None] = None
+    non_negative: bool = True
+    """Whether ``phi(q)^T phi(k) >= 0`` for all q and k, so that the normaliser cannot change sign."""
+    caution: ClassVar[str] = ""
+    """What users should know before they choose the map; logged when it is built, and shown in the docs."""
+    kernel: str | None = None
     """Name of the elementwise map inside the kernels, or None where features are computed first."""
 
     def __init__(
@@ -48,6 +71,9 @@ class FeatureMap(nn.Module, ABC):
         num_kv_heads: int | None = None,
         *,
         scaling: float | None = None,
+        scale: float = 1.0,
+        separate: bool = True,
+        per_head: bool = True,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -57,25 +83,35 @@ class FeatureMap(nn.Module, ABC):
             ("num_kv_heads", num_kv_heads),
         ):
             if value < 1:
-                raise ArgumentError(
-                    explain(argument, "be at least 1", value, "Pass the attention layer's own size.")
-                )
+                raise ArgumentError(explain(argument, "be at least 1", value, "Pass the attention layer's own size."))
         if num_heads % num_kv_heads:
             raise ArgumentError(
-                explain(
-                    "num_kv_heads", f"divide num_heads={num_heads}", num_kv_heads, "Check the model's config."
-                )
+                explain("num_kv_heads", f"divide num_heads={num_heads}", num_kv_heads, "Check the model's config.")
             )
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.scaling = head_dim**-0.5 if scaling is None else scaling
+        for argument, factor in (("scaling", self.scaling), ("scale", scale)):
+            if not 0 < factor < float("inf"):
+                raise ArgumentError(
+                    explain(argument, "be positive and finite", factor, "Leave it out for the default.")
+                )
+        self.scale, self.separate, self.per_head = scale, separate, per_head
+        if scale != 1:
+            # The kernels read q and k as they are.
+            self.kernel = None
 
     @property
     @abstractmethod
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
 
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return ``scale * x`` in the dtype in which features are computed."""
+        x = upcast(x)
+        return x if self.scale == 1 else x * self.scale
+
     def phi(self, x: Tensor) -> Tensor:
-        """Map ``x`` of shape ``[..., D]`` to features of shape ``[..., F]``, the same for both sides."""
+        """Map ``x`` of shape ``[..., D]``, scaled, to features ``[..., F]``, the same for both sides."""
         raise NotImplementedError(f"{type(self).__name__} must define phi, or phi_q and phi_k")
 
     def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -88,11 +124,11 @@ class FeatureMap(nn.Module, ABC):
         Returns:
             Features ``[B, H, T, F]``, fp32 (fp64 for fp64 input).
         """
-        return self.phi(q)
+        return saturated(self.phi(self.scaled(q)), q.dtype)
 
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map keys ``[B, HKV, S, D]`` to features ``[B, HKV, S, F]``; see :meth:`phi_q`."""
-        return self.phi(k)
+        return saturated(self.phi(self.scaled(k)), k.dtype)
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -100,7 +136,14 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-FeatureMapFactory = Callable[..., FeatureMap]
+def saturated(features: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return features that stay finite in ``dtype``, that of the model, in which the kernels read them."""
+    if dtype != torch.float16:
+        return features
+    largest = torch.finfo(dtype).max
+    return features.clamp(-largest, largest)
+
+
 _MapT = TypeVar("_MapT", bound=type[FeatureMap])
 _REGISTRY: dict[str, type[FeatureMap]] = {}
 
@@ -148,15 +191,45 @@ def register_feature_map(cls: _MapT) -> _MapT:
                 )
             )
     holder = _REGISTRY.get(cls.name)
-    # Re-running a notebook cell or reloading a module defines the same class anew; only a different one is a clash.
+    # Re-running a notebook cell or reloading a module defines the same class anew; only a different one is a
+    # clash.
     if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ArgumentError(
-            explain(
-                "name", f"not be taken, and {holder.__qualname__} has it", cls.name, "Choose another name."
-            )
+            explain("name", f"not be taken, and {holder.__qualname__} has it", cls.name, "Choose another name.")
         )
     _REGISTRY[cls.name] = cls
     return cls
+
+
+def load_feature_maps(file: str | Path) -> tuple[str, ...]:
+    """Run a Python file that registers feature maps of your own, so that their names work everywhere.
+
+    Args:
+        file: The file. It runs with your rights: load only what you trust.
+
+    Returns:
+        The names it registered, sorted.
+
+    Raises:
+        ArgumentError: If there is no such Python file, or it registers nothing.
+    """
+    path = Path(file).resolve()
+    # Named by the whole path: two files called maps.py are two modules, one file loaded twice is one.
+    module_name = "feature_maps_of_" + "".join(c if c.isalnum() else "_" for c in str(path))
+    if path.suffix != ".py" or not path.is_file():
+        raise ArgumentError(explain("file", "be a Python file", str(file), "Check the path."))
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ArgumentError(explain("file", "be importable", str(file), "Check the path."))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    names = tuple(sorted(name for name, cls in _REGISTRY.items() if cls.__module__ == module_name))
+    if not names:
+        raise ArgumentError(
+            explain("file", "register a feature map", str(file), "Decorate your class with register_feature_map.")
+        )
+    return names
 
 
 def available_feature_maps() -> tuple[str, ...]:
@@ -205,20 +278,63 @@ def get_feature_map(
         num_heads: Query heads ``H``.
         num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         scaling: Softmax scale; defaults to ``head_dim ** -0.5``.
-        **options: The map's own settings.
+        **options: Settings common to all maps (``scale``, ``separate``, ``per_head``) and the map's own.
 
     Returns:
         The map, a new module.
 
     Raises:
         ArgumentError: If the name is unknown, or the map has no such option.
+
+    Example:
+        >>> get_feature_map("hedgehog", head_dim=8, separate=False).feature_dim
+        16
     """
     cls = feature_map_class(name)
-    try:
-        return cls(head_dim, num_heads, num_kv_heads, scaling=scaling, **options)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise ArgumentError(
-            explain("feature_map_options", f"be settings of the map {name!r}", options, f"{error}.")
-        ) from error
+    known = map_options(cls)
+    for option in options:
+        if option not in known:
+            raise ArgumentError(
+                explain(
+                    "feature_map_options",
+                    f"be settings of the map {name!r}",
+                    option,
+                    "Use some of those",
+                    available=known,
+                )
+            )
+    if cls.caution:
+        _caution(name, cls.caution)
+    return cls(head_dim, num_heads, num_kv_heads, scaling=scaling, **options)  # type: ignore[arg-type]
+
+
+def map_options(cls: type[FeatureMap]) -> dict[str, object]:
+    """Return the settings that a map's constructor takes besides sizes and ``scaling``, with their defaults.
+
+    Args:
+        cls: A feature-map class.
+
+    Returns:
+        The map's own settings first, then those common to all maps (as far as the constructor passes them
+        on).
+
+    Example:
+        >>> map_options(feature_map_class("dpfp"))
+        {'nu': 1, 'scale': 1.0, 'separate': True, 'per_head': True}
+    """
+    options: dict[str, object] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or not issubclass(base, FeatureMap):
+            continue
+        parameters = signature(base.__init__).parameters.values()
+        options |= {p.name: p.default for p in parameters if p.kind is Parameter.KEYWORD_ONLY} | options
+        if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+            break
+    options.pop("scaling", None)
+    return options
+
+
+@cache
+def _caution(name: str, text: str) -> None:
+    # Cached: a model has many layers, and one line says it.
+    logger.warning("feature map %r: %s", name, text)

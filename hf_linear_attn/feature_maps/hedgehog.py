@@ -1,25 +1,43 @@
 """Hedgehog: learned features that keep softmax's spikiness and monotonicity."""
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import FeatureMap, register_feature_map, upcast
+from hf_linear_attn.feature_maps.base import CommonOptions, register_feature_map
+from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
 
 
 @register_feature_map
-class Hedgehog(FeatureMap):
-    """Compute ``cat[softmax(xW), softmax(-xW)]`` with a learned ``W [D, D]`` per head.
+class Hedgehog(LearnedMap):
+    """Compute ``cat[softmax(yW), softmax(-yW)]`` with a learned ``W [D, F / 2]``.
 
-    ``x`` is scaled by the square root of the softmax scale; ``W`` starts as the identity over all of ``D``, because
-    half of the dimensions would break the pairs that rotary embeddings turn together.
+    ``y`` is x scaled by the square root of the softmax scale.
+
+    Args:
+        head_dim: Size ``D`` of a query or key.
+        num_heads: Query heads ``H``.
+        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
+        num_features: ``F``, even; defaults to ``2 * head_dim``.
+        **options: As in :class:`FeatureMap`.
+
+    Raises:
+        ArgumentError: If a size does not fit.
+
+    Example:
+        >>> phi = Hedgehog(head_dim=8, num_heads=4, num_kv_heads=2)
+        >>> phi.weight_q.shape, phi.weight_k.shape
+        (torch.Size([4, 8, 8]), torch.Size([2, 8, 8]))
+        >>> phi.phi_q(torch.zeros(1, 4, 3, 8)).shape
+        torch.Size([1, 4, 3, 16])
     """
 
     name: ClassVar[str] = "hedgehog"
-    formula: ClassVar[str] = "cat[softmax(xW), softmax(-xW)], W per head"
+    formula: ClassVar[str] = "cat[softmax(yW), softmax(-yW)], y = sqrt(scaling) x"
     paper: ClassVar[str] = "Zhang et al., 2024, arXiv:2402.04347"
-    learned: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -27,22 +45,20 @@ class Hedgehog(FeatureMap):
         num_heads: int = 1,
         num_kv_heads: int | None = None,
         *,
-        scaling: float | None = None,
+        num_features: int | None = None,
+        **options: Unpack[CommonOptions],
     ) -> None:
-        super().__init__(head_dim, num_heads, num_kv_heads, scaling=scaling)
-        self.weight_q = nn.Parameter(torch.eye(head_dim).repeat(self.num_heads, 1, 1))
-        self.weight_k = nn.Parameter(torch.eye(head_dim).repeat(self.num_kv_heads, 1, 1))
+        super().__init__(head_dim, num_heads, num_kv_heads, **options)
+        self.num_features = 2 * head_dim if num_features is None else num_features
+        check_size("num_features", self.num_features, multiple_of=2)
+        self.add_weight("weight", identity_like(head_dim, self.num_features // 2))
 
+    @override
     @property
     def feature_dim(self) -> int:
-        return 2 * self.head_dim
+        return self.num_features
 
-    def _features(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = torch.einsum("bhtd,hdf->bhtf", upcast(x) * self.scaling**0.5, weight.to(upcast(x).dtype))
+    @override
+    def features(self, x: Tensor, side: Side) -> Tensor:
+        y = (x * math.sqrt(self.scaling)) @ self.weight_of("weight", side, x)
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1)
-
-    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
-        return self._features(q, self.weight_q)
-
-    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
-        return self._features(k, self.weight_k)

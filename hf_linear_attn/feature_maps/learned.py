@@ -1,0 +1,94 @@
+"""What learned maps have in common: weights per head or shared, for q and k apart or together."""
+
+import math
+from typing import ClassVar, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, saturated
+
+Side = Literal["q", "k"]
+
+
+class LearnedMap(FeatureMap):
+    """A feature map with weights; ``separate`` and ``per_head`` decide how many copies of them there are.
+
+    A weight called ``weight`` is held as ``weight_q [H, ...]`` and ``weight_k [HKV, ...]``, or where q and k
+    share it as ``weight [HKV, ...]``; the first size is 1 where heads share it.
+
+    Args:
+        head_dim: Size ``D`` of a query or key.
+        num_heads: Query heads ``H``.
+        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
+        **options: As in :class:`FeatureMap`.
+    """
+
+    learned: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(head_dim, num_heads, num_kv_heads, **options)
+
+    def add_weight(self, name: str, start: Tensor) -> None:
+        """Create the parameters called ``name``, every copy equal to ``start``."""
+        heads = {"_q": self.num_heads, "_k": self.num_kv_heads} if self.separate else {"": self.num_kv_heads}
+        for suffix, count in heads.items():
+            copies = start.expand(count if self.per_head else 1, *start.shape).clone()
+            self.register_parameter(name + suffix, nn.Parameter(copies))
+
+    def weight_of(self, name: str, side: Side, x: Tensor) -> Tensor:
+        """Return the weight of that name for one side, ``[heads or 1, ...]``, in the dtype of ``x``."""
+        if self.separate:
+            return self.get_parameter(f"{name}_{side}").to(x.dtype)
+        shared = self.get_parameter(name).to(x.dtype)
+        if side == "q" and self.per_head:
+            return shared.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+        return shared
+
+    def features(self, x: Tensor, side: Side) -> Tensor:
+        """Map ``x [B, heads, T, D]``, scaled, to features ``[B, heads, T, F]`` of that side."""
+        raise NotImplementedError(f"{type(self).__name__} must define features, or phi_q and phi_k")
+
+    @override
+    def phi_q(self, q: Tensor, positions: Tensor | None = None) -> Tensor:
+        return saturated(self.features(self.scaled(q), "q"), q.dtype)
+
+    @override
+    def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
+        return saturated(self.features(self.scaled(k), "k"), k.dtype)
+
+
+def identity_like(head_dim: int, features: int) -> Tensor:
+    """Return ``[D, M]``, the start of a learned projection: as near to the identity as its shape allows.
+
+    All of D takes part, because half of the dimensions would break the pairs that rotary embeddings turn
+    together: ``[I, -I, I, ...]`` where ``M >= D``, else M orthogonal directions, chosen at random with a
+    fixed seed and scaled such that inner products keep their mean.
+
+    Example:
+        >>> identity_like(2, 4).tolist()
+        [[1.0, 0.0, -1.0, -0.0], [0.0, 1.0, -0.0, -1.0]]
+    """
+    if features >= head_dim:
+        eye = torch.eye(head_dim)
+        blocks = [eye if n % 2 == 0 else -eye for n in range(-(-features // head_dim))]
+        return torch.cat(blocks, dim=1)[:, :features]
+    gaussian = torch.randn(head_dim, features, generator=torch.Generator().manual_seed(0), device="cpu")
+    directions: Tensor = torch.linalg.qr(gaussian)[0]
+    return (directions * math.sqrt(head_dim / features)).to(torch.get_default_device())
+
+
+def check_size(argument: str, value: int, *, multiple_of: int = 1, at_most: int | None = None) -> None:
+    """Raise an ArgumentError unless ``value`` is a positive multiple, and not above a bound."""
+    if value < 1 or value % multiple_of or (at_most is not None and value > at_most):
+        rule = "be at least 1" if multiple_of == 1 else f"be a positive multiple of {multiple_of}"
+        rule += "" if at_most is None else f" and at most {at_most}"
+        raise ArgumentError(explain(argument, rule, value, "Leave it out for the default."))

@@ -1,0 +1,71 @@
+"""A learned map that bends directions and keeps lengths."""
+
+import math
+from typing import ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hf_linear_attn.feature_maps.base import CommonOptions, register_feature_map
+from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
+
+TINY = 1e-12
+"""Keeps the gradients of lengths and powers finite at 0."""
+
+
+@register_feature_map
+class NormPreserving(LearnedMap):
+    """Compute ``|y| r^p / |r^p|`` with ``y = xW``, ``r = relu(cat[y, -y])`` and a learned power p.
+
+    The length of the features is that of y, so long keys keep their weight; the power pulls features towards
+    the largest entries (Han et al., 2023, arXiv:2308.00442). A query's length cancels in the normaliser: as
+    in softmax it must decide how sharp the weights are, so the query's power grows with it, ``p = a (1/2 +
+    tanh(sqrt(scaling) |y|))`` (after Meng et al., 2025, arXiv:2506.21137); for keys ``p = a``. ``W [D, D]``
+    starts as the identity, ``a`` at 3.
+
+    Args:
+        head_dim: Size ``D`` of a query or key.
+        num_heads: Query heads ``H``.
+        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
+        **options: As in :class:`FeatureMap`.
+
+    Example:
+        >>> x = torch.tensor([3.0, -4.0]).view(1, 1, 1, 2)
+        >>> phi = NormPreserving(head_dim=2).phi_k(x).detach()
+        >>> phi.argmax().item(), round(phi.norm().item(), 4)
+        (3, 5.0)
+    """
+
+    name: ClassVar[str] = "norm_preserving"
+    formula: ClassVar[str] = "|y| r^p / |r^p|, y = xW, r = max([y, -y], 0), p learned"
+    paper: ClassVar[str] = "after Han et al., 2023, arXiv:2308.00442 and Meng et al., 2025, arXiv:2506.21137"
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(head_dim, num_heads, num_kv_heads, **options)
+        self.add_weight("weight", identity_like(head_dim, head_dim))
+        self.add_weight("power", torch.full((1, 1), 3.0))
+
+    @override
+    @property
+    def feature_dim(self) -> int:
+        return 2 * self.head_dim
+
+    @override
+    def features(self, x: Tensor, side: Side) -> Tensor:
+        y = x @ self.weight_of("weight", side, x)
+        length = (y.square().sum(-1, keepdim=True) + TINY).sqrt()
+        power = self.weight_of("power", side, x)
+        if side == "q":
+            power = power * (0.5 + torch.tanh(math.sqrt(self.scaling) * length))
+        r = torch.relu(torch.cat([y, -y], dim=-1))
+        # Powers of the share of the largest entry never overflow; the scale cancels.
+        r = r / (r.amax(-1, keepdim=True) + TINY)
+        bent = torch.where(r > 0, r + TINY, 0) ** power
+        return bent * (length / (bent.square().sum(-1, keepdim=True) + TINY).sqrt())
