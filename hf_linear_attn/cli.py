@@ -1,0 +1,76 @@
+"""The ``hf-linear-attn`` command: one subcommand for each thing that the package does."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hf_linear_attn.errors import HFLinearAttnError
+
+
+class Command(NamedTuple):
+    """A subcommand; its module is imported when it is called."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps"),
+    "inspect": Command(
+        "hf_linear_attn.diagnostics.cli", "main", "see how well feature maps stand in for a model's softmax"
+    ),
+    "plan": Command(
+        "hf_linear_attn.distill.cli", "plan", "compute what distilling a model needs, from its config alone"
+    ),
+    "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it"),
+    "evaluate": Command("hf_linear_attn.evaluation.cli", "main", "evaluate a model at long context"),
+    "compare": Command("hf_linear_attn.evaluation.cli", "compare", "lay several evaluations side by side"),
+}
+
+
+def list_maps(argv: Sequence[str]) -> None:
+    """Print each registered feature map with its formula."""
+    from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class
+
+    parser = argparse.ArgumentParser(prog="hf-linear-attn maps", description="List the feature maps.")
+    parser.parse_args(argv)
+    for name in available_feature_maps():
+        cls = feature_map_class(name)
+        learned = "learned" if cls.learned else ""
+        sys.stdout.write(f"{name:16} {learned:8} {cls.formula}  [{cls.paper}]\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that ``argv`` names; return the process's exit status.
+
+    Args:
+        argv: Arguments without the program's name; those of the process where None.
+
+    Returns:
+        0, or 2 where an argument was wrong or a run could not go on.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="hf-linear-attn", description="Turn softmax Transformers into linear-attention models."
+    )
+    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        choices.add_parser(name, help=command.help, add_help=False)
+    chosen = parser.parse_args(argv[:1]).command
+    command = COMMANDS[chosen]
+    function: Callable[[Sequence[str]], object] = getattr(
+        importlib.import_module(command.module), command.function
+    )
+    try:
+        function(argv[1:])
+    except HFLinearAttnError as error:
+        sys.stderr.write(f"hf-linear-attn {chosen}: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
