@@ -1,0 +1,1 @@
+"""Long-context evaluation: retrieval tasks, perplexity, latency and the reports written from them."""

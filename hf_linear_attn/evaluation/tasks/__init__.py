@@ -1,0 +1,22 @@
+"""Generated retrieval tasks: every module of this folder that defines one registers it.
+
+A new task is one file with a class decorated by `register_task`.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from hf_linear_attn.evaluation.tasks.base import (
+    Sample,
+    Task,
+    available_tasks,
+    get_task,
+    register_task,
+    sample_rng,
+    score,
+)
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["Sample", "Task", "available_tasks", "get_task", "register_task", "sample_rng", "score"]
