@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class LinearAttentionState(NamedTuple):
-    """Everything linear attention remembers of the tokens it has read; its size does not depend on their number.
+    """Everything linear attention remembers of the tokens it has read; its size does not grow with their number.
 
     Attributes:
         kv: ``sum_j phi(k_j) v_j^T``, ``[B, HKV, F, V]``, fp32 (fp64 where q is fp64).
@@ -15,3 +16,9 @@ class LinearAttentionState(NamedTuple):
 
     kv: Tensor
     z: Tensor
+
+
+def empty_like_tokens(x: Tensor, dim: int) -> Tensor:
+    """Allocate ``[B, heads, T, dim]`` laid out as ``[B, T, heads, dim]``, as output projections read it."""
+    b, h, t, _ = x.shape
+    return torch.empty(b, t, h, dim, dtype=x.dtype, device=x.device).transpose(1, 2)

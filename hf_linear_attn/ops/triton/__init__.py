@@ -1,17 +1,89 @@
 """The Triton backend; importing this package imports neither Triton nor CUDA."""
 
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.state import LinearAttentionState
+from hf_linear_attn.ops.triton.plan import target_of, tile
+
+OLDEST_TRITON = (3, 6)
+LARGEST_HEAD = 256
+
+
+@cache
+def _triton_obstacle() -> str | None:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return "Triton is not installed (pip install 'triton>=3.6')"
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TRITON:
+        return f"Triton {found} is older than 3.6, the first version that the kernels are built for"
+    return None
 
 
 def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Say why the Triton backend cannot take these tensors here, or None where it can."""
-    return "the kernels are not built yet"
+    reason = _triton_obstacle()
+    if reason is not None:
+        return reason
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are on the CPU, where kernels run only interpreted (TRITON_INTERPRET=1)"
+    if target_of(q.device) is None:
+        name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
+        return f"{name} is not supported; kernels exist for NVIDIA sm_80 and newer and for AMD gfx942"
+    if q.dtype == torch.float64:
+        return "the kernels take bf16, fp16 and fp32, not float64"
+    for name, size in (("q", q.shape[3]), ("v", v.shape[3])):
+        if size > LARGEST_HEAD:
+            return f"{name} has head size {size}, and the kernels hold at most {LARGEST_HEAD}"
+    return None
 
 
 def linear_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, **settings: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    phi: str,
+    causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: LinearAttentionState | None,
+    delay: int,
+    eps: float,
 ) -> tuple[Tensor, LinearAttentionState]:
-    """Compute linear attention with Triton kernels."""
-    raise NotImplementedError
+    """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
+    from hf_linear_attn.ops.triton.op import triton_forward
+
+    kv0, z0 = (None, None) if state is None else state
+    o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    return o, LinearAttentionState(kv, z)
+
+
+def decode_copies(device: torch.device, feature_dim: int, value_dim: int) -> int:
+    """Return how many programs share a head in a decode step; each keeps its own copy of z."""
+    target = target_of(device)
+    if target is None:
+        return 1
+    return -(-value_dim // tile(target, torch.bfloat16, "decode", feature_dim, value_dim, 0).width)
+
+
+def decode_step_triton_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState,
+    *,
+    phi: str,
+    key_mask: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Run one decode step in place; see :func:`hf_linear_attn.ops.decode.decode_step_`."""
+    from hf_linear_attn.ops.triton.op import triton_decode_
+
+    kv, z = state
+    return triton_decode_(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)

@@ -1,0 +1,468 @@
+"""Backward kernels, one per gradient, without atomics.
+
+With ``w = 1 / den`` per query, ``delta = do . o`` and fq = w phi_q::
+
+    dphi_q = w (tril(do v^T - delta) phi_k + do S^T - delta z^T)      a walk forwards, S and z as in the forward
+    dphi_k = tril(do v^T - delta)^T fq + v R^T + r                    a walk in reverse, R += fq^T do, r -= fq^T delta
+    dv     = tril(fq phi_k^T)^T do + phi_k R                          the same walk, without r
+
+so that `do` enters every product as it was loaded and the division costs one multiplication per feature. R and r start
+from the gradient of the final state and end as that of the initial one. Each kernel holds the contracted dimension
+whole and tiles the other: dq and dk tile D (state ``[V, BD]``), dv tiles V (state ``[D, BV]``). Chunks have BT tokens;
+accumulators are fp32.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.forward import Forward, scan_launch
+from hf_linear_attn.ops.triton.plan import Launch, Problem, padded, strides, walk
+from hf_linear_attn.ops.triton.primitives import (
+    derivative,
+    dot,
+    key_rows,
+    load_tile,
+    phi,
+    product,
+    rounded,
+    segment_bounds,
+    store_tile,
+)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def delta_kernel(
+    o, do, delta,
+    rows, T, H,
+    o_b, o_h, o_t, do_b, do_h, do_t,
+    V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Write ``delta = do . o`` of every query."""
+    r = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    inside = r < rows
+    t = r % T
+    h = (r // T) % H
+    b = r // T // H
+    ov = tl.arange(0, BV)
+    # [BT, BV]
+    x = load_tile(o, (b * o_b + h * o_h + t * o_t)[:, None] + ov[None, :], inside, ov < V, V == BV)
+    y = load_tile(do, (b * do_b + h * do_h + t * do_t)[:, None] + ov[None, :], inside, ov < V, V == BV)
+    tl.store(delta + r, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "L", "NSEG"])
+def reverse_state_kernel(
+    q, o, do, den, delta, states, table,
+    T, L, NSEG, HKV,
+    q_b, q_h, q_t, o_b, o_h, o_t, do_b, do_h, do_t, d_b,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Sum ``fq^T do`` and ``-fq^T delta`` over one segment and the query heads of a group; write delta."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    EXACT_D: tl.constexpr = D % BD == 0
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_d = pid % ND
+    i_hk = (pid // ND) % HKV
+    i_s = pid // (ND * HKV)
+    _, row, _, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    od = i_d * BD + tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    r = tl.zeros([BD, BV], tl.float32)
+    rz = tl.zeros([BD], tl.float32)
+    for g in range(G):
+        i_h = (i_hk * G + g).to(tl.int64)
+        q_g = q + row * q_b + i_h * q_h
+        o_g = o + row * o_b + i_h * o_h
+        do_g = do + row * do_b + i_h * do_h
+        offset = row * d_b + i_h * T
+        for c in range(start, end, BT):
+            rows = c + ot < end
+            # [BT, BV]
+            dd = load_tile(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+            oo = load_tile(o_g + c * o_t, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
+            # [BT, BD]
+            x = load_tile(q_g + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+            w = 1.0 / tl.load(den + offset + c + ot, mask=rows, other=1.0)
+            dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
+            if i_d == 0:
+                tl.store(delta + offset + c + ot, dl, mask=rows)
+            fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+            r = dot(tl.trans(fq), dd, r, PRECISION)
+            rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+    states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
+    tl.store(states + od[:, None] * V + ov[None, :], r, mask=(od < D)[:, None] & (ov < V)[None, :])
+    tl.store(states + D * V + od, rz, mask=od < D)
+
+
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay"])
+def dq_kernel(
+    q, k, v, mask, do, den, delta, dq, kv0, z0, states, table,
+    T, L, NSEG, delay, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, d_b, m_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Walk one segment of one query head forwards and write dq."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    EXACT_D: tl.constexpr = D % BD == 0
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_d = pid % ND
+    i_h = (pid // ND) % H
+    i_s = pid // (ND * H)
+    i_hk = i_h // G
+    n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    od = i_d * BD + tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    q += row * q_b + i_h.to(tl.int64) * q_h
+    dq += row * dq_b + i_h.to(tl.int64) * dq_h
+    do += row * do_b + i_h.to(tl.int64) * do_h
+    den += row * d_b + i_h.to(tl.int64) * T
+    delta += row * d_b + i_h.to(tl.int64) * T
+    if CAUSAL:
+        k += row * k_b + i_hk.to(tl.int64) * k_h
+        v += row * v_b + i_hk.to(tl.int64) * v_h
+        if MASKED:
+            mask += row * m_b
+        if DELAYED:
+            k -= delay.to(tl.int64) * k_t
+            v -= delay.to(tl.int64) * v_t
+            if MASKED:
+                mask -= delay
+    # [BV, BD]: the state, transposed
+    in_state = (ov < V)[:, None] & (od < D)[None, :]
+    o_state = od[None, :] * V + ov[:, None]
+    if SOURCE == "segment":
+        states += (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
+        s = tl.load(states + o_state, mask=in_state, other=0.0)
+        z = tl.load(states + D * V + od, mask=od < D, other=0.0)
+    elif SOURCE == "sequence":
+        s = tl.load(kv0 + (n * (H // G) + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
+        z = tl.load(z0 + (n * (H // G) + i_hk) * D + od, mask=od < D, other=0.0)
+    else:
+        s = tl.zeros([BV, BD], tl.float32)
+        z = tl.zeros([BD], tl.float32)
+    causal = ot[:, None] >= ot[None, :]
+    for c in range(start, end, BT):
+        rows = c + ot < end
+        # [BT, BV]
+        dd = load_tile(do + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+        dl = tl.load(delta + c + ot, mask=rows, other=0.0)
+        acc = product(dd, s.to(dd.dtype), PRECISION)
+        acc -= dl[:, None] * z[None, :]
+        if CAUSAL:
+            there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
+            # [BT, BV]
+            vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
+            # [BT, BD]
+            x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+            fk = rounded(tl.where(counts[:, None], phi(x, MAP), 0.0), x.dtype, PIN)
+            p = tl.where(causal, product(dd, tl.trans(vv), PRECISION) - dl[:, None], 0.0)
+            acc = dot(p.to(x.dtype), fk, acc, PRECISION)
+            s = dot(tl.trans(vv), fk, s, PRECISION)
+            z += tl.sum(fk.to(tl.float32), 0)
+        # [BT, BD]
+        x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+        w = 1.0 / tl.load(den + c + ot, mask=rows, other=1.0)
+        acc = acc * w[:, None] * derivative(x, MAP)
+        store_tile(dq + c * dq_t, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
+
+
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay"])
+def dk_kernel(
+    q, k, v, mask, do, den, delta, dk, kv1, z1, dkv0, dz0, states, table,
+    T, S, L, NSEG, delay, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, d_b, m_b,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Walk one segment of one key head in reverse and write dk."""
+    ND: tl.constexpr = (D + BD - 1) // BD
+    EXACT_D: tl.constexpr = D % BD == 0
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_d = pid % ND
+    i_hk = (pid // ND) % HKV
+    i_s = pid // (ND * HKV)
+    n, row, first, start, end = segment_bounds(table, i_s, S, L, NSEG, VARLEN)
+    od = i_d * BD + tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    v += row * v_b + i_hk.to(tl.int64) * v_h
+    dk += row * dk_b + i_hk.to(tl.int64) * dk_h
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        v -= delay.to(tl.int64) * v_t
+        dk -= delay.to(tl.int64) * dk_t
+        if MASKED:
+            mask -= delay
+    q += row * q_b + i_hk.to(tl.int64) * G * q_h
+    do += row * do_b + i_hk.to(tl.int64) * G * do_h
+    offset = row * d_b + i_hk.to(tl.int64) * G * T
+    den += offset
+    delta += offset
+    # [BV, BD]: the reverse state, transposed
+    in_state = (ov < V)[:, None] & (od < D)[None, :]
+    o_state = od[None, :] * V + ov[:, None]
+    if SOURCE == "segment":
+        states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
+        r = tl.load(states + o_state, mask=in_state, other=0.0)
+        rz = tl.load(states + D * V + od, mask=od < D, other=0.0)
+    else:
+        r = tl.load(kv1 + (n * HKV + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
+        rz = tl.load(z1 + (n * HKV + i_hk) * D + od, mask=od < D, other=0.0)
+    causal = ot[:, None] <= ot[None, :]
+    chunks = tl.cdiv(end - start, BT)
+    for i in range(0, chunks):
+        c = start + (chunks - 1 - i) * BT
+        rows = c + ot < end
+        there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
+        # [BT, BV]
+        vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
+        acc = product(vv, r.to(vv.dtype), PRECISION)
+        acc += rz[None, :]
+        if CAUSAL:
+            for g in range(G):
+                # [BT, BV]
+                dd = load_tile(do + g * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+                # [BT, BD]
+                x = load_tile(q + g * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+                w = 1.0 / tl.load(den + g * T + c + ot, mask=rows, other=1.0)
+                dl = tl.load(delta + g * T + c + ot, mask=rows, other=0.0)
+                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+                p = tl.where(causal, product(vv, tl.trans(dd), PRECISION) - dl[None, :], 0.0)
+                acc = dot(p.to(x.dtype), fq, acc, PRECISION)
+                r = dot(tl.trans(dd), fq, r, PRECISION)
+                rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+        # [BT, BD]
+        x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+        acc = acc * derivative(x, MAP)
+        if MASKED:
+            acc = tl.where(counts[:, None], acc, 0.0)
+        store_tile(dk + c * dk_t, ot[:, None] * dk_t + od[None, :], acc, there, od < D, EXACT_D)
+    if FINAL:
+        tl.store(dkv0 + (n * HKV + i_hk) * (D * V) + o_state, r, mask=in_state)
+        tl.store(dz0 + (n * HKV + i_hk) * D + od, rz, mask=od < D)
+
+
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay"])
+def dv_kernel(
+    q, k, mask, do, den, dv, kv1, states, table,
+    T, S, L, NSEG, delay, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, do_b, do_h, do_t, dv_b, dv_h, dv_t, d_b, m_b,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Walk one segment of one key head in reverse and write dv."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V % BV == 0
+    pid = tl.program_id(0)
+    i_v = pid % NV
+    i_hk = (pid // NV) % HKV
+    i_s = pid // (NV * HKV)
+    n, row, first, start, end = segment_bounds(table, i_s, S, L, NSEG, VARLEN)
+    od = tl.arange(0, BD)
+    ov = i_v * BV + tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    dv += row * dv_b + i_hk.to(tl.int64) * dv_h
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        dv -= delay.to(tl.int64) * dv_t
+        if MASKED:
+            mask -= delay
+    q += row * q_b + i_hk.to(tl.int64) * G * q_h
+    do += row * do_b + i_hk.to(tl.int64) * G * do_h
+    den += row * d_b + i_hk.to(tl.int64) * G * T
+    in_state = (od < D)[:, None] & (ov < V)[None, :]
+    o_state = od[:, None] * V + ov[None, :]
+    # [BD, BV]
+    if SOURCE == "segment":
+        states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
+        r = tl.load(states + o_state, mask=in_state, other=0.0)
+    else:
+        r = tl.load(kv1 + (n * HKV + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
+    causal = ot[:, None] <= ot[None, :]
+    chunks = tl.cdiv(end - start, BT)
+    for i in range(0, chunks):
+        c = start + (chunks - 1 - i) * BT
+        rows = c + ot < end
+        there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
+        # [BT, BD]
+        x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+        fk32 = tl.where(counts[:, None], phi(x, MAP), 0.0)
+        if not EXACT_D:
+            fk32 = tl.where((od < D)[None, :], fk32, 0.0)
+        fk = rounded(fk32, x.dtype, PIN)
+        acc = product(fk, r.to(x.dtype), PRECISION)
+        if CAUSAL:
+            for g in range(G):
+                # [BT, BD]
+                x = load_tile(q + g * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+                # [BT, BV]
+                dd = load_tile(do + g * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+                w = 1.0 / tl.load(den + g * T + c + ot, mask=rows, other=1.0)
+                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+                p = tl.where(causal, product(fk, tl.trans(fq), PRECISION), 0.0)
+                acc = dot(p.to(x.dtype), dd, acc, PRECISION)
+                r = dot(tl.trans(fq), dd, r, PRECISION)
+        store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)
+
+
+class Backward(NamedTuple):
+    """Gradients of q, k, v and of the initial state."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dkv0: Tensor
+    dz0: Tensor
+
+
+def allocate_backward(p: Problem) -> Backward:
+    """Allocate the gradients; keys that no query sees, because they lag, get zeros."""
+    dk, dv = empty_like_tokens(p.k, p.k.shape[3]), empty_like_tokens(p.v, p.v.shape[3])
+    if p.delay:
+        dk.zero_()
+        dv.zero_()
+    state = p.rows, p.k.shape[1], p.k.shape[3]
+    return Backward(
+        empty_like_tokens(p.q, p.q.shape[3]),
+        dk,
+        dv,
+        torch.empty(*state, p.v.shape[3], dtype=torch.float32, device=p.q.device),
+        torch.empty(state, dtype=torch.float32, device=p.q.device),
+    )
+
+
+def backward_launches(
+    p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: Tensor
+) -> tuple[Backward, list[Launch]]:
+    """Plan the backward.
+
+    Args:
+        p: The problem of the forward.
+        saved: The forward's results.
+        do: Gradient of o.
+        dkv: Gradient of the final state, fp32, contiguous.
+        dz: Gradient of its normaliser.
+
+    Returns:
+        The gradients, allocated but not computed, and the launches that compute them, in order.
+    """
+    q, k, v, o, den = p.q, p.k, p.v, saved.o, saved.den
+    (_, H, T, D), (_, HKV, S, V), G = q.shape, v.shape, p.group
+    out = allocate_backward(p)
+    delta = torch.empty_like(den)
+    split = p.causal and saved.prefixes.numel() > 0
+    # Prefixes belong to the forward's cut; reverse sums need the same one only to share its table.
+    forwards = p.segments("forward", T)
+    launches = []
+    states: Tensor | None = None
+    seed = dkv, dz
+    if split or not p.causal:
+        chosen = p.tile("reverse_state")
+        of_queries = forwards if split else p.segments("reverse_state", T)
+        states = p.states(of_queries)
+        arguments = {
+            **{"q": q, "o": o, "do": do, "den": den, "delta": delta, "states": states, "T": T, "HKV": HKV},
+            **strides("q", q),
+            **strides("o", o),
+            **strides("do", do),
+            **{"d_b": den.stride(0), "G": G, "BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
+            **p.sizes(),
+            **walk(of_queries),
+        }
+        programs = of_queries.count * HKV * -(-D // chosen.width)
+        launches += [
+            Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,)),
+            scan_launch(p, states, of_queries, seed, (out.dkv0, out.dz0), reverse=True),
+        ]
+        if not p.causal:
+            seed = out.dkv0, out.dz0
+    else:
+        chosen = p.tile("delta")
+        rows = den.numel()
+        arguments = {
+            **{"o": o, "do": do, "delta": delta, "rows": rows, "T": T, "H": H},
+            **strides("o", o),
+            **strides("do", do),
+            **{"V": V, "BV": padded(V), "BT": chosen.tokens},
+        }
+        programs = -(-rows // chosen.tokens)
+        launches.append(Launch("delta", delta_kernel, programs, arguments, chosen, (o, do), (delta,)))
+
+    shared = {
+        **{"q": q, "k": k, "do": do, "den": den, "T": T, "d_b": den.stride(0), "CAUSAL": p.causal},
+        **strides("q", q),
+        **strides("k", k),
+        **strides("do", do),
+        **p.sizes(),
+        **p.keys(),
+    }
+    errors = (do, den, delta)
+    chosen = p.tile("dq")
+    # The forward's cut where its prefixes are read; else each walk is cut to fill the device.
+    of_queries = forwards if p.causal else p.segments("dq", T)
+    kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
+    arguments = {
+        **shared,
+        **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": saved.prefixes, "H": H, "G": G},
+        **strides("v", v),
+        **strides("dq", out.dq),
+        **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
+        **walk(of_queries),
+        "SOURCE": "segment" if split else "none" if kv0 is None else "sequence",
+    }
+    reads = (q, *errors, k, v) if p.causal else (q, *errors)
+    programs = of_queries.count * H * -(-D // chosen.width)
+    launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
+
+    of_keys = forwards if p.causal else p.segments("dk", S)
+    chosen = p.tile("dk")
+    shared |= {"S": S, "HKV": HKV, "G": G, "kv1": seed[0], "states": states, **walk(of_keys)}
+    shared["SOURCE"] = "segment" if split else "sequence"
+    arguments = {
+        **shared,
+        **{"v": v, "delta": delta, "dk": out.dk, "z1": seed[1], "dkv0": out.dkv0, "dz0": out.dz0},
+        **strides("v", v),
+        **strides("dk", out.dk),
+        **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": p.causal and not split},
+    }
+    reads = (k, v, q, *errors) if p.causal else (k, v)
+    programs = of_keys.count * HKV * -(-D // chosen.width)
+    launches.append(Launch("dk", dk_kernel, programs, arguments, chosen, reads, (out.dk,)))
+
+    chosen = p.tile("dv")
+    arguments = {
+        **shared,
+        "dv": out.dv,
+        **strides("dv", out.dv),
+        **{"BD": padded(D), "BV": chosen.width, "BT": chosen.tokens},
+    }
+    reads = (k, q, do, den) if p.causal else (k,)
+    programs = of_keys.count * HKV * -(-V // chosen.width)
+    launches.append(Launch("dv", dv_kernel, programs, arguments, chosen, reads, (out.dv,)))
+    return out, launches

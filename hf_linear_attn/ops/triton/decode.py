@@ -1,0 +1,115 @@
+"""The decode kernel: a few tokens against the state, in place, in one launch.
+
+Each program holds one tile ``[BD, BV]`` of S and the whole of z in fp32 registers, reads its tokens one by one, serves
+all query heads of the group, and stores what it holds. Every program needs the old z, so none may overwrite a z that
+another one still reads: z has one private copy per program of a head, and all copies stay equal.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
+from hf_linear_attn.ops.triton.primitives import phi
+
+
+@triton.jit(do_not_specialize=["T", "eps"])
+def decode_kernel(
+    q, k, v, mask, o, kv, z,
+    T, eps, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b,
+    G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold T tokens into the state of one key head and write the outputs of its query heads."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    i_c = pid % C
+    bh = (pid // C).to(tl.int64)
+    i_b = bh // HKV
+    i_hk = bh % HKV
+    od = tl.arange(0, BD)
+    q += i_b * q_b + i_hk * G * q_h
+    k += i_b * k_b + i_hk * k_h
+    v += i_b * v_b + i_hk * v_h
+    o += i_b * o_b + i_hk * G * o_h
+    z += (bh * C + i_c) * D
+    z_old = tl.load(z + od, mask=od < D, other=0.0)
+    z_new = z_old
+    for i_v in range(i_c, NV, C):
+        ov = i_v * BV + tl.arange(0, BV)
+        in_state = (od < D)[:, None] & (ov < V)[None, :]
+        state = kv + bh * (D * V) + od[:, None] * V + ov[None, :]
+        # [BD, BV]
+        s = tl.load(state, mask=in_state, other=0.0)
+        z_new = z_old
+        for t in range(T):
+            x = tl.load(k + t * k_t + od, mask=od < D, other=0.0)
+            fk = tl.where(od < D, phi(x, MAP), 0.0)
+            if MASKED:
+                fk = tl.where(tl.load(mask + i_b * m_b + t) != 0, fk, 0.0)
+            vv = tl.load(v + t * v_t + ov, mask=ov < V, other=0.0).to(tl.float32)
+            s += fk[:, None] * vv[None, :]
+            z_new += fk
+            for g in range(G):
+                x = tl.load(q + g * q_h + t * q_t + od, mask=od < D, other=0.0)
+                fq = phi(x, MAP)
+                num = tl.sum(fq[:, None] * s, 0)
+                den = tl.sum(fq * z_new, 0)
+                if SIGNED:
+                    den = tl.where(den < 0, den - eps, den + eps)
+                else:
+                    den += eps
+                y = (num / den).to(o.dtype.element_ty)
+                tl.store(o + g * o_h + t * o_t + ov, y, mask=ov < V)
+        tl.store(state, s, mask=in_state)
+    tl.store(z + od, z_new, mask=od < D)
+
+
+def decode_launch(
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    phi: str,
+    eps: float,
+) -> tuple[Tensor, Launch]:
+    """Plan one decode step.
+
+    Args:
+        target: The device.
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, T, D]``.
+        v: Values ``[B, HKV, T, V]``.
+        kv: State ``[B, HKV, D, V]``, contiguous.
+        z: Normaliser ``[B, HKV, C, D]``, contiguous.
+        mask: ``[B, T]`` uint8, or None.
+        phi: Name of the elementwise map.
+        eps: Added to the normaliser, away from 0.
+
+    Returns:
+        The output, allocated, and the launch.
+    """
+    (B, HKV, C, D), V, G = z.shape, v.shape[3], q.shape[1] // k.shape[1]
+    o = empty_like_tokens(q, V)
+    chosen = tile(target, q.dtype, "decode", D, V, G)
+    width = chosen.width
+    # A program without a tile would leave its copy of z behind.
+    while -(-V // width) < C:
+        width //= 2
+    arguments = {
+        **{"q": q, "k": k, "v": v, "mask": mask, "o": o, "kv": kv, "z": z, "T": q.shape[2], "eps": eps, "HKV": HKV},
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **strides("o", o),
+        **{"m_b": 0 if mask is None else mask.stride(0), "G": G, "C": C, "D": D, "V": V, "BD": padded(D), "BV": width},
+        **{"MAP": phi, "SIGNED": not elementwise_map(phi).non_negative, "MASKED": mask is not None},
+    }
+    return o, Launch("decode", decode_kernel, B * HKV * C, arguments, chosen, (q, k, v, kv, z), (o, kv, z))

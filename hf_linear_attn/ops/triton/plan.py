@@ -1,0 +1,351 @@
+"""What is launched, and with which tiles: the launch record, the tile table and the cut into segments.
+
+Nothing here needs a GPU or runs a kernel, so that the same plan can be compiled ahead of time and have its traffic
+counted.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TABLE_VERSION = 1
+"""Version of the tile table's format; a table of another version is refused."""
+
+SHORTEST_SEGMENT = {64: 512, 128: 1024, 256: 1024}
+"""Fewest tokens per segment by head size: shorter ones spend more on states than they win in parallelism."""
+
+GOOD_WAVE = 0.7
+"""Share of the last wave of programs that must be busy for a single pass: 4 U / 0.7 is under the 6 U of a split."""
+
+
+class Target(NamedTuple):
+    """The device that a plan is for.
+
+    Attributes:
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"gfx942"`` or ``"interpreter"``.
+        processors: Number of multiprocessors or compute units.
+    """
+
+    arch: str
+    processors: int
+
+
+@cache
+def target_of(device: torch.device) -> Target | None:
+    """Return the target that a device stands for, or None where the kernels do not run."""
+    if device.type == "cpu":
+        return Target("interpreter", 4)
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch: str | None = "gfx942" if properties.gcnArchName.startswith("gfx942") else None
+    else:
+        major, minor = properties.major, properties.minor
+        # Consumer Blackwell has Ada's shared memory; data-centre Blackwell has more than Hopper's.
+        newer = {9: "sm_90", 10: "sm_90", 11: "sm_90", 12: "sm_89"}
+        arch = {0: "sm_80", 6: "sm_86", 7: "sm_86", 9: "sm_89"}.get(minor) if major == 8 else newer.get(major)
+    return None if arch is None else Target(arch, properties.multi_processor_count)
+
+
+class Tile(NamedTuple):
+    """Sizes with which a kernel is launched.
+
+    Attributes:
+        tokens: Tokens per chunk, BT.
+        width: Columns of the tiled dimension per program.
+        warps: Warps per program.
+        stages: Depth of the software pipeline.
+        resident: Programs that one processor holds at a time.
+    """
+
+    tokens: int
+    width: int
+    warps: int
+    stages: int
+    resident: int
+
+
+Key = tuple[str, str, str, int, int, int]
+
+
+def parse_table(text: str) -> dict[Key, Tile]:
+    """Read a tile table.
+
+    Args:
+        text: JSON with ``version`` and ``tiles``, a list of rows ``[arch, dtype, role, D, V, group, tokens, width,
+            warps, stages, resident]``; ``dtype`` is ``"bf16"`` or ``"fp32"`` (for fp16 too, which is multiplied as tf32), and a group of 0 fits any.
+
+    Returns:
+        Tiles by ``(arch, dtype, role, D, V, group)``.
+
+    Raises:
+        ValueError: If the table has another version.
+    """
+    table = json.loads(text)
+    if table["version"] != TABLE_VERSION:
+        raise ValueError(f"tile table has version {table['version']}, not {TABLE_VERSION}; tune again")
+    return {tuple(row[:6]): Tile(*row[6:]) for row in table["tiles"]}
+
+
+@cache
+def tile_table() -> Mapping[Key, Tile]:
+    """Return the table that ships with the package."""
+    return parse_table(files(__package__).joinpath("tiles.json").read_text())
+
+
+def padded(dim: int) -> int:
+    """Return the size of the tile that holds ``dim`` whole: a power of two, at least the matrix units' 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def bucket(dim: int) -> int:
+    """Return the head size under which tiles for ``dim`` are filed: 64, 128 or 256."""
+    return max(64, padded(dim))
+
+
+def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: int) -> Tile:
+    """Look up the tile of a kernel, cut down to the dimension that it tiles.
+
+    Args:
+        target: The device.
+        dtype: Dtype of q, k and v.
+        role: Name of the kernel.
+        D: Features.
+        V: Size of a value.
+        group: Query heads per key head.
+
+    Returns:
+        The tile.
+    """
+    table = tile_table()
+    kind = "bf16" if dtype == torch.bfloat16 else "fp32"
+    # A value wider or narrower than the head has no row of its own: the larger of both decides.
+    larger = max(bucket(D), bucket(V))
+    keys = (
+        (target.arch, kind, role, bucket(D), bucket(V), group),
+        (target.arch, kind, role, bucket(D), bucket(V), 0),
+        (target.arch, kind, role, larger, larger, 0),
+    )
+    found = next(table[key] for key in keys if key in table)
+    tiled = V if role in ("forward", "dv", "decode") else D
+    return found._replace(width=min(found.width, padded(tiled)))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sequences cut into pieces that are walked side by side.
+
+    Attributes:
+        count: Number of segments in all, an upper bound for packed sequences.
+        length: Tokens per segment.
+        per_row: Segments per sequence, 1 for packed sequences (their table says more).
+        split: Whether a sequence may have more than one.
+        table: ``[count, 4]`` int64 of packed sequences: sequence, its first token, start, end.
+        bounds: ``[N + 1]`` int64: the first segment of each packed sequence.
+    """
+
+    count: int
+    length: int
+    per_row: int
+    split: bool
+    table: Tensor | None = None
+    bounds: Tensor | None = None
+
+
+def segment_length(tokens: int, programs: int, slots: int, dim: int, chunk: int) -> int:
+    """Decide how many tokens a segment has.
+
+    Args:
+        tokens: Tokens of a sequence.
+        programs: Programs if sequences are not cut.
+        slots: Programs that the device holds at a time.
+        dim: Head size.
+        chunk: Tokens per chunk.
+
+    Returns:
+        ``tokens`` for a single pass, else a multiple of ``chunk``.
+    """
+    waves = -(-programs // slots)
+    if programs >= GOOD_WAVE * waves * slots:
+        return tokens
+    pieces = max(slots // programs, 2)
+    length = max(-(-tokens // pieces), SHORTEST_SEGMENT[bucket(dim)])
+    length = -(-length // chunk) * chunk
+    return min(length, tokens)
+
+
+def cut(
+    tokens: int, rows: int, programs: int, slots: int, dim: int, chunk: int, cu_seqlens: Tensor | None
+) -> Segments:
+    """Cut sequences into segments.
+
+    Args:
+        tokens: Tokens of a sequence, or of all packed ones.
+        rows: Batch size, or number of packed sequences.
+        programs: Programs per segment.
+        slots: Programs that the device holds at a time.
+        dim: Head size.
+        chunk: Tokens per chunk.
+        cu_seqlens: Boundaries of packed sequences, int64.
+
+    Returns:
+        The segments; tables are built on the device, without waiting for it.
+    """
+    length = segment_length(tokens, rows * programs, slots, dim, chunk)
+    if cu_seqlens is None:
+        per_row = -(-tokens // length)
+        return Segments(rows * per_row, length, per_row, per_row > 1)
+    first, last = cu_seqlens[:-1], cu_seqlens[1:]
+    if length >= tokens:
+        numbers = torch.arange(rows, device=first.device)
+        return Segments(rows, length, 1, False, torch.stack([numbers, first, first, last], 1))
+    bounds = torch.zeros_like(cu_seqlens)
+    bounds[1:] = ((last - first + length - 1) // length).cumsum(0)
+    count = -(-tokens // length) + rows
+    numbers = torch.arange(count, device=first.device)
+    n = torch.searchsorted(bounds[1:], numbers, right=True).clamp_(max=rows - 1)
+    start = first[n] + (numbers - bounds[n]) * length
+    # Numbers past the last segment start at or after their end: they are empty.
+    table = torch.stack([n, first[n], start, torch.minimum(start + length, last[n])], 1)
+    return Segments(count, length, 1, True, table, bounds)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        role: Name of the kernel.
+        kernel: The jitted function.
+        programs: Size of the grid.
+        arguments: All arguments by name.
+        tile: Warps and stages.
+        reads: Tensors that cross memory once into the kernel.
+        writes: Tensors that cross it once out of it.
+    """
+
+    role: str
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    tile: Tile
+    reads: tuple[Tensor, ...] = field(default=())
+    writes: tuple[Tensor, ...] = field(default=())
+
+    def run(self) -> None:
+        """Launch the kernel."""
+        self.kernel[(self.programs,)](
+            **self.arguments, num_warps=self.tile.warps, num_stages=self.tile.stages
+        )
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Return batch, head and token strides as the kernels name them."""
+    return {f"{name}_b": x.stride(0), f"{name}_h": x.stride(1), f"{name}_t": x.stride(2)}
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return ``x`` with the layout that kernels need: last stride 1, and a chunk within 32-bit offsets."""
+    return x if x.stride(3) == 1 and x.stride(2) < 2**24 else x.contiguous()
+
+
+class Problem(NamedTuple):
+    """One call of the op, with inputs in the layout that kernels read.
+
+    Attributes:
+        target: The device.
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, S, D]``.
+        v: Values ``[B, HKV, S, V]``.
+        mask: Key mask ``[B, S]``, uint8, or None.
+        cu_seqlens: Boundaries of packed sequences, int64, or None.
+        kv0: Initial state, or None.
+        z0: Its normaliser.
+        phi: Name of the elementwise map.
+        causal: Whether queries see only earlier keys.
+        delay: Tokens by which keys lag.
+    """
+
+    target: Target
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    kv0: Tensor | None
+    z0: Tensor | None
+    phi: str
+    causal: bool
+    delay: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences, and of states."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def tile(self, role: str) -> Tile:
+        """Return the tile with which a kernel is launched."""
+        return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3], self.group)
+
+    def segments(self, role: str, tokens: int) -> Segments:
+        """Cut the sequences for a kernel that walks ``tokens`` tokens with a program per head and tile."""
+        chosen = self.tile(role)
+        tiles = -(-(self.v if role in ("forward", "dv") else self.k).shape[3] // chosen.width)
+        heads = self.q.shape[1] if role in ("forward", "dq") else self.k.shape[1]
+        return cut(
+            tokens,
+            self.rows,
+            heads * tiles,
+            self.target.processors * chosen.resident,
+            max(self.k.shape[3], self.v.shape[3]),
+            chosen.tokens,
+            self.cu_seqlens,
+        )
+
+    def states(self, segments: Segments) -> Tensor:
+        """Allocate the sums of each segment: ``[segments, HKV, D V + D]``, fp32."""
+        sizes = segments.count, self.k.shape[1], self.k.shape[3] * (self.v.shape[3] + 1)
+        return torch.empty(sizes, dtype=torch.float32, device=self.q.device)
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the compile-time settings that all walks share."""
+        precision = "ieee"
+        if self.target.arch.startswith("sm_") and self.q.dtype != torch.bfloat16:
+            exact = self.q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+            precision = "tf32x3" if exact else "tf32"
+        return {
+            "D": self.k.shape[3],
+            "V": self.v.shape[3],
+            "MAP": self.phi,
+            "VARLEN": self.cu_seqlens is not None,
+            "PRECISION": precision,
+            # Inline assembly, see primitives.rounded.
+            "PIN": self.target.arch.startswith("sm_"),
+        }
+
+    def keys(self) -> dict[str, Any]:
+        """Return the arguments that concern which keys count."""
+        return {
+            "mask": self.mask,
+            "m_b": 0 if self.mask is None else self.mask.stride(0),
+            "delay": self.delay,
+            "MASKED": self.mask is not None,
+            "DELAYED": self.delay > 0,
+        }
+
+
+def walk(segments: Segments) -> dict[str, Any]:
+    """Return the arguments that describe a cut."""
+    return {"table": segments.table, "L": segments.length, "NSEG": segments.per_row}

@@ -1,0 +1,153 @@
+"""What all kernels share: the elementwise maps, tile loads, rounding, and the cut of a sequence into segments.
+
+Formulas are those of :mod:`hf_linear_attn.feature_maps.elementwise`, written for few instructions: elu + 1 as
+``max(x, 0) + exp2(min(x, 0) log2 e)`` needs no compare and select.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
+
+# The interpreter multiplies the bit patterns of bf16 operands: there, and only there, dots upcast them.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2E = tl.constexpr(1.4426950408889634)
+CLAMP = tl.constexpr(EXP_CLAMP)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """Return ``acc + a b``, accumulated in fp32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """Return ``a b`` in fp32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def phi(x, MAP: tl.constexpr):
+    """Return the features of ``x`` in fp32."""
+    x = x.to(tl.float32)
+    if MAP == "elu":
+        y = tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * LOG2E)
+    elif MAP == "relu":
+        y = tl.maximum(x, 0.0)
+    elif MAP == "squared_relu":
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    elif MAP == "exp":
+        y = tl.exp2(tl.minimum(x, CLAMP) * LOG2E)
+    elif MAP == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+    else:
+        tl.static_assert(MAP == "identity")
+        y = x
+    return y
+
+
+@triton.jit
+def derivative(x, MAP: tl.constexpr):
+    """Return ``phi'(x)`` in fp32."""
+    x = x.to(tl.float32)
+    if MAP == "elu":
+        y = tl.exp2(tl.minimum(x, 0.0) * LOG2E)
+    elif MAP == "relu":
+        y = tl.where(x > 0, 1.0, 0.0)
+    elif MAP == "squared_relu":
+        y = 2.0 * tl.maximum(x, 0.0)
+    elif MAP == "exp":
+        y = tl.where(x <= CLAMP, tl.exp2(tl.minimum(x, CLAMP) * LOG2E), 0.0)
+    elif MAP == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+        y = y * (1.0 - y)
+    else:
+        tl.static_assert(MAP == "identity")
+        y = tl.full(x.shape, 1.0, tl.float32)
+    return y
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, PIN: tl.constexpr):
+    """Round features to the operands' dtype, once.
+
+    Without the barrier Triton recomputes the map for every layout in which the tile is consumed.
+    """
+    y = x.to(dtype)
+    if PIN:
+        if dtype == tl.float32:
+            y = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [y], dtype=dtype, is_pure=False, pack=1
+            )
+        else:
+            y = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [y], dtype=dtype, is_pure=False, pack=2
+            )
+    return y
+
+
+@triton.jit
+def load_tile(pointer, offsets, rows, columns, EXACT: tl.constexpr):
+    """Load a tile with zeros outside; ``EXACT`` says that every column is inside, which saves instructions.
+
+    Sums over tokens and their reciprocals leave fp16's range, so fp16 is widened here and multiplied as tf32, which has
+    the same mantissa and fp32's exponent: memory traffic is that of fp16, and nothing over- or underflows.
+    """
+    if EXACT:
+        x = tl.load(pointer + offsets, mask=rows[:, None], other=0.0)
+    else:
+        x = tl.load(pointer + offsets, mask=rows[:, None] & columns[None, :], other=0.0)
+    if x.dtype == tl.float16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_tile(pointer, offsets, x, rows, columns, EXACT: tl.constexpr):
+    """Store a tile, leaving out what is outside."""
+    if EXACT:
+        tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=rows[:, None])
+    else:
+        tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=rows[:, None] & columns[None, :])
+
+
+@triton.jit
+def segment_bounds(table, i_s, T, L, NSEG, VARLEN: tl.constexpr):
+    """Return sequence, row of the batch, first token of the sequence, and token range of segment ``i_s``."""
+    if VARLEN:
+        n = tl.load(table + 4 * i_s)
+        row = tl.zeros([], dtype=tl.int64)
+        first = tl.load(table + 4 * i_s + 1)
+        start = tl.load(table + 4 * i_s + 2)
+        end = tl.load(table + 4 * i_s + 3)
+    else:
+        n = (i_s // NSEG).to(tl.int64)
+        row = n
+        first = tl.zeros([], dtype=tl.int64)
+        start = ((i_s % NSEG) * L).to(tl.int64)
+        end = tl.minimum(start + L, T)
+    return n, row, first, start, end
+
+
+@triton.jit
+def key_rows(mask, c, rows, ot, first, delay, MASKED: tl.constexpr, DELAYED: tl.constexpr):
+    """Return which rows of the chunk at ``c`` hold a key, and which of those a key that counts.
+
+    With a delay, row t holds key ``t - delay`` of its sequence: lagging keys are a shifted read, nothing else.
+    """
+    there = rows
+    if DELAYED:
+        there = rows & (c + ot - delay >= first)
+    counts = there
+    if MASKED:
+        counts = there & (tl.load(mask + c + ot, mask=there, other=0) != 0)
+    return there, counts

@@ -1,0 +1,25 @@
+"""Fixtures for the attention op's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_linear_attn.ops.triton import plan
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Run each test on one thread: the problems are far too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sequences be cut into segments of 16 tokens, as if the device had room for many programs."""
+    monkeypatch.setattr(plan, "SHORTEST_SEGMENT", dict.fromkeys(plan.SHORTEST_SEGMENT, 16))
+    target = plan.Target("interpreter", 64)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: target)
