@@ -366,7 +366,7 @@ def linear_attention_forward(
     batch, heads, tokens, _ = query.shape
     start = 0 if layer is None else layer.length
     key_mask, cu_seqlens = padding_of(
-        attention_mask, batch, tokens, start=start, mixed=attention.mixed, name=attention.name
+        attention_mask, batch, tokens, start=start, causal=causal, mixed=attention.mixed, name=attention.name
     )
     if cu_seqlens is None and layer is None:
         cu_seqlens = kwargs.get("cu_seq_lens_q")

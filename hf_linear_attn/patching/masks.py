@@ -97,19 +97,27 @@ def _segments(
 
 
 def padding_of(
-    attention_mask: Tensor | None, batch: int, tokens: int, *, start: int | Tensor, mixed: bool, name: str
+    attention_mask: Tensor | None,
+    batch: int,
+    tokens: int,
+    *,
+    start: int | Tensor,
+    causal: bool,
+    mixed: bool,
+    name: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Read padding and packing of the new tokens off the mask that an attention layer was given.
 
-    Where softmax layers remain in a model, masks are built for them: 4-D, bool or additive. The last query's row of a
-    causal or bidirectional mask is the padding mask, and packed sequences begin where a real token is hidden from the
-    next one.
+    Where softmax layers remain in a model, masks are built for them: 4-D, bool or additive. A real token sees itself,
+    whatever the pattern, and packed sequences begin where a real token is hidden from the next one. Some encoders
+    broadcast a padding mask over queries themselves, ``[B, 1, 1, T]``.
 
     Args:
         attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, a 4-D mask, or None.
         batch: B.
         tokens: T.
         start: Number of earlier tokens, a tensor where the cache is static.
+        causal: Whether the layer attends causally.
         mixed: Whether softmax layers share the mask.
         name: The attention layer's name, for messages.
 
@@ -124,15 +132,19 @@ def padding_of(
     if attention_mask.ndim == 4 and mixed:
         visible = attention_mask[:, 0]
         visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
-        if visible.shape[1:] == (tokens, tokens):
-            real = visible.diagonal(dim1=1, dim2=2)
-            starts = real[:, :-1] & ~visible.diagonal(-1, dim1=1, dim2=2)
+        i = torch.arange(tokens, device=visible.device)
+        # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
+        past = visible.shape[2] - tokens
+        past = torch.clamp(start, max=past) if isinstance(start, Tensor) else min(start, past)
+        real = visible[:, i, past + i].expand(batch, -1)
+        if tokens > 1 and visible.shape[2] == tokens:
+            starts = real[:, :-1] & ~visible[:, i[1:], i[:-1]]
             if bool(starts.any()):
                 return None, _boundaries(torch.nn.functional.pad(starts, (1, 0)).cumsum(1))
-        row = visible[:, -1]
-        if isinstance(start, Tensor):
-            return row.index_select(1, start + torch.arange(tokens, device=row.device)).expand(batch, -1), None
-        return row[:, -tokens:].expand(batch, -1), None
+        return real, None
+    if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
+        row = attention_mask[:, 0, 0]
+        return (row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2), None
     if attention_mask.ndim == 2 and attention_mask.dtype == torch.long:
         return None, _boundaries(attention_mask)
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
