@@ -1,0 +1,103 @@
+"""What each branch of a patched model contributes: window, sinks, and linear attention."""
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
+from hf_linear_attn.patching.attention import Branch
+
+PROBES = 8
+"""Random values by which a token's mixture is read off; two would do, more make it well conditioned."""
+
+
+@torch.no_grad()
+def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
+    """Measure the share of each branch in a patched model's attention, and the loss with each switched off.
+
+    Every output is ``(1 - g) (window and sinks) + g linear``, both normalised, whatever the rule by which
+    they are joined. Attention is linear in v, so feeding random v through a layer with branches switched off
+    tells g, and feeding indicators of the first tokens tells the weight of the sinks.
+
+    Args:
+        model: A patched causal language model.
+        input_ids: One sequence ``[1, T]``, T >= 2.
+
+    Returns:
+        ``layers`` with ``name``, and ``window``, ``sinks`` and ``linear``: shares per head, mean over tokens,
+        that sum to 1; ``loss_nats``, and where layers have a window ``loss_nats_without`` each branch, and
+        the same over the tokens beyond window and sinks only, ``loss_nats_beyond`` and
+        ``loss_nats_beyond_without``.
+
+    Raises:
+        ArgumentError: If the model is not patched, or ``input_ids`` has another shape.
+    """
+    if not is_patched(model):
+        raise ArgumentError(
+            explain("model", "be patched", type(model).__name__, "Call patch_model, or pass maps to compare.")
+        )
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise ArgumentError(
+            explain("input_ids", "be one sequence [1, T], T >= 2", tuple(input_ids.shape), "Pass one text.")
+        )
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, LinearAttention)}
+    layers: list[dict[str, Any]] = []
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        layers.append({"name": module.name, **_shares(module, args, kwargs)})  # type: ignore[arg-type]
+
+    handles = [m.register_forward_hook(watch, with_kwargs=True) for m in modules.values()]
+    try:
+        losses = _losses(model, input_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    report: dict[str, Any] = {"tokens": input_ids.shape[1], "layers": layers, "loss_nats": losses.mean().item()}
+    windows = [m.settings.window + m.settings.sinks for m in modules.values() if m.settings.window is not None]
+    if windows:
+        beyond = losses[max(windows) :]
+        report["loss_nats_beyond"] = beyond.mean().item() if len(beyond) else None
+        report["loss_nats_without"], report["loss_nats_beyond_without"] = {}, {}
+        for branch in get_args(Branch):
+            with disable_branch(model, branch):
+                losses = _losses(model, input_ids)
+            beyond = losses[max(windows) :]
+            report["loss_nats_without"][branch] = losses.mean().item()
+            report["loss_nats_beyond_without"][branch] = beyond.mean().item() if len(beyond) else None
+    return report
+
+
+def _losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+    return nn.functional.cross_entropy(logits.float(), input_ids[0, 1:], reduction="none")
+
+
+def _shares(module: LinearAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, list[float]]:
+    heads = module.geometry.num_heads
+    window, sinks = module.settings.window, module.settings.sinks
+    zeros, ones = [0.0] * heads, [1.0] * heads
+    if window is None:
+        return {"window": zeros, "sinks": zeros, "linear": ones}
+    q, k, v = args
+    tokens = q.shape[2]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    probes = torch.randn(1, 1, tokens, PROBES, generator=generator, device="cpu").to(q.device)
+    indicators = torch.eye(tokens, device=q.device)[None, None, :, :sinks]
+    values = torch.cat([probes, indicators], dim=-1).expand(*k.shape[:2], -1, -1).to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        whole = module.forward(q, k, values, **kwargs).float()
+        with disable_branch(module, "linear"):
+            near = module.forward(q, k, values, **kwargs).float()
+        with disable_branch(module, "window"):
+            far = module.forward(q, k, values, **kwargs).float()
+    step = (far - near)[..., :PROBES]
+    moved = (whole - near)[..., :PROBES]
+    share = (moved * step).sum(-1) / step.square().sum(-1).clamp(min=1e-20)
+    # A sink within the window belongs to the window.
+    distance = torch.arange(tokens, device=q.device)[:, None] - torch.arange(near.shape[-1] - PROBES, device=q.device)
+    on_sinks = (near[..., PROBES:] * (distance >= window)).sum(-1) * (1 - share)
+    linear, sink = share.mean((0, 2)), on_sinks.mean((0, 2))
+    return {"window": (1 - linear - sink).tolist(), "sinks": sink.tolist(), "linear": linear.tolist()}

@@ -1,0 +1,181 @@
+"""Look at a model before or after its conversion, and write down what is there."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linear_attn.diagnostics.approximation import ApproximationSettings, Attention, first_matrices, measure_layer
+from hf_linear_attn.diagnostics.branches import branch_usage
+from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
+from hf_linear_attn.diagnostics.report import EXACT, Pictures, check_report, summary_table, write_report
+from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
+from hf_linear_attn.feature_maps.base import feature_map_class
+from hf_linear_attn.patching import attention_layers, is_patched
+
+logger = logging.getLogger(__name__)
+
+PICTURED_LAYERS = 4
+PICTURED_TOKENS = 64
+
+
+def inspect_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    output_dir: str | Path | None = None,
+    *,
+    maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    max_tokens: int = 1024,
+    settings: ApproximationSettings | None = None,
+) -> dict[str, Any]:
+    """Compare feature maps with a softmax model's attention, or see what each branch of a patched model does.
+
+    Learned maps are compared as they start, before any training.
+
+    Args:
+        model: A Transformers causal language model, softmax or patched.
+        tokenizer: Its tokenizer.
+        text: Text to look at; what goes beyond ``max_tokens`` is left out.
+        output_dir: Where ``report.html``, ``inspection.json`` and ``table.md`` are written; None for nowhere.
+        maps: Registered names, or names with the options of each; defaults to all maps. Softmax models only.
+        max_tokens: Most tokens, >= 2.
+        settings: What is measured, and in how much memory; softmax models only.
+
+    Returns:
+        What is written to ``inspection.json``: ``model``, ``tokens``, ``settings``, and ``layers`` as from
+        :func:`measure_layer` with a ``summary`` by map, or for a patched model ``branches`` as from
+        :func:`branch_usage`.
+
+    Raises:
+        ArgumentError: If an argument is out of range, a map unknown, or the text too short.
+        UnsupportedError: If the model's attention cannot be observed, or matplotlib is missing.
+
+    Example:
+        >>> from hf_linear_attn.diagnostics import inspect_model
+        >>> report = inspect_model(model, tokenizer, text, "inspection", maps=["elu", "hedgehog"])  # doctest: +SKIP
+    """
+    if max_tokens < 2:
+        raise ArgumentError(explain("max_tokens", "be at least 2", max_tokens, "The default is 1024."))
+    if output_dir is not None:
+        check_report()
+    # A token is a few characters: tokenising a whole book to look at its first page would take minutes.
+    ids = tokenizer(text[: 20 * max_tokens], return_tensors="pt").input_ids[:, :max_tokens]
+    if ids.shape[1] < 2:
+        raise ArgumentError(explain("text", "have at least 2 tokens", text, "Pass more text."))
+    device = model.get_input_embeddings().weight.device
+    results: dict[str, Any] = {
+        "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        "architecture": type(model).__name__,
+        "tokens": ids.shape[1],
+    }
+    training = model.training
+    model.train(mode=False)
+    try:
+        if is_patched(model):
+            if maps is not None:
+                raise ArgumentError(
+                    explain("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
+                )
+            results["settings"] = dict(model.config.linear_attention)
+            results["branches"] = branch_usage(model, ids.to(device))
+            pictures = Pictures({}, PICTURED_TOKENS)
+        else:
+            settings = settings or ApproximationSettings()
+            results["settings"] = asdict(settings)
+            layers, pictures = _compare(model, ids.to(device), _options(maps), settings)
+            results["layers"] = layers
+            results["summary"] = summarise(layers)
+    finally:
+        model.train(training)
+    if output_dir is not None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "inspection.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "table.md").write_text(summary_table(results))
+        write_report(results, pictures, folder / "report.html")
+    return results
+
+
+def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    if maps is None:
+        maps = available_feature_maps()
+    if isinstance(maps, str):
+        raise ArgumentError(explain("maps", "be a list of names", maps, f"Pass [{maps!r}]."))
+    options = {name: dict(maps[name]) if isinstance(maps, Mapping) else {} for name in maps}
+    if not options:
+        raise ArgumentError(
+            explain("maps", "name at least one map", maps, "Use some of those", available=available_feature_maps())
+        )
+    for name in options:
+        feature_map_class(name)
+    return options
+
+
+@torch.no_grad()
+def _compare(
+    model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Mapping[str, Any]], settings: ApproximationSettings
+) -> tuple[list[dict[str, Any]], Pictures]:
+    found = [layer.index for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0]
+    step = max(1, -(-len(found) // PICTURED_LAYERS))
+    pictured = set(found[::step])
+    layers: list[dict[str, Any]] = []
+    pictures = Pictures({}, PICTURED_TOKENS)
+
+    def measure(inputs: AttentionInputs) -> None:
+        head_dim, heads, kv_heads = inputs.q.shape[-1], inputs.q.shape[1], inputs.k.shape[1]
+        maps: dict[str, FeatureMap] = {
+            name: get_feature_map(name, head_dim, heads, kv_heads, scaling=inputs.scaling, **settings_of).to(
+                inputs.q.device
+            )
+            for name, settings_of in options.items()
+        }
+        layers.append(measure_layer(inputs, maps, settings))
+        logger.info("measured %d maps on %s", len(maps), inputs.name)
+        if inputs.index in pictured:
+            entropies = layers[-1]["exact"]["entropy_nats"]
+            head = min(range(heads), key=entropies.__getitem__)
+            pictures.matrices[inputs.index, head] = {
+                name: list(first_matrices(Attention(inputs, phi, settings), PICTURED_TOKENS))[head].cpu()
+                for name, phi in [(EXACT, None), *maps.items()]
+            }
+
+    with observe_attention(model, measure):
+        model(input_ids=ids, use_cache=False)
+    return layers, pictures
+
+
+def summarise(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average what was measured over layers and heads, for exact softmax attention and each map.
+
+    Args:
+        layers: As from :func:`measure_layer`.
+
+    Returns:
+        ``exact`` and by name ``maps``: every number that is measured per head, and ``feature_dim``; maps with the
+        smallest ``output_error`` first.
+    """
+    names = sorted(
+        layers[0]["maps"], key=lambda name: fmean(e for layer in layers for e in layer["maps"][name]["output_error"])
+    )
+    return {
+        "exact": _means([layer["exact"] for layer in layers]),
+        "maps": {name: _means([layer["maps"][name] for layer in layers]) for name in names},
+    }
+
+
+def _means(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    means: dict[str, float] = {}
+    for key, first in entries[0].items():
+        if isinstance(first, list) and not isinstance(first[0], list):
+            means[key] = fmean(value for entry in entries for value in entry[key])
+        elif isinstance(first, int):
+            means[key] = max(entry[key] for entry in entries)
+    return means
