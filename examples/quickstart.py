@@ -1,0 +1,115 @@
+"""Convert a small softmax Llama to linear attention, distil it, and see what was gained and what it cost.
+
+With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any other
+causal language model, a folder or a hub name, takes its place with --model.
+"""
+
+import copy
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers.utils import logging
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.errors import ArgumentError, HFLinearAttnError, explain
+from hf_linear_attn.evaluation import EvaluationSettings, evaluate, write_report
+
+TEACHER = Path(__file__).parent / "teacher"
+
+
+@dataclass
+class Arguments:
+    """What to convert, how long to distil, and what to measure."""
+
+    model: str = field(default=str(TEACHER), metadata={"help": "Softmax checkpoint: a folder or a hub name."})
+    output_dir: str = field(default="runs/quickstart", metadata={"help": "Where report, results and student go."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace what an earlier run left there."})
+    feature_map: str = field(default="hedgehog", metadata={"help": "See `hf-linear-attn maps`."})
+    window: int = field(default=32, metadata={"help": "Last tokens that are attended to exactly."})
+    sinks: int = field(default=4, metadata={"help": "First tokens that are attended to exactly."})
+    transfer_steps: int = field(default=40, metadata={"help": "Steps of attention transfer."})
+    distill_steps: int = field(default=160, metadata={"help": "Steps of logit distillation."})
+    rows: int = field(default=8, metadata={"help": "Sequences per step."})
+    block_tokens: int = field(default=512, metadata={"help": "Tokens per sequence."})
+    lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "Context lengths to evaluate."}
+    )
+    samples: int = field(default=10, metadata={"help": "Retrieval samples per length and depth."})
+    seed: int = field(default=0, metadata={"help": "Of everything random."})
+
+
+def main() -> None:
+    """Run the four steps: load, distil, distil the baseline, evaluate."""
+    arguments: Arguments = HfArgumentParser(Arguments, description=__doc__).parse_args_into_dataclasses()[0]
+    logging.disable_progress_bar()
+    folder = Path(arguments.output_dir)
+    if folder.exists() and any(folder.iterdir()) and not arguments.overwrite:
+        raise ArgumentError(
+            explain("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
+        )
+    teacher = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    conversion = {"feature_map": arguments.feature_map, "window": arguments.window, "sinks": arguments.sinks}
+    settings = DistillationSettings(
+        **conversion,
+        block_tokens=arguments.block_tokens,
+        rows=arguments.rows,
+        transfer_steps=arguments.transfer_steps,
+        distill_steps=arguments.distill_steps,
+        heldout_rows=16,
+        seed=arguments.seed,
+    )
+    patched = patch_model(copy.deepcopy(teacher), **conversion)
+
+    print("1/3 Distilling the linear-attention student", flush=True)
+    distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer)
+    student, measured = distilled.student, distilled.metrics["student"]
+
+    window = equal_cache_window(patched)
+    print(f"2/3 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
+    local = settings.with_changes(mix="window", window=window, stages=["distill"], window_dropout=0.0, heldout_rows=0)
+    baseline = distill(local, teacher=teacher, tokenizer=tokenizer).student
+
+    print("3/3 Evaluating all of them beside the teacher", flush=True)
+    # The earlier report is whole until this one is ready to take its place.
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    results = evaluate(
+        EvaluationSettings(
+            tasks=("passkey", "kv_recall"),
+            lengths=tuple(arguments.lengths),
+            num_samples=arguments.samples,
+            batch_size=8,
+            max_text_tokens=16384,
+            repeats=3,
+            seed=arguments.seed,
+            output_dir=str(fresh),
+        ),
+        model=student,
+        tokenizer=tokenizer,
+        teacher=teacher,
+        baselines={"merely patched": patched, f"window {window} alone": baseline},
+        extras={
+            "linear_branch_off_nats": measured["linear_off"]["late_loss_nats"] - measured["late_loss_nats"],
+        },
+    )
+    write_report(results, fresh)
+    student.save_pretrained(fresh / "student")
+    tokenizer.save_pretrained(fresh / "student")
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    print(f"Read {folder / 'report.html'}; the student is in {folder / 'student'}.")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(min(torch.get_num_threads(), 2))
+    try:
+        main()
+    except HFLinearAttnError as error:
+        sys.exit(f"quickstart.py: {error}")
