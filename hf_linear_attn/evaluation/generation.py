@@ -1,0 +1,241 @@
+"""Forwards in pieces with the cache carried between them, and batched greedy generation from shared prefixes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_linear_attn.errors import UnsupportedError, explain
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception means that memory ran out, on an accelerator or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Tell whether the model's forward has an argument of that name."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def forward(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Any,
+    *,
+    all_logits: bool = True,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Run one forward that reads and extends the cache.
+
+    Args:
+        model: A causal language model.
+        input_ids: The new tokens, `[B, T]`.
+        cache: What the last call returned, None at the start.
+        all_logits: Whether to compute logits for all T tokens or for the last alone.
+        attention_mask: `[B, past + T]`, 1 for real tokens; None where nothing is padded.
+        position_ids: `[B, T]`; None where nothing is padded.
+
+    Returns:
+        Logits `[B, T or 1, vocabulary]` in the model's dtype, and the cache.
+
+    Raises:
+        UnsupportedError: If the model returns no cache.
+    """
+    options: dict[str, Any] = {}
+    if not all_logits and accepts(model, "logits_to_keep"):
+        options["logits_to_keep"] = 1
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    if position_ids is not None:
+        options["position_ids"] = position_ids
+    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options)
+    if getattr(output, "past_key_values", None) is None:
+        raise UnsupportedError(
+            explain(
+                "model",
+                "return a cache",
+                type(model).__name__,
+                "Evaluate a model that generates with a cache.",
+            )
+        )
+    logits: Tensor = output.logits
+    return (logits if all_logits else logits[:, -1:]), output.past_key_values
+
+
+def pieces(model: PreTrainedModel, input_ids: Tensor, cache: Any, chunk: int) -> Iterator[tuple[Tensor, Any]]:
+    """Read `[B, T]` tokens `chunk` at a time and yield all logits and the cache of each piece."""
+    for part in input_ids.split(chunk, dim=1):
+        logits, cache = forward(model, part, cache)
+        yield logits, cache
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Any,
+    chunk: int,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Read `[B, T]` tokens `chunk` at a time and return the logits of the last, `[B, 1, vocabulary]`, and the cache."""
+    position_ids = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    logits = None
+    for start in range(0, input_ids.shape[1], chunk):
+        stop = min(start + chunk, input_ids.shape[1])
+        logits, cache = forward(
+            model,
+            input_ids[:, start:stop],
+            cache,
+            all_logits=False,
+            attention_mask=None if attention_mask is None else attention_mask[:, :stop],
+            position_ids=None if position_ids is None else position_ids[:, start:stop],
+        )
+    if logits is None:
+        raise UnsupportedError(explain("input_ids", "hold a token", tuple(input_ids.shape), "Pass a longer prompt."))
+    return logits, cache
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a generation: those of the generation configuration and the tokenizer's EOS."""
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    declared = declared if isinstance(declared, list) else [declared]
+    return frozenset(token for token in [*declared, tokenizer.eos_token_id] if token is not None)
+
+
+def greedy(
+    model: PreTrainedModel,
+    logits: Tensor,
+    cache: Any,
+    max_new_tokens: int,
+    ends: frozenset[int],
+    attention_mask: Tensor | None = None,
+) -> list[list[int]]:
+    """Extend every row by its most likely tokens, up to an end token or `max_new_tokens`.
+
+    Args:
+        model: A causal language model.
+        logits: Of the last prompt token, `[B, 1, vocabulary]`.
+        cache: The cache of the prompts; it is consumed.
+        max_new_tokens: Budget of each row.
+        ends: Ids that end a row; they are not returned.
+        attention_mask: Of the prompts, `[B, T]`; None where nothing is padded.
+
+    Returns:
+        The new tokens of each row.
+    """
+    rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
+    running = set(range(len(rows)))
+    for step in range(max_new_tokens):
+        tokens = logits[:, -1].float().argmax(-1)
+        for row, token in enumerate(tokens.tolist()):
+            if token in ends:
+                running.discard(row)
+            elif row in running:
+                rows[row].append(token)
+        if not running or step == max_new_tokens - 1:
+            break
+        position_ids = None
+        if attention_mask is not None:
+            position_ids = attention_mask.sum(-1, keepdim=True)
+            attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
+        logits, cache = forward(
+            model,
+            tokens[:, None],
+            cache,
+            all_logits=False,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+        )
+    return rows
+
+
+def common_prefix(prompts: Sequence[Tensor]) -> int:
+    """Return how many leading tokens 1-D prompts share, at most the shortest's length less one."""
+    shortest = min(len(prompt) for prompt in prompts) - 1
+    stack = torch.stack([prompt[:shortest] for prompt in prompts])
+    differs = (stack != stack[:1]).any(0).nonzero()
+    return int(differs[0]) if len(differs) else shortest
+
+
+class PrefixReader:
+    """Reads batches of prompts in order and computes what consecutive batches share only once.
+
+    Needle prompts of one task and length begin alike up to the shallower needle. A trunk is the cache, at batch 1, of
+    the tokens that a batch shares with the next one. Where the pieces begin and end depends on the prompts alone, so
+    a resumed run that skips finished batches computes the same figures.
+
+    Args:
+        model: A causal language model in evaluation mode.
+        chunk: Most tokens in one forward.
+        pad_id: Any token id, for the left padding of unequal prompts.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk: int, pad_id: int) -> None:
+        self._model = model
+        self._chunk = chunk
+        self._pad_id = pad_id
+        self._device = model.get_input_embeddings().weight.device
+        # The last two: needles that happen to begin alike make a trunk too long for the batch after next.
+        self._trunks: list[tuple[int, Any]] = []
+
+    def advance(self, batch: Sequence[Tensor], following: Sequence[Tensor] | None) -> None:
+        """Move the trunk to the tokens that the batch shares with the following one."""
+        if len({len(prompt) for prompt in batch}) > 1:
+            return
+        shared = common_prefix([*batch, *(following or ())])
+        while self._trunks and self._trunks[-1][0] > shared:
+            self._trunks.pop()
+        at, cache = self._copy_trunk()
+        if shared > at:
+            _, cache = prefill(self._model, self._row(batch[0][at:shared]), cache, self._chunk)
+            self._trunks = [*self._trunks[-1:], (shared, cache)]
+
+    def _copy_trunk(self) -> tuple[int, Any]:
+        at, cache = self._trunks[-1] if self._trunks else (0, None)
+        return at, copy.deepcopy(cache)
+
+    def read(self, batch: Sequence[Tensor]) -> tuple[Tensor, Any, Tensor | None]:
+        """Read the prompts of a batch and return their last logits, their cache and, if they are padded, the mask."""
+        if len({len(prompt) for prompt in batch}) > 1:
+            return self._read_padded(batch)
+        at, cache = self._copy_trunk()
+        shared = common_prefix(batch)
+        if len(batch) > 1 and shared > at:
+            _, cache = prefill(self._model, self._row(batch[0][at:shared]), cache, self._chunk)
+            at = shared
+        if len(batch) > 1 and cache is not None:
+            cache.reorder_cache(torch.zeros(len(batch), dtype=torch.long, device=self._device))
+        rest = torch.stack([prompt[at:] for prompt in batch]).to(self._device)
+        return *prefill(self._model, rest, cache, self._chunk), None
+
+    def _read_padded(self, batch: Sequence[Tensor]) -> tuple[Tensor, Any, Tensor]:
+        if not accepts(self._model, "position_ids"):
+            raise UnsupportedError(
+                explain(
+                    "batch_size",
+                    "be 1 for a model that takes no position_ids",
+                    len(batch),
+                    "Prompts of unequal length need left padding.",
+                    where=type(self._model).__name__,
+                )
+            )
+        longest = max(len(prompt) for prompt in batch)
+        ids = torch.full((len(batch), longest), self._pad_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(batch):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        return *prefill(self._model, ids, None, self._chunk, mask), mask
+
+    def _row(self, ids: Tensor) -> Tensor:
+        return ids[None].to(self._device)

@@ -1,0 +1,360 @@
+"""One evaluation from end to end: load, estimate the cost, run the suites, collect the results, write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.evaluation import latency, perplexity, retrieval
+from hf_linear_attn.evaluation.generation import forward, prefill
+from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
+from hf_linear_attn.evaluation.report import write_report
+from hf_linear_attn.evaluation.results import (
+    SCHEMA_VERSION,
+    add_comparisons,
+    combine,
+    read_results,
+    write_results,
+)
+from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_arguments, parse_task
+from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.subjects import (
+    Subject,
+    check_tokenizer,
+    gather_subjects,
+    load_tokenizer,
+)
+from hf_linear_attn.evaluation.text import Corpus, load_corpus
+
+logger = logging.getLogger(__name__)
+
+_CALIBRATION_TOKENS = 256
+
+
+def evaluate(
+    settings: EvaluationSettings,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    teacher: PreTrainedModel | None = None,
+    baselines: Mapping[str, PreTrainedModel] | None = None,
+    extras: Mapping[str, float | str] | None = None,
+) -> dict[str, Any]:
+    """Evaluate a causal language model at long context, beside its teacher and any baselines.
+
+    Args:
+        settings: What to run; `settings.output_dir`, where given, receives `samples.jsonl` and `results.json`.
+        model: The model under test; loaded from `settings.model` where not given.
+        tokenizer: Its tokenizer; loaded from `settings.model` where not given.
+        teacher: The softmax model to stand beside it; loaded from `settings.teacher` where that is given.
+        baselines: More models by name, such as the merely patched one or one with a window alone.
+        extras: Further figures for the report, such as `linear_branch_off_nats`, the loss increase with the linear
+            branch off.
+
+    Returns:
+        The results, as written to `results.json`; see `results.schema.json`.
+
+    Raises:
+        ArgumentError: If a setting cannot be used with these models or this tokenizer.
+        CheckpointError: If a path cannot be loaded, or the output folder holds another run.
+        UnsupportedError: If a model cannot be evaluated as asked.
+    """
+    begin = time.perf_counter()
+    state = PartialState()
+    rank, world = state.process_index, state.num_processes
+    if world > 1 and settings.output_dir is None:
+        raise ArgumentError(
+            explain("output_dir", "be set when several processes share the work", None, "Name a folder.")
+        )
+    subjects = gather_subjects(settings, model, teacher, baselines or {})
+    if tokenizer is None:
+        if settings.model is None:
+            raise ArgumentError(explain("tokenizer", "be given with a model in memory", None, "Pass tokenizer=..."))
+        tokenizer = load_tokenizer(settings.model, settings)
+    check_tokenizer(tokenizer)
+    corpus = _check(settings, subjects, tokenizer)
+    store = _open_store(settings, subjects, state)
+    with torch.inference_mode():
+        cost = estimate_cost(settings, subjects, tokenizer, corpus)
+    if settings.progress and rank == 0:
+        tqdm.write(cost.describe(), file=sys.stderr)
+    _run_suites(settings, subjects, tokenizer, corpus, store, state, cost)
+    results = _collect(settings, subjects, corpus, store, extras or {})
+    results["timing"] = {
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "estimated_s": cost.seconds,
+        "wall_s": time.perf_counter() - begin,
+    }
+    if settings.output_dir is not None and rank == 0:
+        write_results(results, Path(settings.output_dir))
+    return results
+
+
+def _check(
+    settings: EvaluationSettings, subjects: Sequence[Subject], tokenizer: PreTrainedTokenizerBase
+) -> Corpus | None:
+    """Refuse at once whatever cannot work, before anything slow begins; returns the text where one is needed."""
+    for length in settings.lengths[:1]:
+        refusals = [subject.refusal(length) for subject in subjects]
+        if refusals[0] is not None:
+            raise ArgumentError(refusals[0])
+    if "retrieval" in settings.suite:
+        retrieval.check_retrieval(settings, tokenizer)
+    if "latency" in settings.suite:
+        latency.check_latency(subjects)
+    if "lm-eval" in settings.suite:
+        check_lm_eval(settings, subjects, tokenizer)
+    if "perplexity" not in settings.suite:
+        return None
+    corpus = load_corpus(settings, tokenizer)
+    perplexity.plan_perplexity(settings, corpus)
+    return corpus
+
+
+def _open_store(settings: EvaluationSettings, subjects: Sequence[Subject], state: PartialState) -> SampleStore:
+    folder = Path(settings.output_dir) if settings.output_dir is not None else None
+    prints = {subject.name: subject.fingerprint for subject in subjects}
+
+    def make(*, resume: bool, overwrite: bool) -> SampleStore:
+        return SampleStore(
+            folder, settings.identity(), prints, resume=resume, overwrite=overwrite, rank=state.process_index
+        )
+
+    # The first process checks and clears the folder before the others look into it.
+    store = make(resume=settings.resume, overwrite=settings.overwrite) if state.is_main_process else None
+    state.wait_for_everyone()
+    return store or make(resume=True, overwrite=False)
+
+
+def _run_suites(
+    settings: EvaluationSettings,
+    subjects: Sequence[Subject],
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus | None,
+    store: SampleStore,
+    state: PartialState,
+    cost: Cost,
+) -> None:
+    rank, world = state.process_index, state.num_processes
+    quiet = not settings.progress or rank != 0
+    # Latency first: it wants a machine that has not been heated up, and its cells are what a user waits for least.
+    if "latency" in settings.suite and rank == 0:
+        with tqdm(total=sum(settings.lengths) * len(subjects), desc="latency", unit="tok", disable=quiet) as bar:
+            for subject in subjects:
+                for tokens in latency.run_latency(subject, settings, store):
+                    bar.update(tokens)
+    state.wait_for_everyone()
+    if "retrieval" in settings.suite:
+        with tqdm(total=cost.retrieval_tokens, desc="retrieval", unit="tok", disable=quiet) as bar:
+            for subject in subjects:
+                for tokens in retrieval.run_retrieval(subject, tokenizer, settings, store, rank=rank, world=world):
+                    bar.update(tokens)
+    if corpus is not None:
+        with tqdm(total=cost.perplexity_tokens, desc="perplexity", unit="tok", disable=quiet) as bar:
+            perplexity.run_perplexity(subjects, corpus, settings, store, rank=rank, world=world, on_tokens=bar.update)
+    state.wait_for_everyone()
+    if "lm-eval" in settings.suite and rank == 0:
+        runs = len(subjects) * len(settings.lm_eval_tasks)
+        with tqdm(total=runs, desc="lm-eval", unit="task", disable=quiet) as bar:
+            for count in run_lm_eval(subjects, tokenizer, settings, store):
+                bar.update(count)
+    if rank == 0:
+        store.merge_files()
+    state.wait_for_everyone()
+    store.reload()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a run is expected to read and how long that takes, from a short trial of each model.
+
+    Args:
+        retrieval_tokens: Prompt tokens of all retrieval samples and models, shared prefixes counted each time.
+        perplexity_tokens: Tokens of all perplexity windows, counted once for all models.
+        latency_tokens: Tokens of all latency cells, repeats included.
+        seconds: Expected duration; attention that grows with the square of the length makes it longer.
+    """
+
+    retrieval_tokens: int
+    perplexity_tokens: int
+    latency_tokens: int
+    seconds: float
+
+    def describe(self) -> str:
+        """Say it in a sentence."""
+        total = self.retrieval_tokens + self.perplexity_tokens + self.latency_tokens
+        return (
+            f"About {_duration(self.seconds)} for {total:,} tokens: retrieval {self.retrieval_tokens:,}, "
+            f"perplexity {self.perplexity_tokens:,}, latency {self.latency_tokens:,}."
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def estimate_cost(
+    settings: EvaluationSettings,
+    subjects: Sequence[Subject],
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus | None,
+) -> Cost:
+    """Estimate what a run costs, from one short read and one decode step of each model."""
+    retrieval_tokens = perplexity_tokens = latency_tokens = 0
+    seconds = 0.0
+    plans = perplexity.plan_perplexity(settings, corpus) if corpus is not None else []
+    perplexity_tokens = sum(window.stop - window.start for plan in plans for window in plan.windows)
+    groups = retrieval.plan_groups(settings) if "retrieval" in settings.suite else []
+    for subject in subjects:
+        read_s, step_s = _calibrate(subject, settings)
+        for group in groups:
+            samples = len(group.depths) * settings.num_samples
+            retrieval_tokens += samples * group.length
+            # A needle at depth d lets the samples of a depth share what comes before it.
+            fresh = sum(1 - (depth or 0) / 100 for depth in group.depths) / len(group.depths)
+            budget = parse_task(group.spec).build(tokenizer, *_probe(settings, group)).max_new_tokens
+            seconds += samples * (group.length * fresh * read_s + budget * step_s / settings.batch_size)
+        seconds += perplexity_tokens * read_s
+        if "latency" in settings.suite:
+            runs = settings.warmups + settings.repeats
+            for length in settings.lengths:
+                decoded = min(settings.decode_tokens, length // 2)
+                latency_tokens += (runs + 2) * length
+                seconds += (runs + 2) * (length * read_s + decoded * step_s)
+    return Cost(retrieval_tokens, perplexity_tokens, latency_tokens, seconds)
+
+
+def _probe(settings: EvaluationSettings, group: retrieval.Group) -> tuple[int, float, Any]:
+    from hf_linear_attn.evaluation.tasks import sample_rng
+
+    length, depth = group.length, group.depths[0] or 0.0
+    return length, depth, sample_rng(settings.seed, group.spec, length, depth, 0)
+
+
+def _calibrate(subject: Subject, settings: EvaluationSettings) -> tuple[float, float]:
+    """Return seconds per token read and per decode step."""
+    tokens = min(_CALIBRATION_TOKENS, settings.lengths[0] - 1)
+    ids = torch.zeros(settings.batch_size, tokens, dtype=torch.long, device=subject.device)
+    read_ms = step_ms = 0.0
+    for _ in range(2):
+        caches: list[Any] = []
+        read_ms = latency.timed(
+            subject.device, lambda c=caches: c.append(prefill(subject.model, ids, None, settings.prefill_chunk)[1])
+        )
+        step_ms = latency.timed(
+            subject.device, lambda c=caches: forward(subject.model, ids[:, :1], c[0], all_logits=False)
+        )
+    return read_ms / 1000 / ids.numel(), step_ms / 1000
+
+
+def _collect(
+    settings: EvaluationSettings,
+    subjects: Sequence[Subject],
+    corpus: Corpus | None,
+    store: SampleStore,
+    extras: Mapping[str, float | str],
+) -> dict[str, Any]:
+    cells, floors = retrieval.collect_cells(subjects, settings, store) if "retrieval" in settings.suite else ([], [])
+    results: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": environment(subjects[0].device),
+        "model": subjects[0].facts(),
+        "references": [subject.facts() for subject in subjects[1:]],
+        "args": settings.identity(),
+        "cells": cells,
+        "floors": floors,
+        "perplexity": None if corpus is None else perplexity.collect_perplexity(subjects, corpus, settings, store),
+        "latency": latency.collect_latency(subjects, settings, store) if "latency" in settings.suite else [],
+        "lm_eval": collect_lm_eval(subjects, settings, store) if "lm-eval" in settings.suite else [],
+        "extras": dict(extras),
+    }
+    return add_comparisons(results)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the machine that the figures come from."""
+    versions: dict[str, str | None] = {}
+    for package in ("hf_linear_attn", "torch", "transformers", "triton", "accelerate", "lm_eval"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": device.type,
+        "device_name": name,
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool = True) -> dict[str, Any]:
+    """Make one report of several runs.
+
+    Args:
+        paths: `results.json` files, or the folders that hold one; the first one's model leads the report.
+        output_dir: Where `results.json`, `report.html` and `report.md` go.
+        plots: Whether to draw the pictures; default True.
+
+    Returns:
+        The combined results.
+
+    Raises:
+        ArgumentError: If fewer than two paths are given.
+        CheckpointError: If a file is missing, damaged or of another schema version.
+    """
+    if len(paths) < 2:
+        raise ArgumentError(explain("paths", "be at least two results", list(map(str, paths)), "Name another run."))
+    results = combine([(_label(Path(path)), read_results(Path(path))) for path in paths])
+    write_results(results, Path(output_dir))
+    write_report(results, output_dir, plots=plots)
+    return results
+
+
+def _label(path: Path) -> str:
+    folder = path.parent if path.suffix == ".json" else path
+    return folder.resolve().name
+
+
+def main(argv: Sequence[str], *, prog: str | None = None, defaults: Mapping[str, Any] | None = None) -> int:
+    """Run an evaluation from a command line and write its reports.
+
+    Args:
+        argv: The command line without the program's name.
+        prog: The program's name in the help text.
+        defaults: Defaults that differ from those of `EvaluationSettings`.
+
+    Returns:
+        The exit status, 0.
+    """
+    settings = parse_arguments(argv, prog=prog, defaults=defaults or {})
+    if settings.output_dir is None:
+        raise ArgumentError(explain("output_dir", "be set", None, "Name the folder for the reports."))
+    results = evaluate(settings)
+    if PartialState().is_main_process:
+        path = write_report(results, settings.output_dir, plots=settings.plots)
+        for sentence in [*results["summary"]["quality"], *results["summary"]["speed"]]:
+            tqdm.write(sentence, file=sys.stderr)
+        tqdm.write(json.dumps({"report": str(path)}))
+    return 0

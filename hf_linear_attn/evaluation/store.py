@@ -1,0 +1,155 @@
+"""`samples.jsonl`: one line per finished piece of work, so that a run cut off at any point goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_linear_attn.errors import CheckpointError, explain
+
+RUN_FILE = "run.json"
+_MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
+
+
+class SampleStore:
+    """Finished records by key, kept in memory and, given a folder, appended to a file and flushed.
+
+    A record's key is a hash of the settings, the fingerprint of the model and the sample's id: other settings or
+    other weights find nothing. Every process writes a file of its own and reads all of them.
+
+    Args:
+        folder: Where to keep the records; None keeps them in memory only.
+        settings: The settings that can change a figure.
+        fingerprints: Fingerprint of every model by name.
+        resume: Use the records in the folder.
+        overwrite: Delete what an earlier run left in the folder.
+        rank: Number of this process.
+
+    Raises:
+        CheckpointError: If the folder holds a run and neither `resume` nor `overwrite` is set, or if it is of other
+            settings or models than those to be resumed.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        settings: Mapping[str, Any],
+        fingerprints: Mapping[str, str],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        rank: int = 0,
+    ) -> None:
+        self._records: dict[str, dict[str, Any]] = {}
+        self._prefix = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        self._folder = folder
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / ("samples.jsonl" if rank == 0 else f"samples.{rank}.jsonl")
+        run = {"settings": dict(settings), "fingerprints": dict(fingerprints)}
+        if rank == 0:
+            self._open_run(folder, run, resume=resume, overwrite=overwrite)
+        if resume:
+            self.reload()
+
+    def _open_run(self, folder: Path, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        if overwrite:
+            for pattern in _MADE_BY_US:
+                for path in folder.glob(pattern):
+                    path.unlink()
+        run_path = folder / RUN_FILE
+        if run_path.exists():
+            if not resume:
+                raise CheckpointError(
+                    explain(
+                        "output_dir",
+                        "be a folder without results",
+                        str(folder),
+                        "Pass resume to go on with that run, or overwrite to delete it.",
+                    )
+                )
+            self._check_same(json.loads(run_path.read_text(encoding="utf-8")), run, folder)
+        else:
+            write_atomically(run_path, json.dumps(run, indent=2) + "\n")
+        for path in sorted(folder.glob("samples*.jsonl")):
+            _drop_torn_line(path)
+
+    @staticmethod
+    def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
+        for part, what in (("settings", "settings"), ("fingerprints", "models")):
+            names = sorted(set(old[part]) | set(new[part]))
+            changed = [name for name in names if old[part].get(name) != new[part].get(name)]
+            if changed:
+                listed = "; ".join(
+                    f"{name} was {old[part].get(name)!r} and is {new[part].get(name)!r}" for name in changed
+                )
+                raise CheckpointError(
+                    explain(
+                        "output_dir",
+                        f"hold a run of the same {what}",
+                        str(folder),
+                        "Choose another folder, or pass overwrite.",
+                        where=listed,
+                    )
+                )
+
+    def reload(self) -> None:
+        """Read the records that all processes have written."""
+        if self._folder is None:
+            return
+        for path in sorted(self._folder.glob("samples*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                self._records[record["key"]] = record
+
+    def key(self, fingerprint: str, sample_id: str) -> str:
+        """Return the key of a sample under this run's settings."""
+        return hashlib.sha256(f"{self._prefix}/{fingerprint}/{sample_id}".encode()).hexdigest()[:32]
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """Return the record with that key, or None."""
+        return self._records.get(key)
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keep records and write them through to the disk."""
+        records = list(records)
+        for record in records:
+            self._records[record["key"]] = record
+        if self._folder is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in records))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def merge_files(self) -> None:
+        """Put the records of all processes into `samples.jsonl`."""
+        if self._folder is None or not list(self._folder.glob("samples.*.jsonl")):
+            return
+        self.reload()
+        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in self._records.values()))
+        for path in self._folder.glob("samples.*.jsonl"):
+            path.unlink()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed process left of its last line."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) != len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a restart, sees all of it or the one before."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,289 @@
+"""The models under evaluation: loading them, what is known about them, how far their positions reach."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.evaluation.settings import EvaluationSettings
+
+_POSITION_TABLE = re.compile(r"(^|[._])(wpe|pos|positions?|position_embeddings|embed_positions)$")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of a run.
+
+    Args:
+        name: What the report calls it; unique within a run.
+        role: `"model"` (the one under test), `"teacher"` or `"baseline"`.
+        model: A causal language model in evaluation mode.
+        path: Where it was loaded from, or None for a model that was in memory.
+    """
+
+    name: str
+    role: str
+    model: PreTrainedModel
+    path: str | None
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model's input."""
+        return torch.device(self.model.get_input_embeddings().weight.device)
+
+    @property
+    def linear_attention(self) -> Mapping[str, Any] | None:
+        """Return the patch settings the model carries, or None if no layer is patched."""
+        settings = getattr(self.model.config, "linear_attention", None)
+        return settings if settings else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a SHA-256 hash of the weights, the architecture and the patch settings."""
+        digest = hashlib.sha256(type(self.model).__name__.encode())
+        digest.update(json.dumps(self.linear_attention, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @cached_property
+    def patched_layers(self) -> list[str]:
+        """Return the names of the attention modules that were converted."""
+        return [
+            name.removesuffix(".linear_attention")
+            for name, _ in self.model.named_modules()
+            if name.endswith(".linear_attention")
+        ]
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Return the number of logits per token."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @cached_property
+    def position_limit(self) -> int | None:
+        """Return the number of positions a learned table holds, or None where positions do not run out."""
+        tables = [
+            module.num_embeddings
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
+        ]
+        # OPT and BART keep two rows for themselves; the configuration knows how many remain.
+        declared = getattr(self.model.config, "max_position_embeddings", None)
+        return min([*tables, *([declared] if tables and declared else [])], default=None)
+
+    @property
+    def trained_length(self) -> int | None:
+        """Return the length the patched layers were trained at, else the length the configuration declares."""
+        settings = self.linear_attention or {}
+        length = settings.get("trained_length") or getattr(self.model.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    def refusal(self, length: int) -> str | None:
+        """Say why the model cannot read `length` tokens, or None if it can."""
+        if self.position_limit is None or length <= self.position_limit:
+            return None
+        return explain(
+            "lengths",
+            f"stay within the {self.position_limit} learned positions",
+            length,
+            "Leave the length out for this model.",
+            where=self.name,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the provenance of the model, ready for JSON."""
+        settings = self.linear_attention
+        config = self.model.config
+        return {
+            "name": self.name,
+            "role": self.role,
+            "path": self.path,
+            "fingerprint": self.fingerprint,
+            "class": type(self.model).__name__,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "vocabulary": self.vocabulary,
+            "layers": getattr(config, "num_hidden_layers", None),
+            "attention": "linear" if settings else "softmax",
+            "attention_backend": getattr(config, "_attn_implementation", None),
+            "patched_layers": self.patched_layers,
+            "feature_map": settings.get("feature_map") if settings and settings.get("mix") != "window" else None,
+            "window": settings.get("window") if settings else None,
+            "linear_attention": json.loads(json.dumps(settings, default=str)) if settings else None,
+            "trained_length": self.trained_length,
+            "position_limit": self.position_limit,
+        }
+
+
+def default_device() -> torch.device:
+    """Return the accelerator if there is one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def load_model(path: str, settings: EvaluationSettings) -> PreTrainedModel:
+    """Load a softmax or patched causal language model for evaluation.
+
+    Args:
+        path: A folder or hub name.
+        settings: `dtype`, `device` and `offline` are used.
+
+    Raises:
+        CheckpointError: If there is no loadable causal language model at `path`.
+    """
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "local_files_only": settings.offline or os.path.isdir(path),
+    }
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=options["local_files_only"])
+        if getattr(config, "linear_attention", None):
+            from hf_linear_attn.patching import from_pretrained
+
+            model = from_pretrained(path, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            explain("model", "be a causal language model that can be loaded", path, f"Check the path: {error}")
+        ) from error
+    model.to(torch.device(settings.device) if settings.device else default_device())
+    return model
+
+
+def load_tokenizer(path: str, settings: EvaluationSettings) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Raises:
+        CheckpointError: If there is none at `path`.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=settings.offline or os.path.isdir(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            explain("tokenizer", "be loadable from the model's folder", path, f"Check the path: {error}")
+        ) from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without any token that ends, begins or pads a text.
+
+    Raises:
+        ArgumentError: If the tokenizer has neither EOS, BOS nor a padding token.
+    """
+    if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:
+        raise ArgumentError(
+            explain(
+                "tokenizer",
+                "have an EOS, BOS or padding token",
+                type(tokenizer).__name__,
+                "Set tokenizer.eos_token to the token that ends a text.",
+            )
+        )
+
+
+def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, settings: EvaluationSettings) -> Subject:
+    """Check a model and put it into evaluation mode.
+
+    Raises:
+        UnsupportedError: If the model is not a causal language model, or if `attn="linear"` was asked and no layer of
+            the model under test is patched.
+        ArgumentError: If `attn="softmax"` was asked for a patched model that was passed in memory.
+    """
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            explain(
+                "model",
+                "be a causal language model",
+                type(model).__name__,
+                "Pass one with a head.",
+                where=name,
+            )
+        )
+    subject = Subject(name=name, role=role, model=model.eval(), path=path)
+    if role == "model":
+        if settings.attn == "linear" and subject.linear_attention is None:
+            raise UnsupportedError(
+                explain(
+                    "attn",
+                    "be 'softmax' or 'auto' for a model without a patched layer",
+                    "linear",
+                    "Call patch_model first, or load a folder that a patched model was saved to.",
+                    where=name,
+                )
+            )
+        if settings.attn == "softmax" and subject.linear_attention is not None:
+            if path is None:
+                raise ArgumentError(
+                    explain(
+                        "attn",
+                        "be 'linear' or 'auto' for a patched model in memory",
+                        "softmax",
+                        "Call unpatch_model first.",
+                        where=name,
+                    )
+                )
+            from hf_linear_attn.patching import unpatch_model
+
+            unpatch_model(model)
+    return subject
+
+
+def gather_subjects(
+    settings: EvaluationSettings,
+    model: PreTrainedModel | None,
+    teacher: PreTrainedModel | None,
+    baselines: Mapping[str, PreTrainedModel],
+) -> list[Subject]:
+    """Load or take every model of a run, the one under test first.
+
+    Raises:
+        ArgumentError: If no model is given, or one is given twice.
+        CheckpointError: If a path cannot be loaded.
+        UnsupportedError: If a model cannot be evaluated.
+    """
+    subjects = []
+    for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):
+        if given is not None:
+            subjects.append(prepare(role, role, given, None, settings))
+        elif path is not None:
+            subjects.append(prepare(role, role, load_model(path, settings), path, settings))
+        elif role == "model":
+            raise ArgumentError(
+                explain("model", "be a model or a path", None, "Pass model=..., or set the path in the settings.")
+            )
+    for name, baseline in baselines.items():
+        if name in ("model", "teacher"):
+            raise ArgumentError(explain("baselines", "have names of their own", name, "Choose another name."))
+        subjects.append(prepare(name, "baseline", baseline, None, settings))
+    if len({id(subject.model) for subject in subjects}) != len(subjects):
+        raise ArgumentError(
+            explain(
+                "teacher",
+                "be another object than `model`",
+                "the same model",
+                "patch_model works in place: load twice.",
+            )
+        )
+    return subjects

@@ -1,0 +1,144 @@
+"""What the figures say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+KNOWN_EXTRAS = {
+    "linear_branch_off_nats": "Switching the linear branch off costs {value:.3g} nats per token beyond the window.",
+}
+
+
+def tokens(number: float) -> str:
+    """Write a number of tokens."""
+    return f"{round(number):,}"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio with two significant digits."""
+    return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
+
+
+def summarise(results: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the sentences of a report: `quality`, and `speed` for whatever depends on a clock."""
+    quality = [*_retrieval(results), *_perplexity(results), *_gaps(results), *_harness(results), *_extras(results)]
+    return {"quality": quality, "speed": _speed(results)}
+
+
+def _reach(row: Mapping[str, Any]) -> str:
+    if row["status"] == "undetermined":
+        low = f"at least {tokens(row['at_least'])}" if row["at_least"] else "below the shortest"
+        high = "the longest" if row["at_most"] == row["longest_tested"] else tokens(row["at_most"])
+        return f"to an undetermined length ({low}, at most {high} tested)"
+    if row["tokens"] is None:
+        return "at no tested length"
+    suffix = ", the longest tested" if row["tokens"] == row["longest_tested"] else ""
+    return f"to {tokens(row['tokens'])} tokens{suffix}"
+
+
+def _retrieval(results: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    first = results["model"]["name"]
+    for task in dict.fromkeys(row["task"] for row in results["effective_length"]):
+        rows = {row["model"]: row for row in results["effective_length"] if row["task"] == task}
+        if first not in rows:
+            continue
+        others = [f"{name} {_reach(row)}" for name, row in rows.items() if name != first]
+        sentences.append(f"{task}: {first} holds {_reach(rows[first])}" + "".join(f"; {o}" for o in others) + ".")
+    worst = max((floor["score"] for floor in results["floors"] if floor["score"] is not None), default=None)
+    if worst is not None:
+        sentences.append(f"With the needle cut out of the prompt, no model scores above {worst:.0%}.")
+    for model in dict.fromkeys(cell["model"] for cell in results["cells"]):
+        beyond = [c["length"] for c in results["cells"] if c["model"] == model and c["status"] == "unsupported"]
+        if beyond:
+            sentences.append(f"{model} cannot read {tokens(min(beyond))} tokens or more: its positions end before.")
+    return sentences
+
+
+def _perplexity(results: Mapping[str, Any]) -> list[str]:
+    if results["perplexity"] is None:
+        return []
+    rows = [row for row in results["perplexity"]["windows"] if row["status"] == "ok"]
+    first = results["model"]["name"]
+    mine = [row for row in rows if row["model"] == first]
+    if not mine:
+        return []
+    at = max(mine, key=lambda row: row["length"])
+    others = [
+        f"{row['model']} {row['perplexity']:.4g}"
+        for row in rows
+        if row["length"] == at["length"] and row["model"] != first
+    ]
+    beside = f" ({', '.join(others)})" if others else ""
+    sentence = (
+        f"Perplexity in windows of {tokens(at['length'])} tokens is {at['perplexity']:.4g}{beside}, "
+        f"{at['bits_per_byte']:.3f} bits per byte"
+    )
+    if at["kl_nats"] is not None:
+        sentence += f"; {at['kl_nats']:.3g} nats from the teacher, same top token {at['agreement']:.0%} of the time"
+    return [sentence + "."]
+
+
+def _gaps(results: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    for baseline in dict.fromkeys(row["baseline"] for row in results["gap_closed"]):
+        row = max((r for r in results["gap_closed"] if r["baseline"] == baseline), key=lambda r: r["length"])
+        sentences.append(
+            f"At {tokens(row['length'])} tokens {results['model']['name']} closes {row['gap_closed']:.0%} of the loss "
+            f"between {baseline} and {row['teacher']}."
+        )
+    return sentences
+
+
+def _harness(results: Mapping[str, Any]) -> list[str]:
+    first = results["model"]["name"]
+    rows = [row for row in results["lm_eval"] if row["model"] == first and row["status"] == "ok"]
+    if not rows:
+        return []
+    listed = ", ".join(f"{row['task']} at {tokens(row['length'])}: {row['value']:.0%}" for row in rows)
+    return [f"lm-evaluation-harness on {first}: {listed}."]
+
+
+def _extras(results: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    for name, value in results["extras"].items():
+        if name in KNOWN_EXTRAS and isinstance(value, int | float):
+            sentences.append(KNOWN_EXTRAS[name].format(value=value))
+        elif name.startswith("note "):
+            sentences.append(str(value))
+    return sentences
+
+
+def _speed(results: Mapping[str, Any]) -> list[str]:
+    first = results["model"]["name"]
+    cells = {(c["model"], c["length"]): c for c in results["latency"] if c["status"] == "ok"}
+    teachers = [model["name"] for model in results["references"] if model["role"] == "teacher"]
+    other = teachers[0] if teachers else next((model["name"] for model in results["references"]), None)
+    shared = [length for name, length in cells if name == first and (other, length) in cells]
+    if not shared:
+        return []
+    at = max(shared)
+    mine, theirs = cells[first, at], cells[other, at]
+    compared = [
+        _ratio("decode", theirs["decode_ms_per_token"] / mine["decode_ms_per_token"], "faster", "slower"),
+        _ratio("prefill", theirs["ttft_ms"] / mine["ttft_ms"], "faster", "slower"),
+        _ratio("the cache", theirs["cache_bytes"] / mine["cache_bytes"], "smaller", "larger"),
+        _ratio("peak memory above the weights", theirs["peak_mib"] / mine["peak_mib"], "smaller", "larger"),
+    ]
+    sentences = [f"At {tokens(at)} tokens, {first} beside {other}: " + ", ".join(compared) + "."]
+    for row in results["break_even"]:
+        if row["other"] == other:
+            places = [
+                f"{name} from {tokens(row[name])} tokens" for name in ("prefill", "decode", "memory") if row[name]
+            ]
+            never = [name for name in ("prefill", "decode", "memory") if not row[name]]
+            if places:
+                sentences.append(f"{first} costs less than {other} in " + ", ".join(places) + ".")
+            if never:
+                sentences.append(f"It does not cost less in {', '.join(never)} at the tested lengths.")
+    return sentences
+
+
+def _ratio(what: str, ratio: float, better: str, worse: str) -> str:
+    return f"{what} {times(ratio)} {better}" if ratio >= 1 else f"{what} {times(1 / ratio)} {worse}"
