@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 PICTURED_MAPS = 6
 
+LARGEST_ERROR = 1.5
+"""End of the scale of errors; 1 is the error of an output of zeros."""
+
 EXACT = "exact softmax attention"
 """What the model itself computes; not to be taken for the map called softmax."""
 
@@ -162,7 +165,10 @@ def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list
         "Learned maps as they start, before training.</p>",
         _html_table(*_rows(results)),
         "<h2>Error by layer and head</h2>",
-        _figure(_by_layer(results), "Error of the attention output by layer, mean over heads."),
+        _figure(
+            _by_layer(results),
+            "Error of the attention output by layer, mean over heads; 1 is that of zeros, beyond 1.5 lines leave the picture.",
+        ),
         _figure(_by_head(results), "Error of the attention output by layer (down) and head (across)."),
         "<h2>Error by length</h2>",
         _figure(
@@ -201,7 +207,7 @@ def _lines(title: str, rows: Mapping[str, Sequence[float]], ticks: Sequence[int]
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=title, ylabel="output error", yscale="log")
+    axes = figure.add_subplot(xlabel=title, ylabel="output error", ylim=(0, LARGEST_ERROR))
     colors = colormaps["tab20"]
     for number, (name, values) in enumerate(rows.items()):
         axes.plot(range(len(values)), values, label=name, color=colors(number % 20), marker=".")
@@ -244,7 +250,7 @@ def _by_head(results: Mapping[str, Any]) -> "Figure":
         width = max(len(row) for row in errors)
         # Layers may differ in their number of heads.
         grid = [row + [float("nan")] * (width - len(row)) for row in errors]
-        picture = axes.imshow(grid, vmin=0, vmax=1.5, cmap="viridis", aspect="auto")
+        picture = axes.imshow(grid, vmin=0, vmax=LARGEST_ERROR, cmap="viridis", aspect="auto")
         axes.set_title(name, fontsize="small")
     for axes in every.flat:
         axes.set_xticks([])
@@ -261,13 +267,14 @@ def _heat_maps(results: Mapping[str, Any], pictures: Pictures) -> "Figure":
     names = [EXACT, *_map_names(results)[:PICTURED_MAPS]]
     figure = Figure(figsize=(9, 1.45 * len(pictures.matrices) + 0.3), layout="constrained")
     every = figure.subplots(len(pictures.matrices), len(names), squeeze=False)
-    for line, ((layer, head), matrices) in zip(every, pictures.matrices.items(), strict=True):
+    for row, ((layer, head), matrices) in enumerate(pictures.matrices.items()):
+        line = every[row]
         largest = matrices[EXACT].amax(-1, keepdim=True)
         for axes, name in zip(line, names, strict=True):
             axes.imshow((matrices[name] / largest).numpy(), vmin=0, vmax=1, cmap="magma", interpolation="nearest")
             axes.set_xticks([])
             axes.set_yticks([])
-            if line is every[0]:
+            if row == 0:
                 axes.set_title("softmax" if name == EXACT else name, fontsize="small")
         line[0].set_ylabel(f"layer {layer}\nhead {head}", fontsize="x-small")
     return figure

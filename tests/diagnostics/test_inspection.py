@@ -1,0 +1,144 @@
+import builtins
+import importlib.util
+import json
+import re
+
+import pytest
+
+from hf_linear_attn import available_feature_maps, patch_model
+from hf_linear_attn.cli import main
+from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.feature_maps import base as registry
+
+TEXT = "The cat sat on the mat, and the dog sat on the cat. " * 3
+FAST = ApproximationSettings(queries=16, matrix_tokens=16, ranked_queries=2)
+
+
+@pytest.fixture(autouse=True)
+def _clean_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+@pytest.fixture
+def saved(llama, tokenizer, tmp_path):
+    folder = tmp_path / "model"
+    llama.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return folder
+
+
+def test_the_report_shows_every_map_and_needs_nothing_else(llama, tokenizer, tmp_path):
+    results = inspect_model(llama, tokenizer, TEXT, tmp_path, max_tokens=40, settings=FAST)
+    assert set(results["summary"]["maps"]) == set(available_feature_maps())
+    assert len(results["layers"]) == 2
+    assert json.loads((tmp_path / "inspection.json").read_text()) == results
+    page = (tmp_path / "report.html").read_text()
+    assert not re.findall(r"https?://|<script|<link", page)
+    assert page.count('src="data:image/png;base64,') == page.count("<img") == 4
+    table = (tmp_path / "table.md").read_text()
+    for name in available_feature_maps():
+        assert f"<td>{name}</td>" in page
+        assert f"| {name} |" in table
+    errors = [means["output_error"] for means in results["summary"]["maps"].values()]
+    assert errors == sorted(errors)
+
+
+def test_options_of_maps_are_used(llama, tokenizer):
+    maps = {"performer": {"num_features": 32}, "taylor": {"reduced_dim": 4}}
+    results = inspect_model(llama, tokenizer, TEXT, maps=maps, max_tokens=20, settings=FAST)
+    assert results["summary"]["maps"]["performer"]["feature_dim"] == 32
+    assert results["summary"]["maps"]["taylor"]["feature_dim"] == 15
+
+
+def test_a_patched_model_shows_its_branches(llama, tokenizer, tmp_path):
+    patch_model(llama, window=8, sinks=2)
+    llama.train()
+    results = inspect_model(llama, tokenizer, TEXT, tmp_path, max_tokens=40)
+    assert llama.training
+    assert set(results["branches"]["loss_nats_without"]) == {"window", "sinks", "linear"}
+    page = (tmp_path / "report.html").read_text()
+    assert "Share of each branch" in page
+    assert f"{results['branches']['loss_nats']:.3f}" in page
+
+
+def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer, tmp_path, capsys):
+    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
+    assert main(["inspect", str(saved), *arguments, "--maps", "elu", "hedgehog"]) == 0
+    assert "| hedgehog |" in capsys.readouterr().out
+    patch_model(llama, window=8).save_pretrained(tmp_path / "patched")
+    tokenizer.save_pretrained(tmp_path / "patched")
+    assert main(["inspect", str(tmp_path / "patched"), *arguments]) == 0
+    assert "| linear |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+CUBED = """
+import torch
+from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
+
+@register_feature_map
+class Cubed(FeatureMap):
+    name, formula, paper = "cubed", "max(x, 0)^3", "none"
+
+    @property
+    def feature_dim(self):
+        return self.head_dim
+
+    def phi(self, x):
+        return torch.relu(x) ** 3
+"""
+
+
+def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys):
+    (tmp_path / "maps.py").write_text(CUBED)
+    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "20"]
+    assert main(["inspect", str(saved), *arguments, "--feature-map-file", str(tmp_path / "maps.py")]) == 0
+    assert "| cubed |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--maps", "elo"], "`--maps` must be registered names, got 'elo'"),
+        (["--text-file", "nowhere.txt"], "`--text-file` must be a file, got 'nowhere.txt'"),
+        (["--dtype", "int8"], "`--dtype` must be a floating dtype of torch, got 'int8'"),
+        (["--max-tokens", "1"], "`max_tokens` must be at least 2, got 1"),
+        (["--feature-map-file", "no.py"], "`file` must be a Python file, got 'no.py'"),
+    ],
+)
+def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
+    assert main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), *change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_that_do_not_fit_are_named(llama, tokenizer):
+    with pytest.raises(ArgumentError, match="`maps` must be a list of names, got 'elu'"):
+        inspect_model(llama, tokenizer, TEXT, maps="elu")
+    with pytest.raises(ArgumentError, match="`maps` must name at least one map"):
+        inspect_model(llama, tokenizer, TEXT, maps=[])
+    with pytest.raises(ArgumentError, match="`text` must have at least 2 tokens, got 'a'"):
+        inspect_model(llama, tokenizer, "a")
+    with pytest.raises(ArgumentError, match="`maps` must be None for a patched model"):
+        inspect_model(patch_model(llama), tokenizer, TEXT, maps=["elu"])
+
+
+def test_a_missing_matplotlib_is_said_before_the_work(llama, tokenizer, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    with pytest.raises(UnsupportedError, match=re.escape("pip install 'hf_linear_attn[report]'")):
+        inspect_model(llama, tokenizer, TEXT, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_measuring_needs_no_matplotlib(llama, tokenizer, monkeypatch):
+    load = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return load(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    inspect_model(llama, tokenizer, TEXT, maps=["elu"], max_tokens=10, settings=FAST)
