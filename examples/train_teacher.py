@@ -1,0 +1,645 @@
+r"""Train the small softmax Llama that the examples distil from, on this machine's CPU and without a download.
+
+The teacher reads Python (the interpreter's own standard library) and answers recall questions, because only text with
+long dependencies tells linear attention methods apart. It is trained in three stages. `repeat` shows random segments
+twice or more, which forms induction heads; `recall` asks for the values of keys; `mix` is source text with recall
+tasks and some repetition, down to a low learning rate. Recall mixed into text from scratch is not learned.
+
+    python examples/train_teacher.py                  # about an hour on one core; resumes where it was stopped
+    python examples/train_teacher.py --export-only    # measure the last checkpoint and write it
+    python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 \
+        --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ngram_baseline import NgramModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
+from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+
+logger = logging.getLogger("train_teacher")
+
+VOCAB_SIZE = 1024
+TRAINED_LENGTH, LONGEST_LENGTH = 512, 2048
+LOG_LINES = 100
+LENGTHS, DEPTHS, PAIRS = (256, 512, 1024, 2048), (0, 25, 50, 75, 100), (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training: its name, its steps, the tokens of a step, and the length its contexts grow from."""
+
+    name: str
+    steps: int
+    tokens_per_step: int
+    first_length: int
+
+
+STAGES = (
+    Stage("repeat", 500, 2048, 64),
+    Stage("recall", 600, 4096, 128),
+    Stage("mix", 1100, 8192, TRAINED_LENGTH),
+)
+WARMUP_STEPS = 50
+EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
+# Matrices inside the layers are trained with Muon, everything else with AdamW.
+MUON_LR, ADAMW_LR, FINAL_LR_SHARE = 0.02, 1e-3, 0.02
+TEXT_SHARE = 0.65
+TRAINED_TASKS = {"passkey": 3, "kv_recall": 5, "niah_single": 1, "niah_multikey": 1}
+# Room for a further question of key-value recall and its answer.
+QUESTION_TOKENS = 14
+# A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
+ANSWER_WEIGHT = 0.5
+
+
+def task_text(rng: random.Random) -> str:
+    """Return task sentences for the tokenizer to learn from, so that prompts do not fall apart into letters."""
+    plain = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
+    parts = []
+    for name in available_tasks():
+        task = get_task(name)
+        for _ in range(150):
+            length = task.min_length(plain) + 256
+            parts.append(plain.decode(task.build(plain, length, rng.uniform(0, 100), rng).input_ids))
+    return "\n".join(parts)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Return an untrained byte-level BPE tokenizer: its vocabulary is the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    # Digits stay single tokens, so that a number is recalled digit by digit whatever its value.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(documents: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
+    """Train the byte-level BPE tokenizer on the training documents and on task sentences."""
+    tokenizer = _byte_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*documents, task_text(random.Random(seed))], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A",
+        pair="<bos> $A <bos> $B",
+        special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """Make the untrained teacher, with previous-token heads in its first layer.
+
+    A previous-token head is the first half of an induction head, and the half that takes long to form: with it given,
+    copying is learned in about 150 steps of 2048 tokens; without it, not in 400. Training may change it at will.
+    """
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    frequencies = model.model.rotary_emb.inv_freq[:PREVIOUS_TOKEN_BANDS]
+    attention = model.model.layers[0].self_attn
+    half, group = attention.head_dim // 2, attention.num_key_value_groups
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight.normal_(0, EMBEDDING_STD)
+        # One coordinate is the same for all tokens: keys read it as they are, queries read it turned back by one
+        # position, so that rotary scores sum_f cos(theta_f (distance - 1)) peak at the token before.
+        embedding[:, 0] = EMBEDDING_CONSTANT
+        for head in range(0, model.config.num_attention_heads, group):
+            key = attention.k_proj.weight[head // group * 2 * half :]
+            query = attention.q_proj.weight[head * 2 * half :]
+            key[:PREVIOUS_TOKEN_BANDS, 0] += PREVIOUS_TOKEN_GAIN
+            query[:PREVIOUS_TOKEN_BANDS, 0] += PREVIOUS_TOKEN_GAIN * frequencies.cos()
+            query[half : half + PREVIOUS_TOKEN_BANDS, 0] -= PREVIOUS_TOKEN_GAIN * frequencies.sin()
+    return model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids `[B, T]` and the weight of each token's loss `[B, T]`; a token of weight 0 is context only."""
+
+    input_ids: Tensor
+    weights: Tensor
+
+
+class Data:
+    """The batches of every step: batch `n` depends on the seed and on `n` alone, so a resumed run sees the same."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], seed: int) -> None:
+        """Tokenise the documents into one stream, each ended by EOS."""
+        self.tokenizer = tokenizer
+        self.seed = seed
+        stream: list[int] = []
+        for encoding in tokenizer.backend_tokenizer.encode_batch(list(documents), add_special_tokens=False):
+            stream += [tokenizer.bos_token_id, *encoding.ids, tokenizer.eos_token_id]
+        self.stream = np.array(stream, dtype=np.int64)
+        self.plain_tokens = range(tokenizer.eos_token_id + 1, len(tokenizer))
+
+    def batch(self, step: int, scale: float) -> Batch:
+        """Return the batch of a step."""
+        stage, progress = locate(step, scale)
+        rng = random.Random(f"{self.seed}/{step}")
+        if stage.name == "mix":
+            draw = rng.random()
+            length = TRAINED_LENGTH if draw < 0.85 else 2 * TRAINED_LENGTH if draw < 0.95 else LONGEST_LENGTH
+        else:
+            # Constant at first, for copying must form before contexts grow, then doubling up to the trained length.
+            length = min(TRAINED_LENGTH, int(stage.first_length * 2 ** max(0.0, 8 * progress - 3) / 32) * 32)
+        rows = max(1, stage.tokens_per_step // length)
+        if stage.name == "repeat":
+            kinds = ["repeat"] * rows
+        elif stage.name == "recall":
+            kinds = [rng.choices(("repeat", "pairs", "task"), (0.1, 0.3, 0.6))[0] for _ in range(rows)]
+        else:
+            # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
+            text = round(rows * TEXT_SHARE)
+            kinds = ["text"] * text
+            kinds += [rng.choices(("repeat", "pairs", "task"), (0.05, 0.05, 0.25))[0] for _ in range(rows - text)]
+        return self._collate([(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds], length)
+
+    def _collate(self, rows: Sequence[tuple[bool, list[int], list[bool]]], length: int) -> Batch:
+        ids = torch.full((len(rows), length), self.tokenizer.pad_token_id)
+        weights = torch.zeros(len(rows), length)
+        for i, (_, row, asked) in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+            weights[i, : len(row)] = torch.tensor(asked, dtype=torch.float32)
+        is_text = torch.tensor([text for text, _, _ in rows])[:, None]
+        # Rows with answers count alike, however many tokens they ask for: a row of repetition asks for hundreds, a
+        # pass key for eight, and a mean over tokens would learn the first and forget the second.
+        weights = weights / weights.sum(1, keepdim=True).clamp_min(1.0)
+        answer_weight = ANSWER_WEIGHT if bool(is_text.any()) else 1.0
+        scale = torch.where(is_text, 1.0 / max(1, int(is_text.sum())), answer_weight / max(1, int((~is_text).sum())))
+        weights = weights * scale
+        return Batch(ids, weights)
+
+    def _text_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        start = rng.randrange(len(self.stream) - length)
+        row = self.stream[start : start + length].tolist()
+        row[0] = self.tokenizer.bos_token_id
+        return row, [False] + [True] * (length - 1)
+
+    def _repeat_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        """Return a random segment over and over; out of few tokens, more than one must match to find its place."""
+        period = rng.randint(4, length // 2)
+        tokens = self.plain_tokens if rng.random() < 0.7 else rng.sample(self.plain_tokens, rng.randint(32, 256))
+        segment = rng.choices(tokens, k=period)
+        row = [self.tokenizer.bos_token_id, *segment * (length // period + 1)][:length]
+        return row, [i > period for i in range(length)]
+
+    def _pairs_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        """Return keys and values of 1-3 random tokens, then the same pairs asked in random order.
+
+        Up to two tokens, the same in all pairs of a row, stand before the key, and up to two before the value.
+        """
+        before = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
+        between = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
+        key_size, value_size = rng.randint(1, 3), rng.randint(1, 3)
+        width = len(before) + key_size + len(between) + value_size
+        count = min(rng.randint(2, 16), (length - 1) // (2 * width))
+        keys = [tuple(rng.choices(self.plain_tokens, k=key_size)) for _ in range(count)]
+        pairs = {key: tuple(rng.choices(self.plain_tokens, k=value_size)) for key in keys}
+        row = [self.tokenizer.bos_token_id]
+        for key, value in pairs.items():
+            row += [*before, *key, *between, *value]
+        gap = rng.randint(0, max(0, length - len(row) - width * count))
+        row += rng.choices(self.plain_tokens, k=gap)
+        asked = [False] * len(row)
+        while len(row) + width <= length:
+            key = rng.choice(list(pairs))
+            row += [*before, *key, *between, *pairs[key]]
+            asked += [False] * (width - value_size) + [True] * value_size
+        return row, asked
+
+    def _task_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        """Return a sample of a retrieval task with its answer; of key-value recall with several questions."""
+        name = rng.choices(tuple(TRAINED_TASKS), tuple(TRAINED_TASKS.values()))[0]
+        pairs = rng.randint(2, max(2, min(16, length // QUESTION_TOKENS // 2 - 2)))
+        task = get_task(name, pairs=pairs) if name == "kv_recall" else get_task(name)
+        # The budget that a sample keeps free for generation is filled with the answer here, and with questions.
+        room = QUESTION_TOKENS * pairs if name == "kv_recall" else QUESTION_TOKENS
+        longest = length - room + task.max_new_tokens(self.tokenizer)
+        shortest = task.min_length(self.tokenizer)
+        if shortest > longest:
+            return self._pairs_row(length, rng)
+        depth = min(100.0, max(0.0, rng.uniform(-5, 105)))
+        # The longer of two draws: lengths vary, but little of a row is left empty.
+        asked_length = max(rng.randint(shortest, longest), rng.randint(shortest, longest))
+        sample = task.build(self.tokenizer, asked_length, depth, rng)
+        row, asked = answered(self.tokenizer, sample)
+        if name == "kv_recall":
+            row.pop()
+            asked.pop()
+            for key, value in rng.sample(sample.meta["pairs"], k=pairs):
+                question = self._ids("\n" + QUESTION.format(key=key))
+                answer = self._ids(f" {value}.")
+                row += [*question, *answer]
+                asked += [False] * len(question) + [True] * len(answer)
+            row.append(self.tokenizer.eos_token_id)
+            asked.append(True)
+        return row[:length], asked[:length]
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def answered(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> tuple[list[int], list[bool]]:
+    """Append the answer, a full stop and EOS to a prompt; also tell which tokens the answer is."""
+    answer = tokenizer(" " + ", ".join(sample.references) + ".", add_special_tokens=False)["input_ids"]
+    row = [*sample.input_ids, *answer, tokenizer.eos_token_id]
+    return row, [False] * len(sample.input_ids) + [True] * (len(answer) + 1)
+
+
+def locate(step: int, scale: float) -> tuple[Stage, float]:
+    """Return the stage of a step and how far the step lies in it, 0..1."""
+    for stage in STAGES:
+        steps = max(1, round(stage.steps * scale))
+        if step < steps:
+            return stage, step / steps
+        step -= steps
+    return STAGES[-1], 1.0
+
+
+def total_steps(scale: float) -> int:
+    """Return the number of steps of all stages."""
+    return sum(max(1, round(stage.steps * scale)) for stage in STAGES)
+
+
+def lr_share(step: int, scale: float) -> float:
+    """Return the learning rate as a share of its peak: warm-up, halved after `repeat`, a cosine over `mix`."""
+    stage, progress = locate(step, scale)
+    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+    if stage.name == "repeat":
+        return warm
+    if stage.name == "recall":
+        return 0.5 * warm
+    return 0.5 * warm * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Return the weighted sum of next-token losses in nats; the head is applied only where there is a weight."""
+    hidden = model.model(input_ids=batch.input_ids[:, :-1], use_cache=False).last_hidden_state
+    where = batch.weights[:, 1:] > 0
+    losses = F.cross_entropy(model.lm_head(hidden[where]), batch.input_ids[:, 1:][where], reduction="none")
+    return (losses * batch.weights[:, 1:][where]).sum()
+
+
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers and AdamW for embeddings and norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint so that a kill at any moment leaves the old one or the new one, never half of one."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@torch.no_grad()
+def answer_accuracy(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    length: int,
+    depth: float,
+    samples: int,
+    seed: int,
+    **settings: Any,
+) -> float:
+    """Return the share of samples that greedy decoding answers token for token, up to and without the full stop.
+
+    Every answer token is the most likely one given the true ones before it exactly when greedy decoding writes it, so
+    one forward pass per sample tells.
+    """
+    task = get_task(name, **settings)
+    right = 0
+    for index in range(samples):
+        sample = task.build(tokenizer, length, depth, sample_rng(seed, name, length, depth, index))
+        answer = tokenizer(" " + ", ".join(sample.references), add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*sample.input_ids, *answer]])
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -len(answer) :]
+        right += bool((model.lm_head(hidden).argmax(-1) == ids[:, -len(answer) :]).all())
+    return right / samples
+
+
+@torch.no_grad()
+def heldout_bits_per_byte(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Sequence[str],
+    length: int = TRAINED_LENGTH,
+) -> float:
+    """Return bits per byte over whole documents, each token scored once with at least half a window of context."""
+    nll_nats, stride = 0.0, length // 2
+    for document in documents:
+        ids = torch.tensor(
+            [
+                tokenizer.bos_token_id,
+                *tokenizer.backend_tokenizer.encode(document, add_special_tokens=False).ids,
+            ]
+        )
+        scored = 1
+        for start in range(0, max(1, len(ids) - stride), stride):
+            window = ids[start : start + length]
+            logits = model(input_ids=window[None, :-1], use_cache=False).logits[0].float()
+            losses = F.cross_entropy(logits, window[1:], reduction="none")
+            nll_nats += losses[scored - start - 1 :].sum().item()
+            scored = start + len(window)
+    return nll_nats / math.log(2) / sum(len(document.encode()) for document in documents)
+
+
+def load_documents(split: Literal["train", "heldout"], most: int | None) -> list[str]:
+    """Return the documents of a split, or the first `most` of them."""
+    return load_stdlib_documents(split)[:most]
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, or go on training, in the run's folder."""
+    run_dir: Path = args.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    documents = load_documents("train", args.max_documents)
+    if not (run_dir / "tokenizer").exists():
+        train_tokenizer(documents, args.seed).save_pretrained(run_dir / "tokenizer.tmp")
+        (run_dir / "tokenizer.tmp").rename(run_dir / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run_dir / "tokenizer")
+    model = make_model(tokenizer, args.seed)
+    optimizers = make_optimizers(model)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    step, tokens, elapsed_s = 0, 0, 0.0
+    checkpoint = run_dir / "checkpoint.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, tokens, elapsed_s = state["step"], state["tokens"], state["elapsed_s"]
+        logger.info("resuming at step %d", step)
+    data = Data(tokenizer, documents, args.seed)
+    model.train()
+    started = time.monotonic() - elapsed_s
+    saved_at = time.monotonic()
+    last = total_steps(args.steps_scale)
+
+    with (run_dir / "log.jsonl").open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
+        while step < last:
+            share = lr_share(step, args.steps_scale)
+            for optimizer, peak in zip(optimizers, peaks, strict=True):
+                for group, lr in zip(optimizer.param_groups, peak, strict=True):
+                    group["lr"] = lr * share
+            batch = data.batch(step, args.steps_scale)
+            loss = weighted_loss(model, batch)
+            if not torch.isfinite(loss):
+                raise SystemExit(f"The loss is {loss.item()} at step {step}. Last good checkpoint: {checkpoint}.")
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            tokens += batch.input_ids.numel()
+            step += 1
+            bar.update()
+            if step % args.log_every == 0 or step == last:
+                model.eval()
+                record = {
+                    "step": step,
+                    "stage": locate(step - 1, args.steps_scale)[0].name,
+                    "length": batch.input_ids.shape[1],
+                    "loss_nats": round(loss.item(), 4),
+                    "lr_share": round(share, 4),
+                    "tokens": tokens,
+                    "elapsed_s": round(time.monotonic() - started, 1),
+                    "passkey_512": answer_accuracy(model, tokenizer, "passkey", 512, 50, 20, args.seed + 1),
+                    "kv_recall_4_512": answer_accuracy(
+                        model, tokenizer, "kv_recall", 512, 50, 20, args.seed + 1, pairs=4
+                    ),
+                }
+                model.train()
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+                bar.set_postfix(stage=record["stage"], loss=record["loss_nats"], passkey=record["passkey_512"])
+            if time.monotonic() - saved_at > args.save_every_s or step == last:
+                save_checkpoint(
+                    checkpoint,
+                    {
+                        "model": model.state_dict(),
+                        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                        "step": step,
+                        "tokens": tokens,
+                        "elapsed_s": time.monotonic() - started,
+                    },
+                )
+                saved_at = time.monotonic()
+
+
+def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the card reports, on held-out files and on samples that training never drew."""
+    train_documents = load_documents("train", args.max_documents)
+    heldout = load_documents("heldout", args.max_documents)
+    seed = args.seed + 1
+    passkey: dict[str, dict[str, float]] = {}
+    kv_recall: dict[str, dict[str, float]] = {}
+    for length in tqdm(LENGTHS, desc="retrieval"):
+        passkey[str(length)] = {
+            str(depth): answer_accuracy(model, tokenizer, "passkey", length, depth, args.samples, seed)
+            for depth in DEPTHS
+        }
+        kv_recall[str(length)] = {
+            str(pairs): statistics.fmean(
+                answer_accuracy(model, tokenizer, "kv_recall", length, depth, args.samples, seed, pairs=pairs)
+                for depth in DEPTHS
+            )
+            for pairs in PAIRS
+            if get_task("kv_recall", pairs=pairs).min_length(tokenizer) <= length
+        }
+    return {
+        "bits_per_byte": heldout_bits_per_byte(model, tokenizer, heldout),
+        "bits_per_byte_5gram": NgramModel(train_documents, order=5).bits_per_byte(heldout),
+        "heldout_bytes": sum(len(document.encode()) for document in heldout),
+        "train_bytes": sum(len(document.encode()) for document in train_documents),
+        "samples_per_cell": args.samples,
+        "passkey": passkey,
+        "kv_recall": kv_recall,
+    }
+
+
+def table(cells: dict[str, dict[str, float]], corner: str, columns: Sequence[str]) -> str:
+    """Return a Markdown table with one row per key of `cells`; a cell that was not measured is a dash."""
+    lines = [f"| {corner} | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
+    for row, values in cells.items():
+        shown = [f"{values[column]:.2f}" if column in values else "-" for column in columns]
+        lines.append(f"| {row} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def write_card(path: Path, model: LlamaForCausalLM, record: dict[str, Any]) -> None:
+    """Write the model card; every figure in it comes from `record` or from the model's configuration."""
+    stages = ", ".join(f"{name} {count:,} steps" for name, count in record["stage_steps"].items())
+    config = model.config
+    path.write_text(
+        f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# A small teacher for linear-attention distillation
+
+A softmax Llama of {record["parameters"]:,} parameters: {config.num_hidden_layers} layers, width {config.hidden_size},
+{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads of {config.head_dim}, tied
+embeddings, a byte-level BPE vocabulary of {config.vocab_size} tokens in which every digit is a token. It reads Python
+source and answers recall questions. It is there to be distilled and evaluated in minutes on a CPU, and is good for
+nothing else. Written by `examples/train_teacher.py`, figures included.
+
+## Training
+
+Stages: {stages}; {record["tokens"]:,} tokens in {record["elapsed_s"] / 60:.0f} minutes with {record["threads"]} CPU
+thread(s). Contexts are {TRAINED_LENGTH} tokens, in one batch of the last stage out of seven up to {LONGEST_LENGTH}.
+Text: the standard library of Python {record["python"]} without tests and tables, {record["train_bytes"]:,} bytes.
+Recall: generated samples of {", ".join(TRAINED_TASKS)}, key-value pairs of random tokens, and repeated random
+segments.
+
+## Held-out text
+
+{record["heldout_bytes"]:,} bytes of standard-library files that were not trained on:
+
+| model | bits per byte |
+| --- | --- |
+| this one, windows of {TRAINED_LENGTH} tokens | {record["bits_per_byte"]:.3f} |
+| byte 5-gram, interpolated Kneser-Ney, same training files | {record["bits_per_byte_5gram"]:.3f} |
+
+## Retrieval
+
+Share of samples whose answer greedy decoding writes token for token; {record["samples_per_cell"]} samples per length,
+depth and number of pairs, none of them from training.
+
+Passkey, by length in tokens (rows) and depth in percent (columns):
+
+{table(record["passkey"], "length", [str(depth) for depth in DEPTHS])}
+
+Key-value recall, by length in tokens (rows) and number of pairs (columns), mean over the same depths:
+
+{table(record["kv_recall"], "length", [str(pairs) for pairs in PAIRS])}
+
+## Limits
+
+It has seen Python code and a handful of sentence patterns, nothing else. No context beyond {LONGEST_LENGTH} tokens was
+trained.
+"""
+    )
+
+
+def export(args: argparse.Namespace) -> None:
+    """Measure the last checkpoint and write it, its log and its card to the output folder."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.run_dir / "tokenizer")
+    state = torch.load(args.run_dir / "checkpoint.pt", weights_only=True)
+    model = make_model(tokenizer, args.seed)
+    model.load_state_dict(state["model"])
+    model.eval()
+    log = [json.loads(line) for line in (args.run_dir / "log.jsonl").read_text().splitlines()]
+    stage_steps = Counter(locate(step, args.steps_scale)[0].name for step in range(state["step"]))
+    record = {
+        "step": state["step"],
+        "stage_steps": dict(stage_steps),
+        "tokens": state["tokens"],
+        "elapsed_s": round(state["elapsed_s"], 1),
+        "threads": args.threads,
+        "python": platform.python_version(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **measure(model, tokenizer, args),
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    lines = [json.dumps(line) for line in [*log[:: len(log) // LOG_LINES + 1], record]]
+    (args.output_dir / "training_log.jsonl").write_text("\n".join(lines) + "\n")
+    write_card(args.output_dir / "README.md", model, record)
+    logger.info("wrote %s: %.3f bits per byte", args.output_dir, record["bits_per_byte"])
+
+
+def main() -> None:
+    """Parse, train, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--run-dir", type=Path, default=Path("runs/teacher"), help="checkpoint and log; default %(default)s")
+    add(
+        "--output-dir",
+        type=Path,
+        default=Path(__file__).parent / "teacher",
+        help="where the finished model goes; default: the folder teacher beside this script",
+    )
+    add("--export-only", action="store_true", help="do not train, only measure and write the last checkpoint")
+    add("--steps-scale", type=float, default=1.0, help="multiply the steps of every stage; default %(default)s")
+    add("--max-documents", type=int, help="use only so many files of each split; default all")
+    add("--samples", type=int, default=50, help="samples of every measured cell; default %(default)s")
+    add("--seed", type=int, default=0, help="of weights, batches and samples; default %(default)s")
+    add("--threads", type=int, default=1, help="CPU threads; default %(default)s")
+    add("--log-every", type=int, default=100, help="steps between log lines; default %(default)s")
+    add("--save-every-s", type=float, default=60.0, help="seconds between checkpoints; default %(default)s")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    if not args.export_only:
+        train(args)
+    export(args)
+
+
+if __name__ == "__main__":
+    main()

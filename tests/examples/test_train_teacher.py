@@ -1,0 +1,143 @@
+"""The script that trains the embedded teacher: a smoke run, a kill, and the yardstick it is measured against."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_teacher  # noqa: E402
+from ngram_baseline import NgramModel  # noqa: E402
+
+SMALL = ["--max-documents", "4", "--samples", "1", "--log-every", "2"]
+
+
+def command(folder, *extra):
+    script = str(EXAMPLES / "train_teacher.py")
+    folders = ["--run-dir", str(folder), "--output-dir", str(folder / "teacher")]
+    return [sys.executable, script, *folders, *SMALL, *extra]
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """Kill a run after its first checkpoint, then let it finish."""
+    folder = tmp_path_factory.mktemp("run")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    scale = ["--steps-scale", "0.002"]
+    process = subprocess.Popen(
+        command(folder, *scale, "--save-every-s", "0"), env=environment, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoint.pt").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+    subprocess.run(command(folder, *scale), env=environment, check=True, stderr=subprocess.DEVNULL)
+    return folder, first
+
+
+def test_a_killed_run_goes_on_and_exports_a_loadable_model(killed_and_resumed):
+    folder, first = killed_and_resumed
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert 1 <= first < state["step"] == train_teacher.total_steps(0.002)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "teacher")
+    model = AutoModelForCausalLM.from_pretrained(folder / "teacher")
+    ids = tokenizer("x = 12", return_tensors="pt")["input_ids"]
+    assert ids[0, 0] == tokenizer.bos_token_id
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+    assert torch.equal(model.state_dict()["model.norm.weight"], state["model"]["model.norm.weight"])
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(killed_and_resumed, monkeypatch):
+    folder, _ = killed_and_resumed
+    straight = folder / "straight"
+    arguments = command(straight, "--steps-scale", "0.002")[2:]
+    monkeypatch.setattr(sys, "argv", ["train_teacher.py", *arguments])
+    monkeypatch.setattr(train_teacher, "export", lambda args: None)
+    train_teacher.main()
+    expected = torch.load(straight / "checkpoint.pt", weights_only=True)["model"]
+    resumed = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    # Only the order in which a CPU sums may differ between two processes.
+    for name, weight in expected.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_the_card_and_the_log_hold_the_measured_figures(killed_and_resumed):
+    folder, _ = killed_and_resumed
+    lines = [json.loads(line) for line in (folder / "teacher" / "training_log.jsonl").read_text().splitlines()]
+    measured = lines[-1]
+    card = (folder / "teacher" / "README.md").read_text()
+    assert f"{measured['bits_per_byte']:.3f}" in card
+    assert f"{measured['bits_per_byte_5gram']:.3f}" in card
+    assert f"{measured['parameters']:,}" in card
+    assert {line["stage"] for line in lines[:-1]} <= {stage.name for stage in train_teacher.STAGES}
+
+
+def test_digits_are_single_tokens_and_text_survives(killed_and_resumed):
+    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
+    text = "def f(x):\n    return 12345 + x  # é\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert len(tokenizer("12345", add_special_tokens=False)["input_ids"]) == 5
+
+
+def test_the_first_layer_attends_to_the_previous_token_before_training(killed_and_resumed):
+    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
+    model = train_teacher.make_model(tokenizer, seed=1)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, len(tokenizer), (2, 64), generator=torch.Generator().manual_seed(0))
+    weights = model(ids, output_attentions=True).attentions[0]
+    previous = weights.diagonal(offset=-1, dim1=2, dim2=3).mean(dim=(0, 2))
+    assert previous[0::2].min() > 0.7
+    assert previous[1::2].max() < 0.3
+
+
+def test_rows_mark_as_asked_what_earlier_tokens_determine(killed_and_resumed):
+    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
+    data = train_teacher.Data(tokenizer, ["x = 1\n" * 400], seed=0)
+    for step in range(40):
+        rng = train_teacher.random.Random(step)
+        row, asked = data._repeat_row(256, rng)
+        period = asked.index(True) - 1
+        assert row[1 + period :] == row[1:-period]
+        row, asked = data._pairs_row(256, rng)
+        assert len(row) == len(asked) <= 256
+        assert any(asked)
+        row, asked = data._task_row(256, rng)
+        assert len(row) == len(asked) <= 256
+        assert any(asked)
+
+
+def test_ngram_probabilities_sum_to_one_after_any_history():
+    model = NgramModel(["abracadabra abracadabra", "abba"], order=3)
+    for history in (b"ab", b"xx", b"zb"):
+        grams = np.array([int.from_bytes(history + bytes([byte]), "big") for byte in range(256)], dtype=np.uint64)
+        assert model._probability(grams, 0).sum() == pytest.approx(1.0, abs=1e-9)
+
+
+def test_ngram_matches_kneser_ney_worked_by_hand():
+    # "aab": bigrams ^a, aa, ab once each; discount 1/(1+0) is replaced by 0.5 for want of counts of two.
+    model = NgramModel(["aab"], order=2)
+    unigram_a = (2 - 0.5) / 3 + 0.5 * 2 / 3 / 256
+    expected = (1 - 0.5) / 2 + 0.5 * 2 / 2 * unigram_a
+    assert model.bits_per_byte(["a"]) == pytest.approx(-math.log2((1 - 0.5) / 1 + 0.5 * unigram_a))
+    grams = np.array([int.from_bytes(b"aa", "big")], dtype=np.uint64)
+    assert model._probability(grams, 0)[0] == pytest.approx(expected)
+
+
+def test_ngram_order_is_checked():
+    with pytest.raises(ValueError, match=r"`order` must lie in 1\.\.7, got 9"):
+        NgramModel(["a"], order=9)
