@@ -1,0 +1,20 @@
+"""Turn a softmax model into a linear-attention model, and teach it what the original knew.
+
+With no argument, the small teacher in this folder is distilled on the source text of Python's standard library, into
+runs/distill. A run that was stopped goes on where it was when the same command is given again.
+
+    python examples/distill.py
+    python examples/distill.py --model gpt2 --feature-map hedgehog --window 64 --sinks 4 --output-dir runs/gpt2
+    python examples/distill.py --preset lolcats --model gpt2 --dataset my.jsonl --output-dir runs/lolcats
+    accelerate launch examples/distill.py --config recipe.yaml
+"""
+
+from pathlib import Path
+
+from hf_linear_attn.distill.command import main
+
+if __name__ == "__main__":
+    main(
+        description=__doc__,
+        defaults={"model": str(Path(__file__).parent / "teacher"), "output_dir": "runs/distill"},
+    )

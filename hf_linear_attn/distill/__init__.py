@@ -1,0 +1,8 @@
+"""Distillation of a softmax checkpoint into a linear-attention one."""
+
+from hf_linear_attn.distill.data import Data, load_data
+from hf_linear_attn.distill.measure import measure
+from hf_linear_attn.distill.run import DistillResult, distill
+from hf_linear_attn.distill.settings import DistillationSettings, available_presets
+
+__all__ = ["Data", "DistillResult", "DistillationSettings", "available_presets", "distill", "load_data", "measure"]

@@ -1,0 +1,149 @@
+"""Checkpoints of a run, written so that a kill at any moment leaves whole ones only."""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from logging import getLogger
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_linear_attn.errors import CheckpointError, explain
+
+logger = getLogger(__name__)
+
+MODEL, OPTIMIZER, META = "model.safetensors", "optimizer.pt", "meta.json"
+
+
+class Checkpoint(NamedTuple):
+    """What a run goes on from."""
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    meta: dict[str, Any]
+    path: Path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file so that readers find the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def save_checkpoint(
+    folder: Path,
+    number: int,
+    tensors: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    *,
+    keep: int,
+) -> Path:
+    """Write checkpoint ``number`` to a temporary folder, rename it, and remove old ones.
+
+    Args:
+        folder: Holds all checkpoints.
+        number: Steps done over all stages; orders the checkpoints.
+        tensors: Weights and buffers by name.
+        optimizer: The optimiser's state dict.
+        meta: Plain JSON values.
+        keep: Number of checkpoints that stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: If writing fails, for instance on a full disk; what was there before is still whole.
+    """
+    final = folder / f"step-{number:08d}"
+    temporary = folder / f".{final.name}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary / MODEL)
+        torch.save(dict(optimizer), temporary / OPTIMIZER)
+        sums = {name: _crc32(temporary / name) for name in (MODEL, OPTIMIZER)}
+        (temporary / META).write_text(json.dumps({**meta, "crc32": sums}))
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _sync(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # A full disk shows as RuntimeError from torch and as SafetensorError from safetensors.
+        shutil.rmtree(temporary, ignore_errors=True)
+        free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
+        last = (checkpoints(folder) or [None])[-1]
+        raise CheckpointError(
+            explain(
+                "output_dir",
+                "have room for a checkpoint",
+                f"{free_mib:.0f} MiB free",
+                f"Writing failed ({error}); make room and run again to go on from the last good one: {last}.",
+                where=str(folder),
+            )
+        ) from error
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step-*"))
+
+
+def load_newest(folder: Path) -> Checkpoint | None:
+    """Load the newest checkpoint that is whole; a damaged one is passed over, with a warning.
+
+    Raises:
+        CheckpointError: If there are checkpoints, and every one is damaged.
+    """
+    found = checkpoints(folder)
+    for path in reversed(found):
+        try:
+            meta = json.loads((path / META).read_text())
+            for name, expected in meta.pop("crc32").items():
+                if _crc32(path / name) != expected:
+                    raise OSError(f"{name} is damaged")
+            optimizer = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
+            return Checkpoint(load_file(path / MODEL), optimizer, meta, path)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            logger.warning("checkpoint %s cannot be read (%s); trying the one before it", path, error)
+    if found:
+        raise CheckpointError(
+            explain(
+                "output_dir",
+                "hold a readable checkpoint",
+                [path.name for path in found],
+                "All are damaged: empty the folder to start over.",
+                where=str(folder),
+            )
+        )
+    return None
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

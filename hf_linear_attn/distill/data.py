@@ -1,0 +1,425 @@
+"""Training sequences: pieces of documents, mixed with generated recall tasks.
+
+Local text alone does not tell a linear branch from none, since a window predicts it nearly as well. So a share of the
+sequences asks for what stands far back. Every sequence is a function of the seed and its number alone: a run that
+resumes, or that is spread over more processes, reads the same ones.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from logging import getLogger
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.errors import ArgumentError, TrainingError, explain
+from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.evaluation.tasks import get_task
+from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+
+logger = getLogger(__name__)
+
+HELDOUT_ONE_IN = 20
+"""One document in so many is held out where a dataset has no split of its own for it."""
+
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
+"""Readers of local files, by suffix."""
+
+NEEDLES = ("passkey", "niah_single", "niah_multikey")
+MOST_PAIRS = 16
+
+
+class Batch(NamedTuple):
+    """Sequences of a forward."""
+
+    input_ids: Tensor
+    """``[B, T]`` int64, padded on the right."""
+    weights: Tensor
+    """``[B, T]`` fp32: weight of the loss of predicting token t; 0 at t = 0, in padding, and for context."""
+    real: Tensor
+    """``[B, T]`` bool, False in padding."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on a device."""
+        return Batch(*(x.to(device) for x in self))
+
+
+class Blocks(Protocol):
+    """Text sequences by number."""
+
+    def block(self, number: int, length: int) -> list[int]:
+        """Return ``length`` tokens of one document, BOS first where the tokenizer has one."""
+
+
+class DocumentBlocks(Blocks):
+    """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
+
+    A block never crosses from one document into another. A document's last block ends where the document ends, so it
+    may overlap the one before it; documents shorter than a block are left out.
+
+    Args:
+        documents: Token ids of each document.
+        bos: What a block begins with, one token or none.
+        seed: Of the order.
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int]], bos: Sequence[int], seed: int) -> None:
+        self.documents, self.bos, self.seed = documents, list(bos), seed
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        self._order: tuple[int, int, list[int]] = (0, -1, [])
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Return document and first token of every block.
+
+        Raises:
+            ArgumentError: If every document is shorter than a block.
+        """
+        if length not in self._places:
+            body = length - len(self.bos)
+            places = [
+                (number, min(start, len(document) - body))
+                for number, document in enumerate(self.documents)
+                if len(document) >= body
+                for start in range(0, len(document), body)
+            ]
+            if not places:
+                longest = max((len(document) for document in self.documents), default=0)
+                raise ArgumentError(
+                    explain(
+                        "block_tokens",
+                        f"be at most {longest + len(self.bos)}, the longest document's tokens",
+                        length,
+                        "A block never crosses documents: lower it, or use a dataset of longer texts.",
+                    )
+                )
+            self._places[length] = places
+        return self._places[length]
+
+    @override
+    def block(self, number: int, length: int) -> list[int]:
+        places = self.places(length)
+        epoch, index = divmod(number, len(places))
+        if self._order[:2] != (length, epoch):
+            order = list(range(len(places)))
+            random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
+            self._order = length, epoch, order
+        document, start = places[self._order[2][index]]
+        body = length - len(self.bos)
+        return self.bos + list(self.documents[document][start : start + body])
+
+
+class StreamBlocks(Blocks):
+    """Blocks of documents that come one by one, in their order.
+
+    Args:
+        documents: Makes an iterator over the documents' token ids, from the first one.
+        bos: What a block begins with.
+    """
+
+    def __init__(self, documents: Iterable[Sequence[int]], bos: Sequence[int]) -> None:
+        self.documents, self.bos = documents, list(bos)
+        self._length = self._next = 0
+        self._blocks: Iterator[list[int]] = iter(())
+
+    def _read(self, length: int) -> Iterator[list[int]]:
+        body, longest, found = length - len(self.bos), 0, False
+        for epoch in itertools.count():
+            for document in self.documents:
+                longest = max(longest, len(document))
+                for start in range(0, len(document) - body + 1, body):
+                    found = True
+                    yield self.bos + list(document[start : start + body])
+            if not found:
+                raise ArgumentError(
+                    explain(
+                        "block_tokens",
+                        f"be at most {longest + len(self.bos)}, the longest document's tokens",
+                        length,
+                        "A block never crosses documents: lower it, or use a dataset of longer texts.",
+                    )
+                )
+            logger.info("dataset read to its end %d times", epoch + 1)
+
+    @override
+    def block(self, number: int, length: int) -> list[int]:
+        if length != self._length or number < self._next:
+            self._length, self._next, self._blocks = length, 0, self._read(length)
+        for _ in range(number - self._next):
+            next(self._blocks)
+        self._next = number + 1
+        return next(self._blocks)
+
+
+class RecallRows:
+    """Generated sequences with answers that stand far back: key-value recall, needles, and repetition.
+
+    Args:
+        tokenizer: The tokenizer.
+        seed: Of everything in them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.tokenizer, self.seed = tokenizer, seed
+        self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        special = set(tokenizer.all_special_ids)
+        self.words = [token for token in range(len(tokenizer)) if token not in special]
+        self.bos = bos_of(tokenizer)
+
+    def row(self, number: int, length: int) -> tuple[list[int], list[bool]]:
+        """Return at most ``length`` tokens, and which of them answer a question."""
+        rng = random.Random(f"{self.seed}/recall/{number}/{length}")
+        kind = rng.choices(("pairs", "needle", "repeat"), (0.6, 0.25, 0.15))[0]
+        if kind == "pairs":
+            row = self._pairs(length, rng)
+        elif kind == "needle":
+            row = self._needle(length, rng)
+        else:
+            row = None
+        return row or self._repeat(length, rng)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _pairs(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
+        count = rng.randint(2, MOST_PAIRS)
+        while count > 1:
+            task = get_task("kv_recall", pairs=count)
+            # Every pair is asked for once; the first question is the sample's own.
+            question = task.min_length(self.tokenizer) // (count + 1)
+            longest = length - count * question
+            shortest = task.min_length(self.tokenizer)
+            if shortest <= longest:
+                break
+            count -= 1
+        else:
+            return None
+        sample = task.build(self.tokenizer, rng.randint(shortest, longest), rng.uniform(0, 100), rng)
+        row, asked = list(sample.input_ids), [False] * len(sample.input_ids)
+        pairs = list(sample.meta["pairs"])
+        for turn, (key, value) in enumerate([pairs[0], *rng.sample(pairs, len(pairs))]):
+            question_ids = self._ids("\n" + QUESTION.format(key=key)) if turn else []
+            answer = self._ids(f" {value}.")
+            if len(row) + len(question_ids) + len(answer) > length:
+                break
+            row += question_ids + answer
+            asked += [False] * len(question_ids) + [True] * len(answer)
+        return row, asked
+
+    def _needle(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
+        task = get_task(rng.choice(NEEDLES))
+        shortest = task.min_length(self.tokenizer)
+        if shortest > length:
+            return None
+        sample = task.build(self.tokenizer, rng.randint(shortest, length), rng.uniform(0, 100), rng)
+        answer = self._ids(" " + ", ".join(sample.references) + ".") + self.end
+        row = [*sample.input_ids, *answer][:length]
+        return row, [index >= len(sample.input_ids) for index in range(len(row))]
+
+    def _repeat(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        period = rng.randint(4, max(4, length // 2))
+        segment = rng.choices(self.words, k=period)
+        row = [*self.bos, *segment * (length // period + 1)][:length]
+        return row, [index >= len(self.bos) + period for index in range(length)]
+
+
+class Data:
+    """The sequences of a run.
+
+    Args:
+        blocks: Text.
+        recall: Recall sequences.
+        recall_share: Share of the latter, 0..1.
+        answer_weight: Weight of an answer token.
+        pad: Token that fills up short rows.
+    """
+
+    def __init__(
+        self, blocks: Blocks, recall: RecallRows, *, recall_share: float, answer_weight: float, pad: int
+    ) -> None:
+        self.blocks, self.recall = blocks, recall
+        self.recall_share, self.answer_weight, self.pad = recall_share, answer_weight, pad
+
+    def batch(self, numbers: Iterable[int], length: int) -> Batch:
+        """Return the sequences of those numbers, ``T = length``."""
+        rows = []
+        for number in numbers:
+            # Shares hold in any run of rows as nearly as whole rows allow.
+            before, after = int(number * self.recall_share), int((number + 1) * self.recall_share)
+            if after > before:
+                rows.append(self.recall_row(before, length))
+            else:
+                rows.append(self.text_row(number - before, length))
+        return self.collate(rows, length)
+
+    def text_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
+        """Return a text sequence and the weights of its tokens."""
+        return self.blocks.block(number, length), [0.0] + [1.0] * (length - 1)
+
+    def recall_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
+        """Return a recall sequence and the weights of its tokens."""
+        ids, asked = self.recall.row(number, length)
+        # However many answers it has, a row weighs no more than a row of text.
+        weight = min(self.answer_weight, length / max(1, sum(asked)))
+        return ids, [weight * flag for flag in asked]
+
+    def collate(self, rows: Sequence[tuple[list[int], list[float]]], length: int) -> Batch:
+        """Pad sequences to one length."""
+        ids = torch.full((len(rows), length), self.pad)
+        weights = torch.zeros(len(rows), length)
+        real = torch.zeros(len(rows), length, dtype=torch.bool)
+        for index, (row, row_weights) in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row)
+            weights[index, : len(row)] = torch.tensor(row_weights)
+            real[index, : len(row)] = True
+        return Batch(ids, weights, real)
+
+
+def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token that the tokenizer puts before a text, if any."""
+    ids = list(tokenizer("a")["input_ids"])
+    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+
+
+def load_data(
+    settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, *, processes: int = 1
+) -> tuple[Data, Data]:
+    """Load what a run reads.
+
+    Args:
+        settings: The settings.
+        tokenizer: The model's tokenizer.
+        processes: Number of processes that share the rows.
+
+    Returns:
+        Training and held-out data.
+
+    Raises:
+        ArgumentError: If the dataset, its column or its documents do not fit the settings.
+        TrainingError: If reading the dataset breaks off.
+    """
+    bos, end = bos_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # One call for all: fast tokenizers spread a batch over threads. Documents are longer than any model's
+        # context, which is not worth a warning since they are cut into blocks.
+        found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [[*ids, *end] for ids in found]
+
+    training: Blocks
+    if settings.dataset is None:
+        training = DocumentBlocks(encode(load_stdlib_documents("train")), bos, settings.seed)
+        heldout = DocumentBlocks(encode(load_stdlib_documents("heldout")), bos, settings.seed)
+    elif settings.streaming:
+        texts = _read_dataset(settings)
+        first = list(itertools.islice(texts, HELDOUT_ONE_IN))
+        heldout = DocumentBlocks(encode(first), bos, settings.seed)
+        training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos)
+    else:
+        documents = encode(list(_read_dataset(settings)))
+        if len(documents) < HELDOUT_ONE_IN:
+            # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
+            cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]
+            training = DocumentBlocks([d[:c] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed)
+            heldout = DocumentBlocks([d[c:] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed)
+        else:
+            training = DocumentBlocks([d for n, d in enumerate(documents) if n % HELDOUT_ONE_IN], bos, settings.seed)
+            heldout = DocumentBlocks(documents[::HELDOUT_ONE_IN], bos, settings.seed)
+    if isinstance(training, DocumentBlocks):
+        count = len(training.places(settings.block_tokens))
+        if count < processes * settings.rows:
+            raise ArgumentError(
+                explain(
+                    "rows",
+                    f"leave every one of {processes} processes a row of the dataset's {count} blocks",
+                    settings.rows,
+                    "Use fewer processes or rows, shorter blocks, or a larger dataset.",
+                )
+            )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    shares: dict[str, Any] = {
+        "recall_share": settings.recall_share,
+        "answer_weight": settings.answer_weight,
+        "pad": pad,
+    }
+    return (
+        Data(training, RecallRows(tokenizer, settings.seed), **shares),
+        Data(heldout, RecallRows(tokenizer, settings.seed + 1), **shares),
+    )
+
+
+class _Reread:
+    """Iterable over a streamed dataset's documents; each iteration reads it from the start."""
+
+    def __init__(self, settings: DistillationSettings, encode: Any, skip: int) -> None:
+        self.settings, self.encode, self.skip = settings, encode, skip
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        for text in itertools.islice(_read_dataset(self.settings), self.skip, None):
+            yield from self.encode([text])
+
+
+def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
+    """Yield the texts of the dataset that the settings name."""
+    from datasets import load_dataset
+
+    path = Path(settings.dataset or "")
+    arguments: dict[str, Any] = {
+        "path": settings.dataset,
+        "name": settings.dataset_config,
+        "split": settings.dataset_split,
+    }
+    column = settings.text_column
+    if path.exists():
+        files = sorted(p for p in path.rglob("*") if p.suffix in FORMATS) if path.is_dir() else [path]
+        kinds = {FORMATS.get(p.suffix) for p in files}
+        if len(kinds) != 1 or None in kinds:
+            raise ArgumentError(
+                explain(
+                    "dataset",
+                    "be a file or folder of one kind of file",
+                    str(path),
+                    "Convert or separate the files",
+                    available=FORMATS,
+                )
+            )
+        kind = kinds.pop()
+        arguments = {"path": kind, "data_files": [str(p) for p in files], "split": "train"}
+        if kind == "text":
+            arguments["sample_by"], column = "document", "text"
+    try:
+        dataset = load_dataset(**arguments, streaming=settings.streaming)
+    except (FileNotFoundError, ConnectionError, OSError, ValueError) as error:
+        raise ArgumentError(
+            explain(
+                "dataset",
+                "be a hub name that can be reached, or an existing path",
+                settings.dataset,
+                f"Loading it failed: {str(error).splitlines()[0]}",
+            )
+        ) from error
+    columns = dataset.column_names
+    if columns is not None and column not in columns:
+        raise ArgumentError(
+            explain("text_column", "be a column of the dataset", column, "Use one of those", available=columns)
+        )
+    try:
+        for record in dataset:
+            if record[column] and record[column].strip():
+                yield record[column]
+    except (ConnectionError, OSError) as error:
+        raise TrainingError(
+            explain(
+                "dataset",
+                "stay readable to the end",
+                settings.dataset,
+                f"Reading it broke off ({error}); run the same command again to go on from the last checkpoint.",
+            )
+        ) from error

@@ -1,0 +1,79 @@
+"""What distillation minimises.
+
+Every loss is a sum over tokens, so that a step's mean does not depend on how they are spread over forwards and
+processes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def kl_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    """Sum ``w KL(p_teacher || p_student)`` over tokens, on the full vocabulary at temperature 1.
+
+    Args:
+        student: Logits ``[N, vocabulary]``, any floating dtype.
+        teacher: Logits ``[N, vocabulary]``.
+        weights: ``[N]``, >= 0.
+
+    Returns:
+        The sum in nats, fp32.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0]])
+        >>> kl_loss(logits, logits + 3, torch.ones(1)).item()
+        0.0
+    """
+    log_p = teacher.float().log_softmax(-1)
+    log_q = student.float().log_softmax(-1)
+    return (F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * weights).sum()
+
+
+def ce_loss(student: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Sum ``-w log p_student(target)`` over tokens.
+
+    Args:
+        student: Logits ``[N, vocabulary]``.
+        targets: Next tokens ``[N]``, int64.
+        weights: ``[N]``, >= 0.
+
+    Returns:
+        The sum in nats, fp32.
+    """
+    return (F.cross_entropy(student.float(), targets, reduction="none") * weights).sum()
+
+
+def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
+    """Sum ``w ||o_student - o_softmax||^2 / (V var(o_softmax))`` over tokens and average over heads.
+
+    Divided by the variance, layers whose outputs are large do not drown the others, and 1 is what the mean output
+    would score.
+
+    Args:
+        student: A layer's heads' outputs ``[B, H, T, V]``.
+        softmax: The same of softmax attention.
+        weights: ``[B, T]``, >= 0.
+
+    Returns:
+        The sum, fp32.
+    """
+    softmax = softmax.float()
+    error = (student.float() - softmax).square().mean(dim=(1, 3))
+    return (error * weights).sum() / softmax.var().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def weights_loss(student: Tensor, softmax: Tensor, weights: Tensor, floor: float = 1e-6) -> Tensor:
+    """Sum ``-w sum_j p_ij log a_ij`` over queries i and average over heads (Hedgehog, Zhang et al., 2024).
+
+    Args:
+        student: Linear attention weights a ``[B, H, T, T]``, rows summing to 1.
+        softmax: Softmax attention weights p.
+        weights: ``[B, T]``, >= 0.
+        floor: Added to a before the logarithm.
+
+    Returns:
+        The sum in nats, fp32.
+    """
+    entropy = -(softmax.float() * (student.float() + floor).log()).sum(-1).mean(1)
+    return (entropy * weights).sum()

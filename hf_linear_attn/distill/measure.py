@@ -1,0 +1,156 @@
+"""The scale-free numbers of a student: held-out nats, KL, and recall, with and without its linear branch."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hf_linear_attn.distill.data import Data
+from hf_linear_attn.distill.stages import linear_attention_parts
+from hf_linear_attn.evaluation.tasks import get_task, sample_rng
+from hf_linear_attn.patching import disable_branch
+
+PAIRS = (4, 8)
+"""Numbers of key-value pairs at which recall is measured."""
+
+MAX_DEPTH = 75.0
+"""Depth in percent beyond which no pair is asked for: what stands just before the question is in the window."""
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module, data: Data, rows: int, length: int, *, batch: int = 8) -> dict[str, float]:
+    """Measure a model's mean loss on held-out text.
+
+    Args:
+        model: A causal language model.
+        data: Held-out data.
+        rows: Number of sequences, a fixed choice of them.
+        length: Their tokens.
+        batch: Sequences per forward.
+
+    Returns:
+        ``loss_nats`` per token, and ``late_loss_nats`` over the second half of the positions.
+    """
+    device = next(model.parameters()).device
+    losses: list[Tensor] = []
+    for start in range(0, rows, batch):
+        texts = [data.text_row(number, length) for number in range(start, min(start + batch, rows))]
+        ids = data.collate(texts, length).input_ids.to(device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none"))
+    found = torch.cat(losses)
+    return {
+        "loss_nats": found.mean().item(),
+        "late_loss_nats": found[:, length // 2 :].mean().item(),
+    }
+
+
+@torch.no_grad()
+def recall_accuracy(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pairs: int,
+    length: int,
+    samples: int,
+    seed: int,
+    max_depth: float = 100.0,
+    batch: int = 8,
+) -> float | None:
+    """Measure key-value recall: the share of samples whose answer greedy decoding would give token for token.
+
+    Every answer token is the likeliest one given the true ones before it exactly when greedy decoding writes it, so
+    one forward tells.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        pairs: Key-value pairs in a sample.
+        length: Tokens of a sample.
+        samples: Number of samples.
+        seed: Of the samples.
+        max_depth: Greatest depth of the asked pair in percent, so that it stands beyond a window at the end.
+        batch: Samples per forward.
+
+    Returns:
+        The share, 0..1, or None where the task does not fit into the length.
+    """
+    task = get_task("kv_recall", pairs=pairs)
+    if task.min_length(tokenizer) > length:
+        return None
+    device = next(model.parameters()).device
+    right = 0
+    rows: list[tuple[list[int], int]] = []
+    for index in range(samples):
+        rng = sample_rng(seed, "kv_recall", length, 0, index)
+        sample = task.build(tokenizer, length, rng.uniform(0, max_depth), rng)
+        answer = tokenizer(" " + ", ".join(sample.references), add_special_tokens=False)["input_ids"]
+        rows.append(([*sample.input_ids, *answer], len(answer)))
+    for start in range(0, samples, batch):
+        part = rows[start : start + batch]
+        width = max(len(row) for row, _ in part)
+        ids = torch.zeros(len(part), width, dtype=torch.long, device=device)
+        for index, (row, _) in enumerate(part):
+            ids[index, : len(row)] = torch.tensor(row)
+        best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        for index, (row, size) in enumerate(part):
+            end = len(row)
+            right += bool((best[index, end - size - 1 : end - 1] == ids[index, end - size : end]).all())
+    return right / samples
+
+
+def measure(
+    model: nn.Module,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rows: int,
+    length: int,
+    seed: int,
+    samples: int = 64,
+) -> dict[str, Any]:
+    """Measure a model on held-out text and on key-value recall.
+
+    A student with a window is measured again with its linear branch off: what that costs is what the branch does.
+
+    Args:
+        model: A causal language model, patched or not.
+        data: Held-out data.
+        tokenizer: Its tokenizer.
+        rows: Text sequences.
+        length: Tokens of a sequence.
+        seed: Of the recall samples.
+        samples: Recall samples per number of pairs.
+
+    Returns:
+        ``loss_nats``, ``late_loss_nats``, ``recall`` by number of pairs, and ``linear_off`` with the same or None.
+    """
+    training = model.training
+    model.eval()
+    has_branches = any(
+        part.settings.window is not None and part.settings.mix != "window" for part in linear_attention_parts(model)
+    )
+
+    def once() -> dict[str, Any]:
+        found: dict[str, Any] = dict(heldout_loss(model, data, rows, length))
+        found["recall"] = {
+            str(pairs): recall_accuracy(
+                model,
+                tokenizer,
+                pairs=pairs,
+                length=length,
+                samples=samples,
+                seed=seed,
+                max_depth=MAX_DEPTH,
+            )
+            for pairs in PAIRS
+        }
+        return found
+
+    result = once()
+    with disable_branch(model, "linear") if has_branches else nullcontext():
+        result["linear_off"] = once() if has_branches else None
+    model.train(training)
+    return result

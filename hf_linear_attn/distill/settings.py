@@ -1,0 +1,324 @@
+"""Settings of a distillation run: one dataclass for flags, YAML, JSON and Python."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+
+from hf_linear_attn.config import LinearAttentionConfig, Mix
+from hf_linear_attn.errors import ArgumentError, explain
+
+StageName = Literal["transfer", "distill", "extend"]
+TransferLoss = Literal["output", "weights"]
+DistillLoss = Literal["kl", "ce"]
+Trainable = Literal["full", "lora"]
+
+REFERENCE_WIDTH = 4096
+"""Hidden size at which :data:`REFERENCE_LR` is right."""
+
+REFERENCE_LR = 1e-4
+"""Adam's learning rate of the attention modules at :data:`REFERENCE_WIDTH`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """Say what is distilled, from what, on which data, and how.
+
+    The defaults are the preset ``recommended``.
+
+    Args:
+        model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
+        student: A patched model to go on from; None to patch a copy of ``model``.
+        teacher_logits: Folder with the teacher's precomputed logits; None to run the teacher.
+        teacher_dtype: Dtype in which the teacher is loaded and run, such as ``bfloat16``; None for that of ``model``.
+        output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
+        feature_map: As in :func:`patch_model`.
+        feature_map_options: The map's own settings, a JSON object; the value ``"head_dim"`` stands for the model's.
+        window: As in :func:`patch_model`; None for no window.
+        sinks: As in :func:`patch_model`.
+        mix: As in :func:`patch_model`.
+        layers: Indices of the layers to convert; None for every full-attention layer.
+        softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
+            measured KL, 0..1.
+        stages: Stages in the order they run: ``transfer``, ``distill``, ``extend``.
+        dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
+            of Python's standard library.
+        dataset_config: Configuration of a hub dataset.
+        dataset_split: Split of a hub dataset.
+        text_column: Column that holds the text.
+        streaming: Read the dataset as it is needed instead of downloading it whole.
+        block_tokens: Length T of a training sequence in the stages ``transfer`` and ``distill``.
+        recall_share: Share of the sequences that are generated recall tasks, 0..1: on local text alone, a window looks
+            perfect and the linear branch learns nothing.
+        answer_weight: Weight of an answer token's loss in a recall sequence, where a text token's is 1; less where a
+            sequence has so many answers that it would outweigh one of text.
+        rows: Sequences per process and forward, B.
+        accumulation: Forwards per optimiser step.
+        transfer_steps: Steps of attention transfer.
+        transfer_lr: Its learning rate.
+        transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
+            cross-entropy of the linear attention weights against softmax's (quadratic in T).
+        distill_steps: Steps of logit distillation.
+        distill_lr: Learning rate of the attention modules; None for ``1e-4 * 4096 / hidden_size``, since Adam's best
+            rate goes as one over the width (Yang et al., 2022, arXiv:2203.03466).
+        rest_lr_share: Learning rate of all other parameters, as a share of the attention modules'; 0 freezes them.
+        distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
+            of the text.
+        ce_share: Share of cross-entropy in a ``kl`` loss, 0..1.
+        window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
+            step; falls linearly to 0 at the end.
+        trainable: ``full``, or ``lora``: adapters on the attention projections.
+        train_feature_maps: Whether feature maps and gates go on learning after ``transfer``.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Their scale times the rank.
+        merge_lora: Whether the student is saved with its adapters merged; otherwise as a PEFT folder.
+        extend_steps: Steps of cross-entropy at ``extend_factor * block_tokens``.
+        extend_lr: Its learning rate; None for a tenth of ``distill_lr``.
+        extend_factor: How much longer its sequences are.
+        warmup_share: Share of a stage in which the learning rate rises; it then falls linearly to 0.
+        weight_decay: AdamW's.
+        betas: AdamW's.
+        max_grad_norm: Norm to which the gradient is clipped.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        mixed_precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
+        seed: Of everything random.
+        heldout_rows: Sequences on which teacher and student are measured; 0 for none.
+        log_every: Steps between two log lines.
+        checkpoint_every: Steps between two checkpoints.
+        keep_checkpoints: Number of checkpoints kept, >= 2, so that a damaged one can be passed over.
+        trackers: Accelerate's trackers, such as ``tensorboard``.
+        progress: Show a progress bar.
+
+    Raises:
+        ArgumentError: If a value is out of range.
+
+    Example:
+        >>> DistillationSettings(window=16).mix
+        'gate'
+        >>> DistillationSettings.from_preset("lolcats", window=32).trainable
+        'lora'
+    """
+
+    model: str | None = None
+    student: str | None = None
+    teacher_logits: str | None = None
+    teacher_dtype: str | None = None
+    output_dir: str | None = None
+    feature_map: str = "hedgehog"
+    feature_map_options: str = "{}"
+    window: int | None = 64
+    sinks: int = 4
+    mix: Mix = "gate"
+    layers: list[int] | None = None
+    softmax_budget: float = 0.0
+    stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    text_column: str = "text"
+    streaming: bool = False
+    block_tokens: int = 512
+    recall_share: float = 0.35
+    answer_weight: float = 10.0
+    rows: int = 4
+    accumulation: int = 1
+    transfer_steps: int = 100
+    transfer_lr: float = 1e-2
+    transfer_loss: TransferLoss = "output"
+    distill_steps: int = 600
+    distill_lr: float | None = None
+    rest_lr_share: float = 0.3
+    distill_loss: DistillLoss = "kl"
+    ce_share: float = 0.0
+    window_dropout: float = 0.5
+    trainable: Trainable = "full"
+    train_feature_maps: bool = True
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    merge_lora: bool = True
+    extend_steps: int = 100
+    extend_lr: float | None = None
+    extend_factor: int = 4
+    warmup_share: float = 0.05
+    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    seed: int = 0
+    heldout_rows: int = 32
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    trackers: list[str] = field(default_factory=list)
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.feature_map_options, Mapping):
+            object.__setattr__(self, "feature_map_options", json.dumps(dict(self.feature_map_options)))
+        for name, low in LEAST.items():
+            value = getattr(self, name)
+            if value < low:
+                raise ArgumentError(explain(name, f"be at least {low}", value, "Raise it."))
+        for name in SHARES:
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ArgumentError(explain(name, "lie in 0..1", value, "It is a share."))
+        for name in ("transfer_lr", "distill_lr", "extend_lr"):
+            lr = getattr(self, name)
+            if lr is not None and not 0 < lr < math.inf:
+                raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
+        for name, kind in CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                raise ArgumentError(
+                    explain(
+                        name, "be a known choice", getattr(self, name), "Use one of those", available=get_args(kind)
+                    )
+                )
+        known = get_args(StageName)
+        if not self.stages or [s for s in known if s in self.stages] != list(self.stages):
+            raise ArgumentError(
+                explain("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
+            )
+        try:
+            options = json.loads(self.feature_map_options)
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise ArgumentError(
+                explain("feature_map_options", "be a JSON object", self.feature_map_options, 'Write {"name": value}.')
+            )
+        LinearAttentionConfig(window=self.window, sinks=self.sinks, mix=self.mix)
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """Return the settings of a preset with some of them changed.
+
+        Raises:
+            ArgumentError: If there is no such preset.
+        """
+        return cls(**(preset(name) | changes))
+
+    @classmethod
+    def from_file(cls, path: str | Path, **changes: Any) -> Self:
+        """Read settings from a YAML or JSON file; ``preset`` in it names a preset to start from.
+
+        Raises:
+            ArgumentError: If the file cannot be read, or holds unknown settings.
+        """
+        return cls(**(read_settings(path) | changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return asdict(self)
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with some settings changed."""
+        return replace(self, **changes)
+
+    def learning_rate(self, hidden_size: int) -> float:
+        """Return the attention modules' learning rate for a model of that width."""
+        return self.distill_lr or REFERENCE_LR * REFERENCE_WIDTH / hidden_size
+
+    def map_options(self, head_dim: int) -> dict[str, Any]:
+        """Return the feature map's settings for a model of that head dim."""
+        options = json.loads(self.feature_map_options)
+        return {name: head_dim if value == "head_dim" else value for name, value in options.items()}
+
+
+LEAST: dict[str, float] = {
+    "block_tokens": 8,
+    "rows": 1,
+    "accumulation": 1,
+    "transfer_steps": 0,
+    "distill_steps": 0,
+    "extend_steps": 0,
+    "extend_factor": 1,
+    "lora_rank": 1,
+    "answer_weight": 0,
+    "rest_lr_share": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "heldout_rows": 0,
+    "log_every": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 2,
+}
+SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
+CHOICES = {
+    "transfer_loss": TransferLoss,
+    "distill_loss": DistillLoss,
+    "trainable": Trainable,
+    "mixed_precision": Literal["no", "bf16", "fp16"],
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "recommended": {},
+    # Nothing is learned in phi, so there is nothing to transfer, and no window.
+    "elu": {
+        "feature_map": "elu",
+        "window": None,
+        "sinks": 0,
+        "stages": ["distill"],
+        "window_dropout": 0.0,
+    },
+    # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
+    "lolcats": {
+        "feature_map": "hedgehog",
+        "feature_map_options": '{"num_features": "head_dim"}',
+        "window": 64,
+        "sinks": 0,
+        "mix": "shared",
+        "transfer_loss": "output",
+        "transfer_lr": 1e-2,
+        "distill_loss": "ce",
+        "window_dropout": 0.0,
+        "trainable": "lora",
+        "train_feature_maps": False,
+        "lora_rank": 8,
+        "lora_alpha": 16.0,
+    },
+}
+
+
+def available_presets() -> tuple[str, ...]:
+    """Return the names of the presets, sorted."""
+    return tuple(sorted(PRESETS))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return what a preset changes in the defaults.
+
+    Raises:
+        ArgumentError: If there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ArgumentError(
+            explain("preset", "be a known preset", name, "Use one of those", available=available_presets())
+        )
+    return dict(PRESETS[name])
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Read settings from a YAML or JSON file, without checking their values.
+
+    Raises:
+        ArgumentError: If the file cannot be read, or holds unknown settings.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ArgumentError(
+            explain("config", "be a YAML or JSON file", str(path), f"Reading it failed: {error}")
+        ) from error
+    if not isinstance(values, dict):
+        raise ArgumentError(explain("config", "hold a mapping of settings", str(path), "Write `name: value` lines."))
+    start = preset(values.pop("preset", "recommended"))
+    known = {f.name for f in fields(DistillationSettings)}
+    if unknown := sorted(set(values) - known):
+        raise ArgumentError(explain("config", "hold known settings only", unknown, "Remove those", available=known))
+    return start | values

@@ -1,0 +1,460 @@
+"""The training loop: one for all stages, on Accelerate."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
+
+from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, write_atomic
+from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.stages import STAGES, Stage
+from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
+
+logger = logging.getLogger(__name__)
+
+TeacherLogits = Callable[[Batch, list[int]], Tensor]
+OnStep = Callable[[dict[str, Any]], None]
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "output_dir",
+        "progress",
+        "trackers",
+        "log_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "rows",
+        "accumulation",
+        "heldout_rows",
+        "gradient_checkpointing",
+    }
+)
+"""Settings that a resumed run may change: the weights do not depend on them, as long as a step has as many rows."""
+
+
+class Trainer:
+    """Run stages over one student, resuming where an earlier run stopped.
+
+    Args:
+        settings: The settings.
+        student: The patched model, on the accelerator's device.
+        data: Training data.
+        teacher_logits: Gives the teacher's logits at a batch's weighted tokens; None where no stage needs them.
+        accelerator: The processes and the device.
+        hidden_size: The model's width.
+        on_step: Called with every log record, on the main process.
+    """
+
+    def __init__(
+        self,
+        settings: DistillationSettings,
+        student: nn.Module,
+        data: Data,
+        teacher_logits: TeacherLogits | None,
+        accelerator: Accelerator,
+        hidden_size: int,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.settings, self.student, self.data = settings, student, data
+        self.teacher_logits, self.accelerator, self.hidden_size = teacher_logits, accelerator, hidden_size
+        self.on_step = on_step
+        self.folder = None if settings.output_dir is None else Path(settings.output_dir)
+        self.rows_per_step = settings.rows * settings.accumulation * accelerator.num_processes
+        self.history: list[dict[str, Any]] = []
+        self.trained: set[str] = set()
+        self.tokens = 0
+        self.elapsed_s = 0.0
+
+    def run(self, before_stage: Callable[[str], None] = lambda name: None) -> None:
+        """Run all stages.
+
+        Args:
+            before_stage: Called with a stage's name before it is set up; may change the student, as LoRA does.
+
+        Raises:
+            ArgumentError: If an earlier run in the folder had other settings.
+            CheckpointError: If checkpoints cannot be read or written.
+            TrainingError: If the loss is not finite.
+        """
+        resumed = self._resume()
+        done = 0
+        for name in self.settings.stages:
+            before_stage(name)
+            stage = STAGES[name](self.settings, self.student, self.hidden_size)
+            if resumed is not None and resumed.meta["stage"] != name:
+                done += stage.steps
+                self._remember_trained()
+                continue
+            self._run_stage(stage, done, resumed)
+            resumed = None
+            done += stage.steps
+
+    def _run_stage(self, stage: Stage, done: int, resumed: Checkpoint | None) -> None:
+        settings, accelerator = self.settings, self.accelerator
+        self._remember_trained()
+        optimizer = torch.optim.AdamW(
+            stage.groups, betas=(settings.betas[0], settings.betas[1]), weight_decay=settings.weight_decay
+        )
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        first = 0
+        if resumed is not None:
+            first = resumed.meta["step"]
+            self._load_student(resumed.tensors)
+            self._load_optimizer(optimizer, resumed.optimizer)
+            self.history, self.tokens = resumed.meta["history"], resumed.meta["tokens"]
+            self.elapsed_s = resumed.meta["elapsed_s"]
+        prepared = accelerator.prepare_optimizer(optimizer)
+        parameters = [p for group in stage.groups for p in group["params"]]
+        started = time.perf_counter() - self.elapsed_s
+        since = time.perf_counter(), self.tokens
+        self.student.train()
+        bar = tqdm(
+            total=stage.steps,
+            initial=first,
+            desc=stage.name,
+            unit="step",
+            disable=not (settings.progress and accelerator.is_main_process),
+        )
+        with bar, self._log() as write:
+            for step in range(first, stage.steps):
+                share = lr_share(step, stage.steps, settings.warmup_share)
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * share
+                # Dropout inside the model depends on the step and the process alone, so a resumed run repeats it.
+                torch.manual_seed(hash((settings.seed, done + step, accelerator.process_index)))
+                loss, norm = self._step(stage, step, done, prepared, parameters)
+                last = step + 1 == stage.steps
+                if (step + 1) % settings.log_every == 0 or last:
+                    now = time.perf_counter()
+                    self.elapsed_s = now - started
+                    rate = (self.tokens - since[1]) / max(now - since[0], 1e-9)
+                    since = now, self.tokens
+                    record = {
+                        "stage": stage.name,
+                        "step": step + 1,
+                        "loss_nats": loss,
+                        "gradient_norm": norm,
+                        "lr": peaks[0] * share,
+                        "tokens": self.tokens,
+                        "tokens_per_s": rate,
+                        "elapsed_s": self.elapsed_s,
+                        "peak_mib": peak_mib(accelerator.device),
+                    }
+                    self.history.append(record)
+                    write(record)
+                    bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{rate:.0f}")
+                    if settings.trackers:
+                        values = {f"{stage.name}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
+                        accelerator.log(values, step=done + step + 1)
+                    if self.on_step is not None and accelerator.is_main_process:
+                        self.on_step(record)
+                bar.update()
+                if self.folder is not None and ((step + 1) % settings.checkpoint_every == 0 or last):
+                    self.elapsed_s = time.perf_counter() - started
+                    self._save(stage, step + 1, done, optimizer)
+        stage.end()
+
+    def _step(
+        self, stage: Stage, step: int, done: int, optimizer: Any, parameters: list[nn.Parameter]
+    ) -> tuple[float, float]:
+        """Take one optimiser step; return the mean loss over all processes and the gradient's norm."""
+        settings, accelerator = self.settings, self.accelerator
+        stage.begin_step(step)
+        batches = [
+            (self.data.batch(numbers, stage.block_tokens).to(accelerator.device), numbers)
+            for numbers in self._numbers(done + step)
+        ]
+        self.tokens += self.rows_per_step * stage.block_tokens
+        weight = torch.stack([stage.weight(batch) for batch, _ in batches]).sum().to(accelerator.device)
+        # Gradients are averaged over processes, so each contributes its share of the sum over all of them.
+        total = accelerator.reduce(weight.float(), "sum")
+        scale = accelerator.num_processes / total
+        losses = torch.zeros((), device=accelerator.device)
+        for batch, numbers in batches:
+            get_logits = None
+            if stage.needs_teacher and self.teacher_logits is not None:
+                get_logits = _bind(self.teacher_logits, batch, numbers)
+            with accelerator.autocast():
+                losses += stage.backward(batch, get_logits, lambda loss: accelerator.backward(loss * scale))
+        loss = (accelerator.reduce(losses, "sum") / total).item()
+        if not math.isfinite(loss):
+            raise TrainingError(self._not_finite(stage, step, loss, batches))
+        average_gradients(parameters, accelerator.num_processes)
+        accelerator.unscale_gradients(optimizer)
+        norm = clip_gradients(parameters, settings.max_grad_norm)
+        if not math.isfinite(norm) and accelerator.scaler is None:
+            raise TrainingError(self._not_finite(stage, step, norm, batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    def _numbers(self, step: int) -> Iterator[list[int]]:
+        """Yield the numbers of the rows of each of this process's forwards in a step."""
+        rows, processes = self.settings.rows, self.accelerator.num_processes
+        for turn in range(self.settings.accumulation):
+            start = step * self.rows_per_step + (turn * processes + self.accelerator.process_index) * rows
+            yield list(range(start, start + rows))
+
+    def _not_finite(self, stage: Stage, step: int, value: float, batches: Iterable[tuple[Batch, list[int]]]) -> str:
+        batch = next(iter(batches))[0]
+        layer = first_not_finite(self.student, batch)
+        last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
+        return explain(
+            "loss",
+            f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not",
+            value,
+            f"Lower the learning rate or use bf16 instead of fp16; last good checkpoint: {last[0] if last else None}.",
+            where=layer,
+        )
+
+    @contextmanager
+    def _log(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """Open the JSON lines file, which holds exactly the history."""
+        if self.folder is None or not self.accelerator.is_main_process:
+            yield lambda record: None
+            return
+        path = self.folder / "log.jsonl"
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.history))
+        with path.open("a") as file:
+
+            def write(record: Mapping[str, Any]) -> None:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+
+            yield write
+
+    def _remember_trained(self) -> None:
+        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad}
+
+    def _resume(self) -> Checkpoint | None:
+        if self.folder is None:
+            return None
+        found = load_newest(self.folder / "checkpoints")
+        if found is None:
+            return None
+        now = json.loads(json.dumps(self.settings.to_dict())) | {"rows_per_step": self.rows_per_step}
+        before = found.meta["settings"]
+        changed = {
+            name: (before.get(name), now.get(name))
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name) and name not in FREE_TO_CHANGE
+        }
+        if changed:
+            text = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
+            raise ArgumentError(
+                explain(
+                    "output_dir",
+                    "hold a run with the same settings",
+                    str(self.folder),
+                    f"Changed: {text}. Restore them, or choose another folder.",
+                )
+            )
+        logger.info("going on from %s", found.path)
+        return found
+
+    def _save(self, stage: Stage, step: int, done: int, optimizer: torch.optim.Optimizer) -> None:
+        tensors = full_tensors(self.student, self.trained)
+        state = full_optimizer_state(optimizer)
+        if self.accelerator.is_main_process and self.folder is not None:
+            save_checkpoint(
+                self.folder / "checkpoints",
+                done + step,
+                tensors,
+                state,
+                {
+                    "stage": stage.name,
+                    "step": step,
+                    "settings": self.settings.to_dict() | {"rows_per_step": self.rows_per_step},
+                    "history": self.history,
+                    "tokens": self.tokens,
+                    "elapsed_s": self.elapsed_s,
+                },
+                keep=self.settings.keep_checkpoints,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _load_student(self, tensors: Mapping[str, Tensor]) -> None:
+        own = dict(self.student.named_parameters())
+        if unknown := sorted(set(tensors) - set(own)):
+            raise CheckpointError(
+                explain(
+                    "output_dir",
+                    "hold checkpoints of this model",
+                    unknown[0],
+                    "Choose another folder.",
+                    where=str(self.folder),
+                )
+            )
+        with torch.no_grad():
+            for name, x in tensors.items():
+                own[name].copy_(distributed_like(x, own[name]))
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, values in state["state"].items():
+            for key, x in values.items():
+                if isinstance(x, Tensor) and x.ndim:
+                    values[key] = distributed_like(x, parameters[index])
+        optimizer.load_state_dict(state)
+
+
+def _bind(function: TeacherLogits, batch: Batch, numbers: list[int]) -> Callable[[], Tensor]:
+    return lambda: function(batch, numbers)
+
+
+def lr_share(step: int, steps: int, warmup_share: float) -> float:
+    """Return the learning rate of a step as a share of its peak: a rise, then a straight line towards 0.
+
+    Example:
+        >>> [lr_share(step, 4, 0.25) for step in range(4)]
+        [1.0, 0.75, 0.5, 0.25]
+    """
+    warmup = max(1, round(warmup_share * steps))
+    return min(1.0, (step + 1) / warmup) * (1 - step / steps)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
+    """Average the gradients of replicated parameters over processes; sharded ones are averaged by torch already.
+
+    A parameter that took no part on any process keeps None, so that the optimiser leaves it alone.
+    """
+    if processes == 1:
+        return
+    replicated = [p for p in parameters if not isinstance(p, DTensor)]
+    used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.float32)
+    if not replicated:
+        return
+    used = used.to(replicated[0].device)
+    dist.all_reduce(used)
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, count in zip(replicated, used.tolist(), strict=True):
+        if count:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
+        dist.all_reduce(flat)
+        flat /= processes
+        start = 0
+        for parameter in group:
+            if parameter.grad is not None:
+                parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter.grad))
+                start += parameter.numel()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to a total norm of ``max_norm``; return the norm before."""
+    used = [p for p in parameters if p.grad is not None]
+    squares = []
+    for sharded in (False, True):
+        group = [p.grad for p in used if isinstance(p, DTensor) is sharded]
+        if group:
+            norm = torch.nn.utils.get_total_norm(group)  # type: ignore[arg-type]
+            squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
+    total = torch.stack(squares).sum().sqrt()
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in used:
+        parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
+    return total.item()
+
+
+def full_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return whole parameters by name, gathering sharded ones; every process must call it."""
+    parameters = dict(model.named_parameters())
+    return {
+        name: p.full_tensor() if isinstance(p := parameters[name].detach(), DTensor) else p
+        for name in sorted(names)
+        if name in parameters
+    }
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimiser's state dict with whole tensors."""
+    state = optimizer.state_dict()
+    state["state"] = {
+        index: {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in values.items()}
+        for index, values in state["state"].items()
+    }
+    return state
+
+
+def distributed_like(x: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``x`` sharded as ``parameter`` is, if it is."""
+    if not isinstance(parameter, DTensor):
+        return x
+    return torch.distributed.tensor.distribute_tensor(
+        x.to(parameter.device), parameter.device_mesh, parameter.placements
+    )
+
+
+def peak_mib(device: torch.device) -> float:
+    """Return the most memory this process held: the allocator's on an accelerator, else its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, batch: Batch) -> str:
+    """Name the first parameter or module whose values are not finite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"parameter {name}"
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and not found and not torch.isfinite(first).all():
+                found.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    try:
+        model(input_ids=batch.input_ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"layer {found[0]}" if found else "no layer's output; the gradient is not finite"
+
+
+@contextmanager
+def locked(folder: Path | None) -> Iterator[None]:
+    """Keep other runs out of a folder; the lock goes with the process, however it ends.
+
+    Raises:
+        CheckpointError: If another run holds the folder.
+    """
+    if folder is None:
+        with nullcontext():
+            yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise CheckpointError(
+            explain("output_dir", "not be in use", str(folder), "Another run writes to it; choose another folder.")
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
