@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -14,6 +15,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
+from hf_linear_attn.ops.decode import decode_step_
 from hf_linear_attn.ops.window import window_attention, window_sums
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
@@ -23,6 +25,9 @@ IMPLEMENTATION = "hf_linear_attn"
 
 GATE_BIAS = -3.0
 """Start of the gate's bias: the linear branch begins with a share of sigmoid(-3) = 5%."""
+
+IN_PLACE_TOKENS = 8
+"""New tokens up to which the decode step, which reads them one by one, beats the chunked op."""
 
 SHARED_BIAS = math.log(0.1 / 0.9)
 """Start of the window's factor under a shared denominator: sigmoid gives LoLCATs' 0.1."""
@@ -76,6 +81,8 @@ class LinearAttention(nn.Module):
                 self.gate_weight = nn.Parameter(torch.zeros(heads, head_dim))
         self.disabled: frozenset[Branch] = frozenset()
         self.cache: LinearAttentionCacheLayer | None = None
+        self.calls = 0
+        """Attention calls so far in the module's forward: some models make several."""
         self.replaced: PreTrainedConfig | str | None = None
         """What unpatching puts back: the module's config, or the attention implementation that its config named."""
         self.mixed = False
@@ -111,6 +118,25 @@ class LinearAttention(nn.Module):
             ``o [B, H, T, V]``.
         """
         scaling = self.geometry.scaling if scaling is None else scaling
+        layer = self.cache
+        if layer is not None and layer.unread:
+            old = layer.take_unread()
+            zeros = q.new_zeros(*q.shape[:2], old["k"].shape[2], q.shape[3])
+            self._attend(zeros, old["k"], old["v"], old["mask"], None, True, scaling)
+        if layer is not None and layer.record_past:
+            layer.record(k=k, v=v, mask=_ones(q) if key_mask is None else key_mask)
+        return self._attend(q, k, v, key_mask, cu_seqlens, causal, scaling)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+        scaling: float,
+    ) -> Tensor:
         if self.settings.window is None:
             return self._linear(q, k, v, key_mask, cu_seqlens, causal)
         if cu_seqlens is None:
@@ -118,7 +144,7 @@ class LinearAttention(nn.Module):
         bounds = cu_seqlens.tolist()
         pieces = [
             self._hybrid(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, scaling, self.settings.window)
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            for a, b in pairwise(bounds)
             if b > a
         ]
         return torch.cat(pieces, dim=2)
@@ -134,6 +160,8 @@ class LinearAttention(nn.Module):
     ) -> Tensor:
         layer = self.cache
         seen = None if layer is None else layer.tensors.get("seen")
+        if layer is not None and self._decodes_in_place(q, layer):
+            return self._decode_(q, k, v, key_mask, layer)
         o, state = linear_attention(
             q,
             k,
@@ -151,12 +179,45 @@ class LinearAttention(nn.Module):
             layer.store(q.shape[2], kv=state.kv, z=state.z, seen=_seen(q, key_mask, seen))
         return o
 
+    def _decodes_in_place(self, q: Tensor, layer: LinearAttentionCacheLayer) -> bool:
+        """Tell whether nobody can need the state from before these tokens: not autograd, and not a rollback."""
+        return (
+            "kv" in layer.tensors
+            and q.shape[2] <= IN_PLACE_TOKENS
+            and not torch.is_grad_enabled()
+            and not layer.record_past
+            and self.settings.backend != "reference"
+        )
+
+    def _decode_(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layer: LinearAttentionCacheLayer
+    ) -> Tensor:
+        seen = layer.tensors["seen"]
+        phi = self.feature_map.kernel
+        if phi is None:
+            positions = _positions(q, key_mask, seen)
+            q, k = (x.to(q.dtype) for x in (self.feature_map.phi_q(q, positions), self.feature_map.phi_k(k, positions)))
+        state = LinearAttentionState(layer.tensors["kv"], layer.tensors["z"])
+        o = decode_step_(
+            q,
+            k,
+            v,
+            state,
+            phi=phi or "identity",
+            key_mask=key_mask,
+            eps=self.settings.eps,
+            backend=self.settings.backend,
+        )
+        seen += q.shape[2] if key_mask is None else key_mask.sum(1)
+        layer.advance(q.shape[2], q.device)
+        return o
+
     def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scaling: float, window: int) -> Tensor:
         layer, tokens = self.cache, q.shape[2]
         old = {} if layer is None else layer.tensors
         start = 0 if layer is None else layer.length
         positions = _positions(q, key_mask, old.get("seen"))
-        mask = q.new_ones(q.shape[0], tokens, dtype=torch.bool) if key_mask is None else key_mask
+        mask = _ones(q) if key_mask is None else key_mask
         far_mask = mask
         sinks = None
         if self.settings.sinks:
@@ -273,6 +334,11 @@ NOWHERE = 2**62
 """Slot of a sink that has not come yet."""
 
 
+def _ones(q: Tensor) -> Tensor:
+    """Return the key mask ``[B, T]`` of tokens that are all real."""
+    return q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool)
+
+
 def _positions(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
     """Number the real tokens, ``[B, T]`` int64; padding takes its neighbour's number."""
     if key_mask is None:
@@ -306,14 +372,46 @@ def _last(x: Tensor, number: int, dim: int) -> Tensor:
     return nn.functional.pad(x, [0, 0] * (x.ndim - dim - 1) + [number - tokens, 0])
 
 
+def part_of(module: nn.Module) -> LinearAttention | None:
+    """Return what is learned in a patched attention module; None where it is not patched."""
+    part = getattr(module, "linear_attention", None)
+    if isinstance(part, nn.Module) and hasattr(part, "modules_to_save"):
+        # PEFT trains a copy of it, kept in a wrapper beside the original.
+        active = [] if part.disable_adapters else list(part.active_adapters)
+        part = part.modules_to_save[active[0]] if active else part.original_module  # type: ignore[index, union-attr]
+    return part if isinstance(part, LinearAttention) else None
+
+
 def find_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Tell a patched layer, before its forward, which cache layer to fold its tokens into (a forward pre-hook)."""
-    attention: LinearAttention = module.linear_attention  # type: ignore[assignment]
-    attention.cache = None
+    attention = part_of(module)
+    if attention is None:
+        return
+    attention.cache, attention.calls = None, 0
     for value in (*kwargs.values(), *args):
         if isinstance(value, (Cache, EncoderDecoderCache)):
             attention.cache = cache_layer(value, module.layer_idx, attention.name)  # type: ignore[arg-type]
             return
+
+
+def convert_cache(model: nn.Module, cache: Cache) -> None:
+    """Put our layers into a fresh cache, for every patched layer that has a place there."""
+    for module in model.modules():
+        part, index = part_of(module), getattr(module, "layer_idx", None)
+        # Encoder layers are numbered too, but have no place in a cache.
+        if part is not None and isinstance(index, int) and attends_causally(module):
+            cache_layer(cache, index, part.name)
+
+
+def release_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Let go of the cache after a patched layer's forward (a forward hook)."""
+    if (attention := part_of(module)) is not None:
+        attention.cache = None
+
+
+def attends_causally(module: nn.Module) -> bool:
+    """Tell whether a self-attention module is causal; some decoders do not say so where their mask does."""
+    return bool(getattr(module, "is_causal", True) or getattr(module, "is_decoder", False))
 
 
 def linear_attention_forward(
@@ -346,8 +444,8 @@ def linear_attention_forward(
     Raises:
         UnsupportedError: If the layer asks for something that linear attention does not have.
     """
-    attention = getattr(module, "linear_attention", None)
-    if not isinstance(attention, LinearAttention):
+    attention = part_of(module)
+    if attention is None:
         raise UnsupportedError(
             explain(
                 "attn_implementation",
@@ -357,25 +455,31 @@ def linear_attention_forward(
                 where=type(module).__name__,
             )
         )
-    layer, attention.cache = attention.cache, None
     _refuse_unsupported(attention, query, key, kwargs)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = attends_causally(module) if is_causal is None else is_causal
     if query.dtype != value.dtype:
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
-    batch, heads, tokens, _ = query.shape
-    start = 0 if layer is None else layer.length
+    batch, tokens = query.shape[0], query.shape[2]
+    if attention.calls and attention.cache is not None:
+        attention.cache = attention.cache.of_call(attention.calls)
+    attention.calls += 1
+    layer = attention.cache
     key_mask, cu_seqlens = padding_of(
-        attention_mask, batch, tokens, start=start, causal=causal, mixed=attention.mixed, name=attention.name
+        attention_mask,
+        batch,
+        tokens,
+        start=0 if layer is None else layer.length,
+        causal=causal,
+        mixed=attention.mixed,
+        name=attention.name,
     )
     if cu_seqlens is None and layer is None:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is not None and batch > 1:
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    attention.cache = layer
     with torch.autocast(query.device.type, enabled=False):
         o = attention(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
-    attention.cache = None
     if cu_seqlens is not None and batch > 1:
         o = o[0].unflatten(1, (batch, tokens)).transpose(0, 1)
     return o.transpose(1, 2).contiguous(), None

@@ -1,26 +1,43 @@
 """The cache layer of a converted attention layer: its size does not depend on the number of tokens read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.ops.decode import decode_state
 from hf_linear_attn.ops.state import LinearAttentionState
 
 
-class LinearAttentionCacheLayer(CacheLayerMixin):
+class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Hold the state of one converted layer.
 
     ``update`` returns only the new keys and values; the attention function folds them in afterwards with
     :meth:`store`. Everything else is a batch-first tensor in :attr:`tensors`, so that beams, batches and devices are
     handled in one place.
 
+    Assisted decoding reads tokens that it may drop. A sum cannot give them back, so after
+    :meth:`activate_past_recording` the state stays where it was at the last :meth:`crop`, with the keys and values
+    read since: :meth:`crop` goes back, and the tokens that remain are read again with the next ones.
+
     Attributes:
-        tensors: The state by name: ``kv`` and ``z``, and with a window ``ring_k, ring_v, ring_mask`` (its tokens in
-            order), ``sink_k, sink_v, sink_position``; ``seen`` counts the real tokens of each row.
+        tensors: The state by name: ``kv`` and ``z``, and with a window ``ring_k, ring_v, ring_mask, ring_far,
+            ring_position`` (its tokens in order), ``sink_k, sink_v, sink_slot`` and ``far_count``; ``seen`` counts the
+            real tokens of each row.
+        recent: Keys, values and mask of the tokens since the last crop, while the past is recorded.
+        unread: Those of ``recent`` that a crop has left, to be read again before the next tokens.
         static: Whether tensors stay at fixed addresses, as compiled generation needs.
+        others: Layers of the second and later attention calls in one module, in models that call it more than once.
     """
 
     is_croppable = False
@@ -29,11 +46,18 @@ class LinearAttentionCacheLayer(CacheLayerMixin):
 
     def __init__(self, max_length: int | None = None) -> None:
         super().__init__()
+        # Some models ask for the number of elements of another layer's keys.
+        self.keys = self.values = torch.empty(0)
         self.tensors: dict[str, Tensor] = {}
+        self.recent: dict[str, Tensor] = {}
+        self.unread: dict[str, Tensor] = {}
+        self.base: dict[str, Tensor] | None = None
+        self.record_past = False
         self.static = max_length is not None
         self.is_compileable = self.static
         self.max_length = -1 if max_length is None else max_length
         self.length: int | Tensor = torch.tensor(0) if self.static else 0
+        self.others: list[LinearAttentionCacheLayer] = []
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -43,27 +67,61 @@ class LinearAttentionCacheLayer(CacheLayerMixin):
         """Return the new keys and values as they are; :meth:`store` follows."""
         return key_states, value_states
 
+    def of_call(self, number: int) -> "LinearAttentionCacheLayer":
+        """Return the layer for the attention call of that number, from 0, in one forward of the module."""
+        while len(self.others) < number:
+            other = LinearAttentionCacheLayer(self.max_length if self.static else None)
+            other.record_past = self.record_past
+            self.others.append(other)
+        return self.others[number - 1] if number else self
+
     def store(self, tokens: int, **tensors: Tensor) -> None:
         """Take over the state after ``tokens`` more tokens."""
+        self.advance(tokens, next(iter(tensors.values())).device)
+        for name, x in tensors.items():
+            old = self.tensors.get(name)
+            if self.static and old is not None:
+                # A normaliser may be kept in several copies, see decode_state().
+                old.copy_(x[:, :, None] if old.ndim > x.ndim else x)
+            elif self.static and name == "z" and x.dtype == torch.float32:
+                copies = decode_state(*x.shape, tensors["kv"].shape[-1], device=x.device).z
+                self.tensors[name] = copies.copy_(x[:, :, None])
+            else:
+                # A static tensor must not be one that the caller goes on to write to.
+                self.tensors[name] = x.clone() if self.static else x
+
+    def advance(self, tokens: int, device: torch.device) -> None:
+        """Count ``tokens`` more tokens."""
         if isinstance(self.length, Tensor):
-            device = next(iter(tensors.values())).device
             if self.length.device != device:
                 self.length = self.length.to(device)
             self.length.add_(tokens)
         else:
             self.length += tokens
-        for name, x in tensors.items():
-            old = self.tensors.get(name)
-            if self.static and old is not None:
-                old.copy_(x)
-            else:
-                # A static tensor must not be one that the caller goes on to write to.
-                self.tensors[name] = x.clone() if self.static else x
+
+    def record(self, **tokens: Tensor) -> None:
+        """Keep keys, values and mask of new tokens ``[B, ..., T, *]`` until the next crop."""
+        if self.base is None:
+            self.base = {name: x.clone() if self.static else x for name, x in self.tensors.items()}
+        self.recent = {
+            name: torch.cat([self.recent[name], x], dim=_token_dim(name)) if self.recent else x
+            for name, x in tokens.items()
+        }
+
+    def take_unread(self) -> dict[str, Tensor]:
+        """Return the tokens to be read again, and count them as not read."""
+        unread, self.unread = self.unread, {}
+        if unread:
+            self.length -= unread["mask"].shape[1]
+        return unread
 
     @property
     def state(self) -> LinearAttentionState | None:
         """The linear branch's state, None before the first token."""
-        return LinearAttentionState(self.tensors["kv"], self.tensors["z"]) if "kv" in self.tensors else None
+        if "kv" not in self.tensors:
+            return None
+        z = self.tensors["z"]
+        return LinearAttentionState(self.tensors["kv"], z if z.ndim == 3 else z[:, :, 0])
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read, padding included."""
@@ -77,17 +135,23 @@ class LinearAttentionCacheLayer(CacheLayerMixin):
         """Return the length of the cache that this layer replaced, -1 where it had no limit."""
         return self.max_length
 
-    def _apply(self, function: Any) -> None:
-        self.tensors = {name: function(x) for name, x in self.tensors.items()}
+    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        for held in (self.tensors, self.recent, self.unread, self.base or {}):
+            held.update({name: function(x) for name, x in held.items()})
+        for other in self.others:
+            other._apply(function)
 
     def reset(self) -> None:
         """Forget every token."""
-        if self.static:
+        self.recent, self.unread, self.base = {}, {}, None
+        if isinstance(self.length, Tensor):
             for x in self.tensors.values():
                 x.zero_()
-            self.length.zero_()  # type: ignore[union-attr]
+            self.length.zero_()
         else:
             self.tensors, self.length = {}, 0
+        for other in self.others:
+            other.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows, as beam search does."""
@@ -101,27 +165,109 @@ class LinearAttentionCacheLayer(CacheLayerMixin):
         """Keep the rows ``indices``."""
         self._apply(lambda x: x[indices])
 
+    def activate_past_recording(self) -> None:
+        """Keep the tokens read from now on, so that :meth:`crop` can drop the last of them."""
+        self.record_past = True
+        for other in self.others:
+            other.activate_past_recording()
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: a sum of tokens cannot give one back.
+        """Forget the last tokens read since the last crop, and stop keeping the others.
+
+        Args:
+            tokens_to_remove: Minus their number, <= 0.
 
         Raises:
-            ArgumentError: If any token is to be removed.
+            ArgumentError: If it is positive, or reaches back beyond what was recorded.
         """
-        if tokens_to_remove:
+        kept = self.recent["mask"].shape[1] if self.recent else 0
+        if tokens_to_remove > 0 or -tokens_to_remove > kept:
             raise ArgumentError(
                 explain(
                     "tokens_to_remove",
-                    "be 0, for a linear-attention state cannot forget its last tokens",
+                    f"be from {-kept} to 0, for a sum over tokens can only forget those that were kept apart",
                     tokens_to_remove,
-                    "Copy the cache before reading tokens that may be dropped.",
+                    "Call cache.activate_past_recording() before reading tokens that may be dropped, or copy it.",
                 )
             )
+        if tokens_to_remove:
+            self.unread = {
+                name: x.narrow(_token_dim(name), 0, kept + tokens_to_remove)
+                for name, x in self.recent.items()
+                if kept + tokens_to_remove
+            }
+            before = self.base or {}
+            if self.static:
+                for name, x in self.tensors.items():
+                    x.copy_(before[name]) if name in before else x.zero_()
+            else:
+                self.tensors = dict(before)
+            self.length += tokens_to_remove
+        self.recent, self.base = {}, None
+        for other in self.others:
+            other.crop(tokens_to_remove)
 
     def offload(self) -> None:
         """Do nothing: the state is small and needed at each token."""
 
     def prefetch(self) -> None:
         """Do nothing; see :meth:`offload`."""
+
+
+class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type: ignore[misc]
+    """Hold a converted layer's state beside the convolution's and recurrence's of the same model layer.
+
+    Args:
+        layer: The cache layer that it replaces; what its recurrent part has read is taken over.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layer: LinearAttentionCacheLayerMixin) -> None:
+        LinearAttentionCacheLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=layer.number_of_states)
+        for name in vars(self).keys() & vars(layer).keys() - {"keys", "values", "is_initialized"}:
+            setattr(self, name, getattr(layer, name))
+        self.is_compileable = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the recurrent part; the attention part needs nothing."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer that this one replaced had no limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget every token."""
+        LinearAttentionLayer.reset(self)
+        LinearAttentionCacheLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows in both parts."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        LinearAttentionCacheLayer.reorder_cache(self, beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """Keep the past in both parts."""
+        LinearAttentionLayer.activate_past_recording(self)
+        LinearAttentionCacheLayer.activate_past_recording(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens in both parts, where the recurrent one can."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        LinearAttentionCacheLayer.crop(self, tokens_to_remove)
+
+    def offload(self) -> None:
+        """Do nothing: both parts are small and needed at each token."""
+
+    def prefetch(self) -> None:
+        """Do nothing; see :meth:`offload`."""
+
+
+def _token_dim(name: str) -> int:
+    return 1 if name == "mask" else 2
 
 
 def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> LinearAttentionCacheLayer:
@@ -140,6 +286,16 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
+    if index >= len(cache.layers):
+        raise ArgumentError(
+            explain(
+                "past_key_values",
+                f"have a layer {index}",
+                f"a {type(cache).__name__} of {len(cache.layers)} layers",
+                "Build it with this model's config.",
+                where=name,
+            )
+        )
     layer = cache.layers[index]
     if isinstance(layer, LinearAttentionCacheLayer):
         return layer
@@ -153,6 +309,10 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
                 where=name,
             )
         )
-    ours = LinearAttentionCacheLayer(layer.max_cache_len if isinstance(layer, StaticLayer) else None)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        ours = HybridCacheLayer(layer)
+    else:
+        ours = LinearAttentionCacheLayer(layer.max_cache_len if isinstance(layer, StaticLayer) else None)
+        ours.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = ours
     return ours

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 
 from hf_linear_attn.config import LinearAttentionConfig
@@ -68,6 +69,15 @@ class PatchedModel(PreTrainedModel):  # type: ignore[misc]
             from hf_linear_attn.patching.patch import apply_config
 
             apply_config(self, LinearAttentionConfig.from_dict(settings))
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Put our layers into the cache before `generate` configures it: recording, compiling and resetting."""
+        super()._prepare_cache_for_generation(*args, **kwargs)
+        from hf_linear_attn.patching.attention import convert_cache
+
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, dict) and isinstance(argument.get("past_key_values"), Cache):
+                convert_cache(self, argument["past_key_values"])
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

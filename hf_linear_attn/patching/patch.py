@@ -14,12 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_linear_attn.config import LinearAttentionConfig, Mix
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from hf_linear_attn.feature_maps import feature_map_class
-from hf_linear_attn.patching.attention import IMPLEMENTATION, Geometry, LinearAttention, find_cache
+from hf_linear_attn.patching.attention import (
+    IMPLEMENTATION,
+    Geometry,
+    LinearAttention,
+    attends_causally,
+    find_cache,
+    release_cache,
+)
 from hf_linear_attn.patching.checkpoint import linear_attention_class, softmax_class
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 LayerChoice = Literal["all"] | Iterable[int] | Callable[[int, str, nn.Module], bool] | None
-Kind = Literal["full", "local", "cross"]
+Kind = Literal["full", "sliding", "chunked", "cross"]
 
 
 class AttentionLayer(NamedTuple):
@@ -30,7 +37,7 @@ class AttentionLayer(NamedTuple):
     name: str
     module: nn.Module
     kind: Kind
-    """``"local"`` where it sees a sliding window or a chunk."""
+    """What it sees; only full attention is converted by default."""
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -62,11 +69,11 @@ def _kind(name: str, module: nn.Module) -> Kind:
     ):
         return "cross"
     if getattr(module, "sliding_window", None) is not None or getattr(module, "is_sliding", False):
-        return "local"
+        return "sliding"
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
-        return "local" if "sliding" in types[index] or "chunked" in types[index] else "full"
+        return next((kind for kind in ("sliding", "chunked") if kind in types[index]), "full")
     return "full"
 
 
@@ -117,6 +124,8 @@ def _unsupported(layer: AttentionLayer, reason: str) -> UnsupportedError:
 def _refuse_special(layer: AttentionLayer) -> None:
     """Raise where a layer has something that acts on the matrix of scores."""
     config = getattr(layer.module, "config", None)
+    if layer.kind == "chunked":
+        raise _unsupported(layer, "a restart of attention at each chunk (attention_chunk_size)")
     for holder in (layer.module, config):
         if getattr(holder, "attn_logit_softcapping", None) is not None:
             raise _unsupported(layer, "a soft-cap on the scores (attn_logit_softcapping)")
@@ -126,6 +135,12 @@ def _refuse_special(layer: AttentionLayer) -> None:
         raise _unsupported(layer, "a learned attention sink (sinks)")
     if getattr(layer.module, "has_relative_attention_bias", False):
         raise _unsupported(layer, "a relative position bias on the scores")
+    for part, meaning in (
+        ("indexer", "an indexer that selects keys for each query"),
+        ("compressor", "a compressor of keys over several tokens"),
+    ):
+        if isinstance(getattr(layer.module, part, None), nn.Module):
+            raise _unsupported(layer, f"{meaning} ({part})")
 
 
 def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]:
@@ -153,9 +168,13 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
             )
         )
     if layers is None:
-        chosen = [layer for layer in candidates if layer.kind == "full"]
+        texts = _text_model_types(model)
+        text = [layer for layer in candidates if getattr(layer.module.config, "model_type", None) in texts]
+        chosen = [layer for layer in text if layer.kind == "full"]
         remedy = (
-            f"All {len(candidates)} attention layers are local (sliding or chunked); pass layers='all' to convert them."
+            f"All {len(text)} layers of the language model are sliding or chunked; pass layers='all' to convert them."
+            if text
+            else f"None of the {len(candidates)} layers belongs to the language model; name some with layers=."
         )
     elif isinstance(layers, str):
         if layers != "all":
@@ -175,6 +194,13 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     if not chosen:
         raise ArgumentError(explain("layers", "choose at least one layer", layers, remedy, where=type(model).__name__))
     return chosen
+
+
+def _text_model_types(model: nn.Module) -> set[str]:
+    """Name the configurations of a model's language part: towers for images and sound have others."""
+    config: PreTrainedConfig = model.config  # type: ignore[assignment]
+    parts = [config, config.get_text_config(decoder=True), config.get_text_config(encoder=True)]
+    return {part.model_type for part in parts}
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -206,7 +232,8 @@ def patch_model(
         model: A Transformers model whose attention goes through the AttentionInterface.
         feature_map: A registered name, see :func:`available_feature_maps`.
         layers: ``"all"``; indices among the self-attention layers; a callable ``(index, name, module) -> bool``; or
-            None for every full-attention layer, leaving sliding-window and chunked ones. Cross-attention always stays.
+            None for every full-attention layer of the language model, leaving sliding-window and chunked ones and the
+            towers of multimodal models. Cross-attention always stays.
         window: Attend exactly to the last ``window`` tokens, >= 1; None for linear attention throughout.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
@@ -266,13 +293,13 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     for layer in chosen:
         if not config.allow_approximate:
             _refuse_special(layer)
-        if config.window is not None and not getattr(layer.module, "is_causal", True):
+        if config.window is not None and not attends_causally(layer.module):
             raise ArgumentError(
                 explain(
                     "window",
                     "be None for bidirectional attention",
                     config.window,
-                    "Leave it out.",
+                    "Leave the window out, or this layer with layers=.",
                     where=layer.name,
                 )
             )
@@ -285,6 +312,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     for layer, part in parts:
         layer.module.linear_attention = part
         layer.module.register_forward_pre_hook(find_cache, with_kwargs=True)
+        layer.module.register_forward_hook(release_cache)
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
@@ -349,6 +377,9 @@ def unpatch_model(model: ModelT) -> ModelT:
             if hook is find_cache:
                 module._forward_pre_hooks.pop(key)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if hook is release_cache:
+                module._forward_hooks.pop(key)
     del model.config.linear_attention
     model.config.__dict__.pop("auto_map", None)
     model.__class__ = softmax_class(type(model))

@@ -71,6 +71,7 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "state_size": 8,
     "mamba_d_state": 8,
     "mamba_d_conv": 4,
     "mamba_expand": 2,
@@ -104,7 +105,88 @@ SIZES: dict[str, Any] = {
 }
 """Sizes by the names that configurations give them; each configuration takes those that it has."""
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+REMOVE: Any = object()
+"""In OVERRIDES: leave the configuration's own default."""
+
+_SPARSE = {"index_head_dim": 8, "index_n_heads": 4, "index_topk": 4, "num_key_value_heads": 4, "qk_head_dim": 16}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "axk2": _SPARSE,
+    "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "data2vec-text": {"pad_token_id": 0},
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_unified_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "deepseek_v32": _SPARSE,
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "esmc": {"num_key_value_heads": 4},
+    "falcon": {"alibi": False, "num_kv_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 8,
+        "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "glm_moe_dsa": _SPARSE,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "mamba_n_groups": 1,
+        "n_groups": 1,
+    },
+    "prophetnet": {
+        "num_hidden_layers": REMOVE,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+    },
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "ple_embed_dim": 32},
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8,
+        "max_position_embeddings": 512,
+    },
+    "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+    "xlnet": {"max_position_embeddings": REMOVE},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {
+        "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "layer_types": ["linear_attention", "hybrid"],
+        "num_hidden_layers": 2,
+        "hybrid_layer_ids": [1],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
 """What single configurations need besides."""
 
 
@@ -120,35 +202,50 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _tiny(cls: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
     default = cls()
-    own = {name: value for name, value in SIZES.items() if hasattr(default, name)}
-    for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
+    own = {name: value for name, value in SIZES.items() if _settable(default, name)}
+    for name in getattr(cls, "sub_configs", None) or {}:
         value = getattr(default, name, None)
-        if isinstance(value, PreTrainedConfig):
-            own[name] = _tiny(type(value), {}).to_dict()
-        elif (
-            value is None
-            and isinstance(sub, type)
-            and issubclass(sub, PreTrainedConfig)
-            and sub is not PreTrainedConfig
-        ):
-            own[name] = _tiny(sub, {}).to_dict()
-    types = getattr(default, "layer_types", None)
-    if isinstance(types, (list, tuple)) and "layer_types" not in overrides:
-        kinds = list(dict.fromkeys(types))
-        own["layer_types"] = [*kinds, "full_attention"][: max(2, len(kinds))] if len(kinds) > 1 else kinds * 2
-        for name in ("num_hidden_layers", "num_layers", "n_layer"):
-            if name in own:
-                own[name] = len(own["layer_types"])
-    return cls(**(own | overrides))
+        if isinstance(value, PreTrainedConfig) and name not in overrides:
+            own[name] = _tiny(type(value), OVERRIDES.get(value.model_type, {})).to_dict()
+    own |= _short_layer_types(default)
+    if own.get("kv_lora_rank"):
+        own["num_key_value_heads"] = own["num_attention_heads"]
+    for name, value in overrides.items():
+        own[name] = own.get(name, {}) | value if isinstance(value, dict) and name in own else value
+    return cls(**{name: value for name, value in own.items() if value is not REMOVE})
+
+
+def _settable(config: PreTrainedConfig, name: str) -> bool:
+    attribute = getattr(type(config), type(config).attribute_map.get(name, name), None)
+    if isinstance(attribute, property) and attribute.fset is None:
+        return False
+    try:
+        return getattr(config, name, REMOVE) is not REMOVE
+    except RuntimeError:  # differs between layers
+        return True
+
+
+def _short_layer_types(config: PreTrainedConfig) -> dict[str, Any]:
+    """Keep one layer of each type, and at least two."""
+    if not _settable(config, "layer_types") or not isinstance(config.layer_types, (list, tuple)):
+        return {}
+    kinds = list(dict.fromkeys(config.layer_types))
+    kinds = kinds * 2 if len(kinds) == 1 else kinds
+    names = ("num_hidden_layers", "num_layers", "n_layer")
+    return {"layer_types": kinds} | {name: len(kinds) for name in names if _settable(config, name)}
 
 
 def tiny_model(task: Task, model_type: str, **changes: Any) -> PreTrainedModel:
     """Build a model with weights large enough that attention matters, in eval mode."""
     config = tiny_config(model_type)
+    if task == "causal" and getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
+        config.is_decoder = True
     for name, value in changes.items():
         setattr(config, name, value)
     names = getattr(modeling_auto, MAPPINGS[task])[model_type]
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
+    if task == "causal" and not isinstance(config, cls.config_class):
+        config = config.get_text_config(decoder=True)
     torch.manual_seed(0)
     return randomise(cls(config).eval())
 

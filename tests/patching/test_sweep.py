@@ -1,0 +1,114 @@
+"""Every configuration registered for a language task; `make sweep` also writes docs/results/architectures.md."""
+
+import re
+from typing import Any
+
+import pytest
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.patching import LinearAttention, attention_layers
+
+from . import checks
+from .checks import Subject
+from .zoo import Task, registered, tiny_model
+
+NOT_BUILT: dict[tuple[Task, str], str] = {
+    ("causal", "blt"): "reads bytes through patches of its own; its configuration builds no small model",
+    ("causal", "gemma3n"): "needs the timm package for its image tower; gemma3n_text stands for it",
+    ("causal", "gemma4_assistant"): "drafts from another model's hidden states, not from text alone",
+    ("causal", "gemma4_unified_assistant"): "drafts from another model's hidden states, not from text alone",
+    ("causal", "dots3_note"): "the same class as dots3_note_text",
+    ("causal", "musicgen"): "reads audio codes",
+    ("causal", "musicgen_melody"): "reads audio codes",
+    ("masked", "luke"): "builds no small model",
+    ("masked", "perceiver"): "builds no small model",
+    ("seq2seq", "vibevoice_asr"): "builds no small model",
+    ("seq2seq", "voxtral_realtime"): "needs audio",
+    ("seq2seq", "nemo_speechlm"): "needs audio",
+}
+"""Configurations that a text-only test of a tiny model cannot run, softmax or not, with the reason."""
+
+KNOWN_LIMITS: dict[tuple[Task, str], dict[str, str]] = {}
+"""Properties that a converted architecture does not have though its softmax model has, with the reason."""
+
+HANDFUL = [
+    ("causal", "gemma3_text"),
+    ("causal", "phi3"),
+    ("masked", "roberta"),
+    ("seq2seq", "marian"),
+]
+"""What the default tier runs of the sweep, besides test_architectures.py."""
+
+
+def examine(task: Task, model_type: str) -> dict[str, Any]:
+    """Convert one architecture and check everything; return its row of the table."""
+    row: dict[str, Any] = {"task": task, "model_type": model_type, "checks": {}}
+    if (task, model_type) in NOT_BUILT:
+        return row | {"status": "not run", "reason": NOT_BUILT[task, model_type]}
+    model = tiny_model(task, model_type)
+    row["class"] = type(model).__name__
+    found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
+    layers = None if any(layer.kind == "full" for layer in found) else "all"
+    try:
+        patch_model(model, "elu", layers=layers)
+        Subject(model, task).logits(Subject(model, task).tokens())
+    except UnsupportedError as error:
+        reason = re.sub(r"^`(\w+)` must (.*?)\. ", r"\1 must \2; ", str(error))
+        return row | {"status": "refused", "reason": reason}
+    parts = [m for m in model.modules() if isinstance(m, LinearAttention)]
+    row["converted"] = f"{len(parts)} of {len(found)}"
+    build = lambda: tiny_model(task, model_type)  # noqa: E731
+    steps: dict[str, Any] = {
+        check.__name__: lambda check=check: check(Subject(model, task)) for check in checks.checks_for(task)
+    }
+    steps["save_and_load"] = lambda: checks.save_and_load(Subject(model, task))
+    steps["undo"] = lambda: checks.differs_and_unpatches(build, task, feature_map="elu", layers=layers)
+    window = {} if task != "causal" else {"window": 3, "sinks": 1}
+    windowed = lambda: patch_model(build(), "hedgehog", layers=layers, **window)  # noqa: E731
+    steps["gradients"] = lambda: checks.gradients(windowed(), task)
+    if window:
+        steps["window"] = lambda: checks.cached_decoding(Subject(windowed(), task))
+    for name, step in steps.items():
+        try:
+            step()
+        except Exception as error:
+            row["checks"][name] = _judge(task, model_type, name, error)
+        else:
+            row["checks"][name] = "yes"
+    failed = {name: result for name, result in row["checks"].items() if result not in ("yes", "own")}
+    return row | {
+        "status": "fails" if failed else "converted",
+        "reason": "; ".join(f"{k}: {v}" for k, v in failed.items()),
+    }
+
+
+def _judge(task: Task, model_type: str, name: str, error: Exception) -> str:
+    """Return "own" where the softmax model lacks the property too, else what went wrong."""
+    same = {check.__name__: check for check in checks.checks_for(task)} | {"window": checks.cached_decoding}
+    if name in same:
+        try:
+            same[name](Subject(tiny_model(task, model_type), task))
+        except Exception:
+            return "own"
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+ALL = [(task, name) for task in ("causal", "masked", "seq2seq") for name in registered(task)]
+
+
+@pytest.mark.parametrize(("task", "model_type"), HANDFUL)
+def test_a_handful(task, model_type):
+    row = examine(task, model_type)
+    assert row["status"] == "converted", row["reason"]
+    assert "own" not in row["checks"].values()
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("task", "model_type"), ALL)
+def test_every_configuration(task, model_type, record_property):
+    row = examine(task, model_type)
+    record_property("row", row)
+    assert row["status"] != "fails", row["reason"]
