@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return the device of the model's input."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight.device
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:
@@ -70,13 +76,6 @@ def forward(
         )
     logits: Tensor = output.logits
     return (logits if all_logits else logits[:, -1:]), output.past_key_values
-
-
-def pieces(model: PreTrainedModel, input_ids: Tensor, cache: Any, chunk: int) -> Iterator[tuple[Tensor, Any]]:
-    """Read `[B, T]` tokens `chunk` at a time and yield all logits and the cache of each piece."""
-    for part in input_ids.split(chunk, dim=1):
-        logits, cache = forward(model, part, cache)
-        yield logits, cache
 
 
 def prefill(
@@ -183,7 +182,7 @@ class PrefixReader:
         self._model = model
         self._chunk = chunk
         self._pad_id = pad_id
-        self._device = model.get_input_embeddings().weight.device
+        self._device = device_of(model)
         # The last two: needles that happen to begin alike make a trunk too long for the batch after next.
         self._trunks: list[tuple[int, Any]] = []
 

@@ -26,7 +26,7 @@ _MIB = 2**20
 BREAK_EVEN_COLUMNS = {"prefill": "ttft_ms", "decode": "decode_ms_per_token", "memory": "peak_mib"}
 
 
-class PeakTensorBytes(TorchDispatchMode):
+class PeakTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors alive inside the block, operator by operator, and keeps the highest count.
 
     On a CPU there is no allocator to ask and the process's resident size is mostly that of the libraries, so this
@@ -34,7 +34,7 @@ class PeakTensorBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live: dict[int, int] = {}
         self._total = 0
@@ -87,7 +87,7 @@ def timed(device: torch.device, run: Callable[[], Any]) -> float:
     """Return the milliseconds a call takes, by device events on CUDA and ROCm and by a synchronised clock elsewhere."""
     _synchronise(device)
     if device.type == "cuda":
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
         stop.record()
@@ -168,8 +168,8 @@ def measure(subject: Subject, length: int, settings: EvaluationSettings) -> dict
     model, device, chunk = subject.model, subject.device, settings.prefill_chunk
 
     def decode(cache: Any) -> Any:
-        for token in forced.split(1, dim=1):
-            _, cache = forward(model, token, cache, all_logits=False)
+        for at in range(decoded):
+            _, cache = forward(model, forced[:, at : at + 1], cache, all_logits=False)
         return cache
 
     with torch.inference_mode():

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.evaluation import latency, perplexity, retrieval
 from hf_linear_attn.evaluation.generation import forward, prefill
+from hf_linear_attn.evaluation.latency import timed
 from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import (
@@ -253,15 +254,16 @@ def _calibrate(subject: Subject, settings: EvaluationSettings) -> tuple[float, f
     """Return seconds per token read and per decode step."""
     tokens = min(_CALIBRATION_TOKENS, settings.lengths[0] - 1)
     ids = torch.zeros(settings.batch_size, tokens, dtype=torch.long, device=subject.device)
-    read_ms = step_ms = 0.0
-    for _ in range(2):
-        caches: list[Any] = []
-        read_ms = latency.timed(
-            subject.device, lambda c=caches: c.append(prefill(subject.model, ids, None, settings.prefill_chunk)[1])
-        )
-        step_ms = latency.timed(
-            subject.device, lambda c=caches: forward(subject.model, ids[:, :1], c[0], all_logits=False)
-        )
+    caches: list[Any] = []
+
+    def read() -> None:
+        caches.append(prefill(subject.model, ids, None, settings.prefill_chunk)[1])
+
+    def step() -> None:
+        forward(subject.model, ids[:, :1], caches[-1], all_logits=False)
+
+    # The first of each warms up.
+    read_ms, step_ms = [(timed(subject.device, read), timed(subject.device, step)) for _ in range(2)][-1]
     return read_ms / 1000 / ids.numel(), step_ms / 1000
 
 

@@ -176,10 +176,11 @@ def _argument_class() -> type:
     """Derive the dataclass that HfArgumentParser reads: sequences become comma-separated text."""
     sequences = _sequence_fields()
     hints = get_type_hints(EvaluationSettings)
-    fields = []
+    fields: list[tuple[str, Any, Any]] = []
     for item in dataclasses.fields(EvaluationSettings):
         if item.name in sequences:
-            text = ",".join(str(value) for value in item.default)
+            default: Any = item.default
+            text = ",".join(map(str, default))
             fields.append((item.name, str, field(default=text, metadata=dict(item.metadata))))
         else:
             fields.append((item.name, hints[item.name], field(default=item.default, metadata=dict(item.metadata))))
@@ -226,7 +227,7 @@ def parse_arguments(
     if len(argv) == 1 and argv[0].endswith((".yaml", ".yml", ".json")):
         return settings_from_mapping({**defaults, **_read_settings_file(Path(argv[0]))})
     parser = HfArgumentParser(
-        _argument_class(),
+        _argument_class(),  # type: ignore[arg-type]
         prog=prog,
         description="Evaluate a causal language model at long context: retrieval, perplexity, latency.",
         epilog="Instead of flags, give the path of one YAML or JSON file that holds them.",

@@ -91,7 +91,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
 def _sign_test(wins: int, losses: int) -> float:
     """Return the two-sided exact binomial p-value of `wins` against `losses` under a fair coin."""
     n, k = wins + losses, min(wins, losses)
-    tail = sum(math.comb(n, i) for i in range(k + 1)) / 2**n
+    tail = sum(math.comb(n, i) for i in range(k + 1)) / (1 << n)
     return min(1.0, 2 * tail)
 
 

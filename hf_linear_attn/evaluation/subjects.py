@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 
 _POSITION_TABLE = re.compile(r"(^|[._])(wpe|pos|positions?|position_embeddings|embed_positions)$")
@@ -46,7 +47,7 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """Return the device of the model's input."""
-        return torch.device(self.model.get_input_embeddings().weight.device)
+        return device_of(self.model)
 
     @property
     def linear_attention(self) -> Mapping[str, Any] | None:
@@ -76,7 +77,8 @@ class Subject:
     @cached_property
     def vocabulary(self) -> int:
         """Return the number of logits per token."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
+        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return int(head.weight.shape[0])  # type: ignore[index]
 
     @cached_property
     def position_limit(self) -> int | None:
@@ -168,7 +170,7 @@ def load_model(path: str, settings: EvaluationSettings) -> PreTrainedModel:
         raise CheckpointError(
             explain("model", "be a causal language model that can be loaded", path, f"Check the path: {error}")
         ) from error
-    model.to(torch.device(settings.device) if settings.device else default_device())
+    model.to(torch.device(settings.device) if settings.device else default_device())  # type: ignore[arg-type]
     return model
 
 
@@ -211,7 +213,8 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
             the model under test is patched.
         ArgumentError: If `attn="softmax"` was asked for a patched model that was passed in memory.
     """
-    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None or model.config.is_encoder_decoder:
         raise UnsupportedError(
             explain(
                 "model",
@@ -221,7 +224,8 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
                 where=name,
             )
         )
-    subject = Subject(name=name, role=role, model=model.eval(), path=path)
+    model.train(False)
+    subject = Subject(name=name, role=role, model=model, path=path)
     if role == "model":
         if settings.attn == "linear" and subject.linear_attention is None:
             raise UnsupportedError(
