@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,16 @@ class LinearAttention(nn.Module):
     ) -> Tensor:
         if self.settings.window is None:
             return self._linear(q, k, v, key_mask, cu_seqlens, causal)
+        if not causal:
+            raise UnsupportedError(
+                explain(
+                    "window",
+                    "be None for bidirectional attention",
+                    self.settings.window,
+                    "Leave the window out, or this layer with layers=.",
+                    where=self.name,
+                )
+            )
         if cu_seqlens is None:
             return self._hybrid(q, k, v, key_mask, scaling, self.settings.window)
         bounds = cu_seqlens.tolist()
@@ -285,7 +295,7 @@ class LinearAttention(nn.Module):
         settings = self.settings
         window = settings.window or 0
         k, v, mask, sinks = near
-        exact = {"window": window, "scaling": scaling, "key_mask": mask, "sinks": sinks}
+        exact: dict[str, Any] = {"window": window, "scaling": scaling, "key_mask": mask, "sinks": sinks}
         if settings.mix == "window":
             return window_attention(q, k, v, **exact), {}
         far_k, far_v, far_mask, far_positions = far
@@ -365,20 +375,20 @@ def _lag(x: Tensor, delay: int, dim: int = 1) -> Tensor:
 
 
 def _last(x: Tensor, number: int, dim: int) -> Tensor:
-    """Return the last ``number`` tokens of ``x``, zeros before them where there are fewer."""
+    """Return the last ``number`` tokens of ``x``, zeros before them where there are fewer; never a view of the rest."""
     tokens = x.shape[dim]
     if tokens >= number:
-        return x.narrow(dim, tokens - number, number)
+        return x.narrow(dim, tokens - number, number).clone()
     return nn.functional.pad(x, [0, 0] * (x.ndim - dim - 1) + [number - tokens, 0])
 
 
 def part_of(module: nn.Module) -> LinearAttention | None:
     """Return what is learned in a patched attention module; None where it is not patched."""
-    part = getattr(module, "linear_attention", None)
+    part: Any = getattr(module, "linear_attention", None)
     if isinstance(part, nn.Module) and hasattr(part, "modules_to_save"):
         # PEFT trains a copy of it, kept in a wrapper beside the original.
         active = [] if part.disable_adapters else list(part.active_adapters)
-        part = part.modules_to_save[active[0]] if active else part.original_module  # type: ignore[index, union-attr]
+        part = part.modules_to_save[active[0]] if active else part.original_module
     return part if isinstance(part, LinearAttention) else None
 
 
@@ -390,7 +400,7 @@ def find_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     attention.cache, attention.calls = None, 0
     for value in (*kwargs.values(), *args):
         if isinstance(value, (Cache, EncoderDecoderCache)):
-            attention.cache = cache_layer(value, module.layer_idx, attention.name)  # type: ignore[arg-type]
+            attention.cache = cache_layer(value, cast(int, module.layer_idx), attention.name)
             return
 
 
@@ -457,6 +467,9 @@ def linear_attention_forward(
         )
     _refuse_unsupported(attention, query, key, kwargs)
     causal = attends_causally(module) if is_causal is None else is_causal
+    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] == 1 < query.shape[2]:
+        # One row of mask for all queries: softmax layers would attend in both directions, whatever the module says.
+        causal = False
     if query.dtype != value.dtype:
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
