@@ -320,7 +320,7 @@ class LinearAttention(nn.Module):
         counts = far_mask.cumsum(1) if not delay else _lag(far_mask.cumsum(1), delay)
         if old:
             counts = counts + old["far_count"][:, None]
-        kept = {"kv": final.kv, "z": final.z, "far_count": counts[:, -1]}
+        kept = {"kv": final.kv, "z": final.z, "far_count": counts[:, -1].clone()}
         if "window" in self.disabled:
             return o_far, kept
         if "linear" in self.disabled:
