@@ -39,8 +39,8 @@ model = from_pretrained("this/folder")
 
 ## Recipe
 
-{tokens:,} tokens in {minutes:.1f} minutes; {trained:,} of {all:,} parameters trained; feature maps and gates have
-{feature_maps:,}. Data: {data}.
+{tokens:,} tokens in {minutes:.1f} minutes. The last stage trained {trained:,} of {all:,} parameters; feature maps and
+gates have {feature_maps:,}. Data: {data}.
 
 ```json
 {settings}
@@ -76,14 +76,14 @@ def figures_table(metrics: dict[str, Any]) -> str:
     """Return measured figures as a Markdown table."""
     if not metrics:
         return "Nothing was measured (`heldout_rows=0`)."
-    columns = {"teacher": metrics["teacher"], "student": metrics["student"]}
+    columns = dict(metrics)
     if metrics["student"]["linear_off"]:
         columns["student, linear branch off"] = metrics["student"]["linear_off"]
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("held-out loss, nats per token", lambda m: f"{m['loss_nats']:.4f}"),
         ("the same, second half of the context", lambda m: f"{m['late_loss_nats']:.4f}"),
     ]
-    for pairs in metrics["teacher"]["recall"]:
+    for pairs in metrics["student"]["recall"]:
         rows.append((f"recall of one of {pairs} pairs", partial(_recall, pairs=pairs)))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(show(m) for m in columns.values()) + " |" for name, show in rows]

@@ -83,7 +83,7 @@ def save_checkpoint(
         # A full disk shows as RuntimeError from torch and as SafetensorError from safetensors.
         shutil.rmtree(temporary, ignore_errors=True)
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
-        last = (checkpoints(folder) or [None])[-1]
+        last = next(reversed(checkpoints(folder)), None)
         raise CheckpointError(
             explain(
                 "output_dir",

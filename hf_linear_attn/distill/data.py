@@ -6,6 +6,7 @@ resumes, or that is spread over more processes, reads the same ones.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from logging import getLogger
@@ -30,6 +31,9 @@ HELDOUT_ONE_IN = 20
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
 """Readers of local files, by suffix."""
+
+ENCODED_AT_ONCE = 64
+"""Texts per call of the tokenizer: fast ones spread them over threads."""
 
 NEEDLES = ("passkey", "niah_single", "niah_multikey")
 MOST_PAIRS = 16
@@ -154,6 +158,18 @@ class StreamBlocks(Blocks):
             next(self._blocks)
         self._next = number + 1
         return next(self._blocks)
+
+
+def tokens_read(settings: DistillationSettings, processes: int) -> int:
+    """Return how many text tokens a run reads."""
+    steps = {
+        "transfer": settings.transfer_steps,
+        "distill": settings.distill_steps,
+        "extend": settings.extend_factor * settings.extend_steps,
+    }
+    rows = settings.rows * settings.accumulation * processes
+    total = rows * settings.block_tokens * sum(steps[stage] for stage in settings.stages)
+    return math.ceil(total * (1 - settings.recall_share))
 
 
 class RecallRows:
@@ -304,26 +320,40 @@ def load_data(
         TrainingError: If reading the dataset breaks off.
     """
     bos, end = bos_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    needed = tokens_read(settings, processes)
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        # One call for all: fast tokenizers spread a batch over threads. Documents are longer than any model's
-        # context, which is not worth a warning since they are cut into blocks.
-        found = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [[*ids, *end] for ids in found]
+    def encode(texts: Sequence[str], enough: float = math.inf) -> list[list[int]]:
+        """Tokenise texts in a fixed random order until they have ``enough`` tokens."""
+        order = list(range(len(texts)))
+        random.Random(settings.seed).shuffle(order)
+        found: list[list[int]] = []
+        tokens = 0
+        for start in range(0, len(order), ENCODED_AT_ONCE):
+            part = [texts[index] for index in order[start : start + ENCODED_AT_ONCE]]
+            # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
+            for ids in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]:
+                found.append([*ids, *end])
+                if len(ids) >= settings.block_tokens:
+                    tokens += len(ids)
+            if tokens >= enough:
+                break
+        return found
 
     training: Blocks
     if settings.dataset is None:
-        training = DocumentBlocks(encode(load_stdlib_documents("train")), bos, settings.seed)
-        heldout = DocumentBlocks(encode(load_stdlib_documents("heldout")), bos, settings.seed)
+        training = DocumentBlocks(encode(load_stdlib_documents("train"), needed), bos, settings.seed)
+        heldout = DocumentBlocks(
+            encode(load_stdlib_documents("heldout"), (settings.heldout_rows + 1) * settings.block_tokens),
+            bos,
+            settings.seed,
+        )
     elif settings.streaming:
         texts = _read_dataset(settings)
         first = list(itertools.islice(texts, HELDOUT_ONE_IN))
         heldout = DocumentBlocks(encode(first), bos, settings.seed)
         training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos)
     else:
-        documents = encode(list(_read_dataset(settings)))
+        documents = encode(list(_read_dataset(settings)), needed)
         if len(documents) < HELDOUT_ONE_IN:
             # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
             cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]

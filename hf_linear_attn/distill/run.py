@@ -3,23 +3,28 @@
 import copy
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.checkpoint import write_atomic
 from hf_linear_attn.distill.data import Batch, Data, load_data
+from hf_linear_attn.distill.lora import add_lora
+from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.stages import linear_attention_parts, predictions
+from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions
+from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
@@ -84,31 +89,46 @@ def distill(
         mixed_precision=settings.mixed_precision, log_with=settings.trackers or None, project_dir=settings.output_dir
     )
     folder = None if settings.output_dir is None else Path(settings.output_dir)
-    torch.manual_seed(settings.seed)
-    teacher = load_teacher(settings) if teacher is None else teacher
-    tokenizer = AutoTokenizer.from_pretrained(settings.model) if tokenizer is None else tokenizer
-    student = load_student(settings, teacher) if student is None else student
-    check_pair(teacher, student, tokenizer)
-    teacher.to(accelerator.device).eval().requires_grad_(False)
-    student.to(accelerator.device)
-    if settings.gradient_checkpointing:
-        student.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        made = student is None and settings.student is None
+        if teacher is None and (made or reads_teacher(settings)):
+            teacher = load_teacher(settings)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.model or settings.student)
+        student = student or load_student(settings, teacher)
+        check_pair(teacher, student, tokenizer)
+        if teacher is not None:
+            teacher.to(accelerator.device).eval().requires_grad_(False)
+        student.to(accelerator.device)
+        if settings.gradient_checkpointing:
+            student.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
         train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
+        if settings.softmax_budget and made and teacher is not None:
+            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), accelerator.device)
+        source = teacher if settings.teacher_logits is None else TeacherLogits(Path(settings.teacher_logits))
         trainer = Trainer(
-            settings, student, train, teacher_function(teacher), accelerator, student.config.hidden_size, on_step
+            settings,
+            student,
+            train,
+            None if source is None else partial(teacher_loss, source),
+            accelerator,
+            student.config.hidden_size,
+            on_step,
         )
-        trainer.run()
-        student.train(False)
+        trainer.run(partial(prepare_stage, settings))
+        trained = trainer.student
+        counts = count_parameters(trained)
+        student = trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
+        student.train(False).requires_grad_(True)
         result = DistillResult(
             student=student,
             settings=settings,
             history=trainer.history,
             tokens=trainer.tokens,
             elapsed_s=trainer.elapsed_s,
-            trainable_parameters=count_parameters(student, trainer.trained),
+            trainable_parameters=counts,
             output_dir=folder,
         )
         if settings.heldout_rows:
@@ -122,12 +142,63 @@ def distill(
                     seed=settings.seed,
                 )
                 for name, model in (("teacher", teacher), ("student", student))
+                if model is not None
             }
         if settings.trackers:
             accelerator.end_training()
         if folder is not None and accelerator.is_main_process:
             save_result(result, tokenizer, folder)
     return result
+
+
+def keep_softmax(
+    settings: DistillationSettings,
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: tuple[Data, Data],
+    device: torch.device,
+) -> PreTrainedModel:
+    """Patch a copy of the teacher anew, without the layers that are best kept softmax.
+
+    They are found on a student after attention transfer, if that is among the stages; a run that resumes reads the
+    choice that it saved.
+    """
+    path = None if settings.output_dir is None else Path(settings.output_dir) / "layers.json"
+    if path is not None and path.exists():
+        selection = Selection.load(path)
+    else:
+        if "transfer" in settings.stages:
+            quick = settings.with_changes(stages=["transfer"], output_dir=None, heldout_rows=0, softmax_budget=0.0)
+            student = distill(quick, teacher, student, tokenizer, data=data).student
+        rows = range(0, settings.heldout_rows or 8, settings.rows)
+        batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens).to(device) for row in rows]
+        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
+        if path is not None:
+            selection.save(path)
+    converted = student.config.linear_attention["layers"]
+    kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
+    logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
+    torch.manual_seed(settings.seed)
+    return load_student(settings.with_changes(layers=kept), teacher).to(device)
+
+
+def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
+    """Put LoRA into the student before the first stage that trains more than feature maps."""
+    if settings.trainable == "full" or stage == "transfer" or isinstance(student, PeftModel):
+        return student
+    # A resumed run draws the same adapters.
+    torch.manual_seed(settings.seed)
+    peft_student = add_lora(student, rank=settings.lora_rank, alpha=settings.lora_alpha)  # type: ignore[arg-type]
+    trainable, total = peft_student.get_nb_trainable_parameters()
+    logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
+    return peft_student
+
+
+def reads_teacher(settings: DistillationSettings) -> bool:
+    """Tell whether training runs the teacher."""
+    learns_from_it = settings.distill_loss == "kl" and settings.ce_share < 1
+    return "distill" in settings.stages and learns_from_it and settings.teacher_logits is None
 
 
 def load_teacher(settings: DistillationSettings) -> PreTrainedModel:
@@ -155,14 +226,14 @@ def load_teacher(settings: DistillationSettings) -> PreTrainedModel:
     return model
 
 
-def load_student(settings: DistillationSettings, teacher: PreTrainedModel) -> PreTrainedModel:
+def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
     """Load the student that the settings name, or patch a copy of the teacher."""
-    if settings.student is not None:
-        return from_pretrained(settings.student)
+    if settings.student is not None or teacher is None:
+        return from_pretrained(settings.student or "")
     student = copy.deepcopy(teacher)
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.
-        student.to(dtype=torch.float32)
+        student.to(dtype=torch.float32)  # type: ignore[call-arg]
     head_dim = getattr(student.config, "head_dim", None) or (
         student.config.hidden_size // student.config.num_attention_heads
     )
@@ -177,19 +248,30 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel) -> Pr
     )
 
 
-def check_pair(teacher: PreTrainedModel, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a teacher and a student that cannot belong together.
 
     Raises:
         ArgumentError: If one of them is patched wrongly, or architectures or vocabularies differ.
     """
-    if is_patched(teacher):
-        raise ArgumentError(
-            explain("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
-        )
     if not is_patched(student):
         raise ArgumentError(
             explain("student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher.")
+        )
+    if len(tokenizer) > student.config.vocab_size:
+        raise ArgumentError(
+            explain(
+                "tokenizer",
+                f"have at most the models' {student.config.vocab_size} tokens",
+                len(tokenizer),
+                "Use the tokenizer that the teacher was trained with.",
+            )
+        )
+    if teacher is None:
+        return
+    if is_patched(teacher):
+        raise ArgumentError(
+            explain("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
         )
     if teacher.config.model_type != student.config.model_type:
         raise ArgumentError(
@@ -209,35 +291,28 @@ def check_pair(teacher: PreTrainedModel, student: PreTrainedModel, tokenizer: Pr
                 "Distillation compares next-token distributions: use models with one tokenizer.",
             )
         )
-    if len(tokenizer) > teacher.config.vocab_size:
-        raise ArgumentError(
-            explain(
-                "tokenizer",
-                f"have at most the models' {teacher.config.vocab_size} tokens",
-                len(tokenizer),
-                "Use the tokenizer that the teacher was trained with.",
-            )
-        )
 
 
-def teacher_function(teacher: nn.Module) -> Callable[[Batch, list[int]], Tensor]:
-    """Return a function that gives the teacher's logits at a batch's weighted tokens."""
+def teacher_loss(teacher: nn.Module | TeacherLogits, batch: Batch, numbers: list[int]) -> TeacherLoss:
+    """Return the loss of one batch that compares with the teacher, run here or read from disk."""
 
-    def logits(batch: Batch, numbers: list[int]) -> Tensor:
+    def loss(logits: Tensor, weights: Tensor) -> Tensor:
+        if isinstance(teacher, TeacherLogits):
+            return teacher.loss(logits, batch, numbers, weights)
         with torch.no_grad():
-            return predictions(teacher, batch)[2]
+            expected = predictions(teacher, batch)[2]
+        return kl_loss(logits, expected, weights)
 
-    return logits
+    return loss
 
 
-def count_parameters(student: nn.Module, trained: set[str]) -> dict[str, int]:
-    """Count a student's parameters: all, trained, and those of feature maps and gates."""
+def count_parameters(student: nn.Module) -> dict[str, int]:
+    """Count a student's parameters: all, trained by the last stage, and those of feature maps and gates."""
     maps = {id(p) for part in linear_attention_parts(student) for p in part.parameters()}
-    named = dict(student.named_parameters())
     return {
-        "all": sum(p.numel() for p in named.values()),
-        "trained": sum(p.numel() for name, p in named.items() if name in trained),
-        "feature_maps": sum(p.numel() for p in named.values() if id(p) in maps),
+        "all": sum(p.numel() for p in student.parameters()),
+        "trained": sum(p.numel() for p in student.parameters() if p.requires_grad),
+        "feature_maps": sum(p.numel() for p in student.parameters() if id(p) in maps),
     }
 
 

@@ -266,6 +266,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "stages": ["distill"],
         "window_dropout": 0.0,
     },
+    # Cross-entropy alone, on the user's own data.
+    "finetune": {
+        "stages": ["extend"],
+        "extend_factor": 1,
+        "extend_steps": 200,
+        "recall_share": 0.0,
+    },
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {
         "feature_map": "hedgehog",

@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.losses import ce_loss, kl_loss, output_loss, weights_loss
+from hf_linear_attn.distill.losses import ce_loss, output_loss, weights_loss
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import ArgumentError, TrainingError, explain
 from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.patching.attention import part_of
 
 Backward = Callable[[Tensor], None]
+TeacherLoss = Callable[[Tensor, Tensor], Tensor]
 Group = dict[str, Any]
 
 
 def linear_attention_parts(model: nn.Module) -> list[LinearAttention]:
     """Return the converted layers of a model, in order."""
-    return [m for m in model.modules() if isinstance(m, LinearAttention)]
+    return [part for module in model.modules() if (part := part_of(module)) is not None]
 
 
 def softmax_attention(
@@ -155,12 +157,13 @@ class Stage(ABC):
         return batch.weights.sum()
 
     @abstractmethod
-    def backward(self, batch: Batch, teacher_logits: Callable[[], Tensor] | None, backward: Backward) -> Tensor:
+    def backward(self, batch: Batch, teacher_loss: TeacherLoss | None, backward: Backward) -> Tensor:
         """Run a forward and a backward.
 
         Args:
             batch: On the model's device.
-            teacher_logits: Returns the teacher's logits of the batch's weighted tokens.
+            teacher_loss: Sums the divergence from the teacher over the batch's weighted tokens, given the student's
+                logits ``[N, vocabulary]`` and the weights ``[N]``.
             backward: Called with a loss, to be summed into the gradients.
 
         Returns:
@@ -191,7 +194,7 @@ class Transfer(Stage):
         return batch.real.sum()
 
     @override
-    def backward(self, batch: Batch, teacher_logits: Callable[[], Tensor] | None, backward: Backward) -> Tensor:
+    def backward(self, batch: Batch, teacher_loss: TeacherLoss | None, backward: Backward) -> Tensor:
         total = torch.zeros((), device=batch.input_ids.device)
         weights = batch.real.float()
         layers = len(linear_attention_parts(self.student))
@@ -315,14 +318,14 @@ class Distill(Stage):
             part.disabled = frozenset()
 
     @override
-    def backward(self, batch: Batch, teacher_logits: Callable[[], Tensor] | None, backward: Backward) -> Tensor:
+    def backward(self, batch: Batch, teacher_loss: TeacherLoss | None, backward: Backward) -> Tensor:
         targets, weights, logits = predictions(self.student, batch)
         share = 1.0 if self.settings.distill_loss == "ce" else self.settings.ce_share
         loss = logits.new_zeros((), dtype=torch.float32)
         if share:
             loss = loss + share * ce_loss(logits, targets, weights)
-        if share < 1 and teacher_logits is not None:
-            loss = loss + (1 - share) * kl_loss(logits, teacher_logits(), weights)
+        if share < 1 and teacher_loss is not None:
+            loss = loss + (1 - share) * teacher_loss(logits, weights)
         backward(loss)
         return loss.detach()
 
@@ -356,7 +359,7 @@ class Extend(Distill):
         pass
 
     @override
-    def backward(self, batch: Batch, teacher_logits: Callable[[], Tensor] | None, backward: Backward) -> Tensor:
+    def backward(self, batch: Batch, teacher_loss: TeacherLoss | None, backward: Backward) -> Tensor:
         targets, weights, logits = predictions(self.student, batch)
         loss = ce_loss(logits, targets, weights)
         backward(loss)

@@ -20,12 +20,12 @@ from tqdm.auto import tqdm
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, write_atomic
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.stages import STAGES, Stage
+from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
 
 logger = logging.getLogger(__name__)
 
-TeacherLogits = Callable[[Batch, list[int]], Tensor]
+BatchLoss = Callable[[Batch, list[int]], TeacherLoss]
 OnStep = Callable[[dict[str, Any]], None]
 
 FREE_TO_CHANGE = frozenset(
@@ -52,7 +52,8 @@ class Trainer:
         settings: The settings.
         student: The patched model, on the accelerator's device.
         data: Training data.
-        teacher_logits: Gives the teacher's logits at a batch's weighted tokens; None where no stage needs them.
+        teacher_loss: Given a batch and its rows' numbers, returns the loss that compares with the teacher; None where
+            no stage needs it.
         accelerator: The processes and the device.
         hidden_size: The model's width.
         on_step: Called with every log record, on the main process.
@@ -63,13 +64,13 @@ class Trainer:
         settings: DistillationSettings,
         student: nn.Module,
         data: Data,
-        teacher_logits: TeacherLogits | None,
+        teacher_loss: BatchLoss | None,
         accelerator: Accelerator,
         hidden_size: int,
         on_step: OnStep | None = None,
     ) -> None:
         self.settings, self.student, self.data = settings, student, data
-        self.teacher_logits, self.accelerator, self.hidden_size = teacher_logits, accelerator, hidden_size
+        self.teacher_loss, self.accelerator, self.hidden_size = teacher_loss, accelerator, hidden_size
         self.on_step = on_step
         self.folder = None if settings.output_dir is None else Path(settings.output_dir)
         self.rows_per_step = settings.rows * settings.accumulation * accelerator.num_processes
@@ -78,11 +79,12 @@ class Trainer:
         self.tokens = 0
         self.elapsed_s = 0.0
 
-    def run(self, before_stage: Callable[[str], None] = lambda name: None) -> None:
+    def run(self, before_stage: Callable[[str, nn.Module], nn.Module] = lambda name, student: student) -> None:
         """Run all stages.
 
         Args:
-            before_stage: Called with a stage's name before it is set up; may change the student, as LoRA does.
+            before_stage: Called with a stage's name and the student before the stage is set up; returns the student
+                to train, which LoRA wraps.
 
         Raises:
             ArgumentError: If an earlier run in the folder had other settings.
@@ -92,11 +94,11 @@ class Trainer:
         resumed = self._resume()
         done = 0
         for name in self.settings.stages:
-            before_stage(name)
+            self.student = before_stage(name, self.student)
             stage = STAGES[name](self.settings, self.student, self.hidden_size)
+            self._remember_trained()
             if resumed is not None and resumed.meta["stage"] != name:
                 done += stage.steps
-                self._remember_trained()
                 continue
             self._run_stage(stage, done, resumed)
             resumed = None
@@ -104,7 +106,6 @@ class Trainer:
 
     def _run_stage(self, stage: Stage, done: int, resumed: Checkpoint | None) -> None:
         settings, accelerator = self.settings, self.accelerator
-        self._remember_trained()
         optimizer = torch.optim.AdamW(
             stage.groups, betas=(settings.betas[0], settings.betas[1]), weight_decay=settings.weight_decay
         )
@@ -184,11 +185,11 @@ class Trainer:
         scale = accelerator.num_processes / total
         losses = torch.zeros((), device=accelerator.device)
         for batch, numbers in batches:
-            get_logits = None
-            if stage.needs_teacher and self.teacher_logits is not None:
-                get_logits = _bind(self.teacher_logits, batch, numbers)
+            compare = None
+            if stage.needs_teacher and self.teacher_loss is not None:
+                compare = self.teacher_loss(batch, numbers)
             with accelerator.autocast():
-                losses += stage.backward(batch, get_logits, lambda loss: accelerator.backward(loss * scale))
+                losses += stage.backward(batch, compare, lambda loss: accelerator.backward(loss * scale))
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
             raise TrainingError(self._not_finite(stage, step, loss, batches))
@@ -237,7 +238,9 @@ class Trainer:
             yield write
 
     def _remember_trained(self) -> None:
-        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad}
+        # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.
+        maps = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
+        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or id(p) in maps}
 
     def _resume(self) -> Checkpoint | None:
         if self.folder is None:
@@ -309,10 +312,6 @@ class Trainer:
                 if isinstance(x, Tensor) and x.ndim:
                     values[key] = distributed_like(x, parameters[index])
         optimizer.load_state_dict(state)
-
-
-def _bind(function: TeacherLogits, batch: Batch, numbers: list[int]) -> Callable[[], Tensor]:
-    return lambda: function(batch, numbers)
 
 
 def lr_share(step: int, steps: int, warmup_share: float) -> float:

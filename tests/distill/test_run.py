@@ -1,0 +1,256 @@
+import copy
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn.distill import distill
+from hf_linear_attn.distill.checkpoint import checkpoints
+from hf_linear_attn.distill.trainer import locked
+from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
+
+ROOT = Path(__file__).parents[2]
+
+
+def same(a, b):
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def go(settings, teacher, tokenizer, data, **options):
+    return distill(settings, teacher=teacher, tokenizer=tokenizer, data=data, **options)
+
+
+def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
+    before = copy.deepcopy(teacher.state_dict())
+    settings = settings.with_changes(transfer_steps=10, distill_steps=40, window_dropout=0.0)
+    result = go(settings, teacher, tokenizer, data)
+    stages = [record["stage"] for record in result.history]
+    assert stages == ["transfer"] * 10 + ["distill"] * 40
+    losses = [record["loss_nats"] for record in result.history]
+    assert sum(losses[40:]) < 0.7 * sum(losses[10:20])
+    assert losses[9] < losses[0]
+    assert all(torch.equal(before[name], x) for name, x in teacher.state_dict().items())
+    assert all(p.requires_grad for p in result.student.parameters())
+    assert result.tokens == 50 * 2 * 16
+
+
+def test_seeds_decide_everything(settings, teacher, tokenizer, data):
+    state = torch.get_rng_state()
+    first, second = (go(settings, teacher, tokenizer, data).student for _ in range(2))
+    assert same(first, second)
+    assert not same(first, go(settings.with_changes(seed=1), teacher, tokenizer, data).student)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_saved_students_load_with_log_picture_and_card(settings, teacher, tokenizer, data, tmp_path):
+    settings = settings.with_changes(output_dir=str(tmp_path), heldout_rows=3)
+    result = go(settings, teacher, tokenizer, data)
+    loaded = from_pretrained(tmp_path)
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(loaded(ids).logits, result.student(ids).logits)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log == result.history
+    card = (tmp_path / "README.md").read_text()
+    assert f"{result.metrics['student']['loss_nats']:.4f}" in card
+    assert "linear branch off" in card
+    assert (tmp_path / "loss.svg").read_text().count("<polyline") == 2
+    assert json.loads((tmp_path / "distillation.json").read_text())["metrics"] == result.metrics
+
+
+def test_extension_reads_longer_sequences(settings, teacher, tokenizer, data):
+    settings = settings.with_changes(stages=["extend"], extend_factor=3, extend_steps=2)
+    result = go(settings, teacher, tokenizer, data)
+    assert result.tokens == 2 * 2 * 48
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_at(step, stage="distill"):
+    def callback(record):
+        if (record["stage"], record["step"]) == (stage, step):
+            raise StoppedError
+
+    return callback
+
+
+@pytest.mark.parametrize(("stage", "step"), [("transfer", 3), ("distill", 1), ("distill", 4)])
+@pytest.mark.parametrize("trainable", ["full", "lora"])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(
+    settings, teacher, tokenizer, data, tmp_path, stage, step, trainable
+):
+    settings = settings.with_changes(output_dir=str(tmp_path), trainable=trainable)
+    whole = go(settings.with_changes(output_dir=None), teacher, tokenizer, data)
+    with pytest.raises(StoppedError):
+        go(settings, teacher, tokenizer, data, on_step=stop_at(step, stage))
+    assert checkpoints(tmp_path / "checkpoints")
+    resumed = go(settings, teacher, tokenizer, data)
+    assert same(resumed.student, whole.student)
+    steps = [(record["stage"], record["step"], record["loss_nats"]) for record in resumed.history]
+    assert steps == [(record["stage"], record["step"], record["loss_nats"]) for record in whole.history]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from tests.distill.test_run import killed_run
+killed_run(sys.argv[2], int(sys.argv[3]))
+"""
+
+
+def killed_run(folder, step):
+    """Train the tiny student from files, and kill the process at a step (0: never)."""
+    import signal
+
+    from hf_linear_attn.distill import DistillationSettings
+    from tests.distill.tiny import byte_tokenizer, tiny_teacher
+
+    torch.set_num_threads(1)
+    settings = DistillationSettings(
+        window=4,
+        sinks=1,
+        block_tokens=16,
+        rows=2,
+        transfer_steps=2,
+        distill_steps=6,
+        heldout_rows=0,
+        log_every=1,
+        checkpoint_every=2,
+        progress=False,
+        dataset=f"{folder}/texts",
+        output_dir=f"{folder}/run",
+    )
+
+    def callback(record):
+        if record["stage"] == "distill" and record["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return distill(settings, teacher=tiny_teacher(), tokenizer=byte_tokenizer(), on_step=callback)
+
+
+def test_kill_and_resume_gives_the_same_bits(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for n in range(25):
+        (tmp_path / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path), "5"], capture_output=True, check=False
+    )
+    assert process.returncode == -9, process.stderr.decode()
+    resumed = killed_run(tmp_path, 0)
+    shutil.rmtree(tmp_path / "run")
+    assert same(resumed.student, killed_run(tmp_path, 0).student)
+
+
+def stopped_run(settings, teacher, tokenizer, data, tmp_path):
+    settings = settings.with_changes(output_dir=str(tmp_path))
+    with pytest.raises(StoppedError):
+        go(settings, teacher, tokenizer, data, on_step=stop_at(4))
+    return settings
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_passed_over(settings, teacher, tokenizer, data, tmp_path, caplog, damage):
+    settings = stopped_run(settings, teacher, tokenizer, data, tmp_path)
+    newest = checkpoints(tmp_path / "checkpoints")[-1]
+    weights = newest / "model.safetensors"
+    content = weights.read_bytes()
+    if damage == "truncate":
+        weights.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        (newest / "meta.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        resumed = go(settings, teacher, tokenizer, data)
+    assert f"checkpoint {newest} cannot be read" in caplog.text
+    assert same(resumed.student, go(settings.with_changes(output_dir=None), teacher, tokenizer, data).student)
+
+
+def test_a_folder_of_damaged_checkpoints_is_refused(settings, teacher, tokenizer, data, tmp_path):
+    settings = stopped_run(settings, teacher, tokenizer, data, tmp_path)
+    for checkpoint in checkpoints(tmp_path / "checkpoints"):
+        (checkpoint / "meta.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"`output_dir` must hold a readable checkpoint, got \['step-"):
+        go(settings, teacher, tokenizer, data)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint(
+    settings, teacher, tokenizer, data, tmp_path, monkeypatch
+):
+    settings = settings.with_changes(output_dir=str(tmp_path))
+    save, calls = torch.save, []
+
+    def fills_up(*arguments, **options):
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", fills_up)
+    with pytest.raises(CheckpointError, match=r"`output_dir` must have room .* last good one: .*step-00000003"):
+        go(settings, teacher, tokenizer, data)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+    monkeypatch.setattr(torch, "save", save)
+    resumed = go(settings, teacher, tokenizer, data)
+    assert same(resumed.student, go(settings.with_changes(output_dir=None), teacher, tokenizer, data).student)
+
+
+def test_only_so_many_checkpoints_are_kept(settings, teacher, tokenizer, data, tmp_path):
+    go(settings.with_changes(output_dir=str(tmp_path), checkpoint_every=1), teacher, tokenizer, data)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000006", "step-00000007"]
+
+
+def test_changed_settings_are_refused_on_resume(settings, teacher, tokenizer, data, tmp_path):
+    settings = stopped_run(settings, teacher, tokenizer, data, tmp_path)
+    with pytest.raises(ArgumentError, match=r"same settings.*Changed: transfer_lr 0.01 -> 0.02. Restore"):
+        go(settings.with_changes(transfer_lr=0.02), teacher, tokenizer, data)
+    with pytest.raises(ArgumentError, match=r"Changed: rows_per_step 2 -> 4"):
+        go(settings.with_changes(rows=4), teacher, tokenizer, data)
+    go(settings.with_changes(log_every=2), teacher, tokenizer, data)
+
+
+def test_a_folder_in_use_is_refused(settings, teacher, tokenizer, data, tmp_path):
+    with locked(tmp_path), pytest.raises(CheckpointError, match=r"`output_dir` must not be in use, got .*Another run"):
+        go(settings.with_changes(output_dir=str(tmp_path)), teacher, tokenizer, data)
+
+
+def test_a_loss_that_is_not_finite_names_step_and_layer(settings, teacher, tokenizer, data, tmp_path):
+    settings = settings.with_changes(output_dir=str(tmp_path), window_dropout=0.0)
+
+    def poison(record):
+        if (record["stage"], record["step"]) == ("distill", 3):
+            with torch.no_grad():
+                student.model.layers[1].mlp.up_proj.weight.fill_(float("inf"))
+
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    message = r"at step 4 of distill .* got nan \(parameter model.layers.1.mlp.up_proj.weight\).*step-00000005"
+    with pytest.raises(TrainingError, match=message):
+        go(settings, teacher, tokenizer, data, student=student, on_step=poison)
+
+
+def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
+    patched = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+    with pytest.raises(ArgumentError, match="`teacher` must be a softmax model"):
+        go(settings, patched, tokenizer, data)
+    with pytest.raises(ArgumentError, match="`student` must be patched"):
+        go(settings, teacher, tokenizer, data, student=copy.deepcopy(teacher))
+    from tests.distill.tiny import tiny_teacher
+
+    other = patch_model(tiny_teacher(vocab_size=300), feature_map="hedgehog")
+    with pytest.raises(
+        ArgumentError, match="`student` must have the teacher's tokenizer and vocabulary of 259, got 300"
+    ):
+        go(settings, teacher, tokenizer, data, student=other)
+    with pytest.raises(ArgumentError, match=r"`tokenizer` must have at most the models' 100 tokens, got 259"):
+        go(settings, tiny_teacher(vocab_size=100), tokenizer, data)
+    with pytest.raises(ArgumentError, match="`model` must be a folder or hub name, got None"):
+        distill(settings, tokenizer=tokenizer, data=data)

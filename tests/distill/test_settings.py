@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from hf_linear_attn.distill import DistillationSettings, available_presets
+from hf_linear_attn.distill.command import parse, setting_help
+from hf_linear_attn.errors import ArgumentError
+
+
+def test_the_recommended_preset_is_the_default():
+    assert DistillationSettings.from_preset("recommended") == DistillationSettings()
+
+
+def test_lolcats_preset_is_the_published_recipe():
+    settings = DistillationSettings.from_preset("lolcats")
+    assert settings.map_options(head_dim=128) == {"num_features": 128}
+    assert (settings.mix, settings.window, settings.sinks) == ("shared", 64, 0)
+    assert (settings.trainable, settings.lora_rank, settings.lora_alpha) == ("lora", 8, 16)
+    assert (settings.distill_loss, settings.train_feature_maps, settings.window_dropout) == ("ce", False, 0)
+
+
+def test_every_preset_builds():
+    for name in available_presets():
+        DistillationSettings.from_preset(name)
+
+
+def test_learning_rate_goes_as_one_over_the_width():
+    settings = DistillationSettings()
+    assert settings.learning_rate(4096) == pytest.approx(1e-4)
+    assert settings.learning_rate(128) == pytest.approx(3.2e-3)
+    assert DistillationSettings(distill_lr=0.5).learning_rate(128) == 0.5
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_files_flags_and_python_agree(tmp_path, suffix):
+    path = tmp_path / f"recipe.{suffix}"
+    values = {"preset": "lolcats", "window": 32, "feature_map_options": {"num_features": 8}}
+    path.write_text(json.dumps(values))
+    expected = DistillationSettings.from_preset("lolcats", window=32, feature_map_options='{"num_features": 8}')
+    assert DistillationSettings.from_file(path) == expected
+    assert parse(["--config", str(path)], None, {}) == expected
+    flags = ["--preset", "lolcats", "--window", "32", "--feature-map-options", '{"num_features": 8}']
+    assert parse(flags, None, {}) == expected
+
+
+def test_flags_win_over_files_and_files_over_defaults(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("window: 32\nsinks: 2\n")
+    settings = parse(["--config", str(path), "--sinks", "3"], None, {"window": 8, "model": "m"})
+    assert (settings.window, settings.sinks, settings.model) == (32, 3, "m")
+
+
+def test_every_setting_is_described_in_the_help():
+    described = setting_help()
+    assert set(described) == set(DistillationSettings().to_dict())
+    assert all(text.endswith((".", ",")) or text for text in described.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"distill_lr": 0.0}, r"`distill_lr` must be positive and finite, got 0.0. Leave it out for the default."),
+        ({"distill_lr": float("nan")}, r"`distill_lr` must be positive and finite, got nan"),
+        ({"transfer_lr": float("inf")}, r"`transfer_lr` must be positive and finite, got inf"),
+        ({"recall_share": 1.5}, r"`recall_share` must lie in 0..1, got 1.5"),
+        ({"keep_checkpoints": 1}, r"`keep_checkpoints` must be at least 2, got 1"),
+        ({"trainable": "some"}, r"`trainable` must be a known choice, got 'some'. .* available: full, lora."),
+        ({"stages": ["distill", "transfer"]}, r"`stages` must be some of transfer, distill, extend, in that order"),
+        ({"stages": []}, r"`stages` must be some of"),
+        ({"feature_map_options": "[1]"}, r"`feature_map_options` must be a JSON object, got '\[1\]'"),
+        ({"window": 0}, r"`window` must be at least 1 token, or None, got 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        DistillationSettings(**changes)
+
+
+def test_unknown_presets_and_settings_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match=r"`preset` must be a known preset, got 'x'.*available: elu, lolcats"):
+        DistillationSettings.from_preset("x")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("windw: 3")
+    with pytest.raises(ArgumentError, match=r"`config` must hold known settings only, got \['windw'\]"):
+        DistillationSettings.from_file(path)
+    path.write_text("- a")
+    with pytest.raises(ArgumentError, match="`config` must hold a mapping of settings"):
+        DistillationSettings.from_file(path)
+    with pytest.raises(ArgumentError, match="`config` must be a YAML or JSON file"):
+        DistillationSettings.from_file(tmp_path / "missing.yaml")

@@ -1,0 +1,165 @@
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill.stages import Distill, Transfer, linear_attention_parts, teacher_forced, weights_forced
+from hf_linear_attn.errors import ArgumentError, TrainingError
+from tests.distill.tiny import tiny_teacher
+
+STUDENTS = [
+    {"feature_map": "hedgehog"},
+    {"feature_map": "hedgehog", "window": 4, "sinks": 1},
+    {"feature_map": "hedgehog", "window": 4, "mix": "shared"},
+]
+
+
+def ids(rows=2, tokens=16):
+    return torch.randint(3, 259, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("options", STUDENTS)
+@pytest.mark.parametrize("forced", [teacher_forced, weights_forced])
+def test_a_teacher_forced_student_computes_what_the_teacher_does(teacher, options, forced):
+    student = patch_model(copy.deepcopy(teacher), **options)
+    expected = teacher(ids()).logits
+    with forced(student, lambda part, output, softmax: None):
+        torch.testing.assert_close(student(ids()).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(student(ids()).logits, expected, atol=1e-2)
+
+
+def test_teacher_forcing_keeps_padding_and_packing_apart(teacher):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, :5] = 0
+    positions = torch.cat([torch.arange(7), torch.arange(9)])[None].expand(2, -1)
+    for arguments in ({"attention_mask": mask}, {"position_ids": positions}):
+        expected = teacher(ids(), **arguments).logits
+        with teacher_forced(student, lambda part, output, softmax: None):
+            found = student(ids(), **arguments).logits
+        real = mask.bool() if "attention_mask" in arguments else torch.ones_like(mask).bool()
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+def test_observed_outputs_are_the_layers_own(teacher):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", layers=[0])
+    alone, seen = [], []
+    part = linear_attention_parts(student)[0]
+    handle = part.register_forward_hook(lambda module, args, output: alone.append(output))
+    student(ids())
+    handle.remove()
+    with teacher_forced(student, lambda part, output, softmax: seen.append(output)):
+        student(ids())
+    # The first layer's input is the same with and without forcing.
+    torch.testing.assert_close(seen[0], alone[0])
+
+
+def transfer(model, settings, data):
+    stage = Transfer(settings, model, 16)
+    stage.backward(data.batch(range(2), 16), None, lambda loss: loss.backward())
+
+
+def test_transfer_trains_feature_maps_alone_and_layers_apart(teacher, settings, data):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    transfer(student, settings, data[0])
+    for name, parameter in student.named_parameters():
+        assert (parameter.grad is not None) == ("linear_attention" in name), name
+    # A layer's gradient does not depend on what later layers make of it.
+    other = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    with torch.no_grad():
+        linear_attention_parts(other)[1].feature_map.weight_q.mul_(3)
+    transfer(other, settings, data[0])
+    first, second = (linear_attention_parts(m)[0].feature_map.weight_q.grad for m in (student, other))
+    assert torch.equal(first, second)
+    assert first.abs().max() > 0
+
+
+def peak_graph_bytes(layers, settings, data):
+    """Return the most bytes that autograd kept for a backward at any one time."""
+    student = patch_model(tiny_teacher(layers), feature_map="hedgehog", window=4)
+    alive = peak = 0
+
+    class Kept:
+        def __init__(self, x):
+            self.x = x
+
+    def release(size):
+        nonlocal alive
+        alive -= size
+
+    def pack(x):
+        nonlocal alive, peak
+        kept, size = Kept(x), x.numel() * x.element_size()
+        alive += size
+        peak = max(peak, alive)
+        weakref.finalize(kept, release, size)
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.x):
+        transfer(student, settings, data)
+    gc.collect()
+    return peak
+
+
+def test_memory_of_transfer_does_not_grow_with_layers(settings, data):
+    few, many = (peak_graph_bytes(layers, settings, data[0]) for layers in (4, 16))
+    assert few == many > 0
+
+
+@pytest.mark.parametrize("loss", ["output", "weights"])
+def test_transfer_lowers_its_loss(teacher, settings, data, loss):
+    settings = settings.with_changes(transfer_loss=loss)
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+    stage = Transfer(settings, student, 16)
+    optimizer = torch.optim.Adam(stage.groups[0]["params"], lr=1e-2)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        losses.append(stage.backward(data[0].batch(range(4), 16), None, lambda loss: loss.backward()).item())
+        optimizer.step()
+    assert losses[-1] < losses[0]
+
+
+def test_maps_without_parameters_have_nothing_to_transfer(teacher, settings):
+    student = patch_model(copy.deepcopy(teacher), feature_map="elu")
+    with pytest.raises(ArgumentError, match=r"`stages` must train something, got 'transfer'. The feature map"):
+        Transfer(settings, student, 16)
+
+
+def test_transfer_names_the_layer_that_is_not_finite(teacher, settings, data):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+    with torch.no_grad():
+        linear_attention_parts(student)[1].feature_map.weight_k.fill_(torch.nan)
+    with pytest.raises(TrainingError, match=r"`loss` must be finite, got nan \(layer model.layers.1.self_attn\)"):
+        transfer(student, settings, data[0])
+
+
+def test_window_dropout_falls_to_nothing(teacher):
+    settings = DistillationSettings(distill_steps=200, window_dropout=0.5)
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    stage = Distill(settings, student, 16)
+    dropped = []
+    for step in range(200):
+        stage.begin_step(step)
+        dropped.append(sum("window" in part.disabled for part in linear_attention_parts(student)))
+    assert 0.3 * 100 < sum(dropped[:50]) < 0.6 * 100
+    assert sum(dropped[150:]) < 0.2 * 100
+    stage.end()
+    assert not any(part.disabled for part in linear_attention_parts(student))
+
+
+def test_groups_have_the_settings_rates(teacher):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    stage = Distill(DistillationSettings(distill_lr=0.5, rest_lr_share=0.1), student, 16)
+    rates = {id(p): group["lr"] for group in stage.groups for p in group["params"]}
+    assert len(rates) == sum(1 for _ in student.parameters())
+    for name, parameter in student.named_parameters():
+        assert rates[id(parameter)] == (0.5 if "self_attn" in name else 0.05), name
+    frozen = Distill(DistillationSettings(rest_lr_share=0, train_feature_maps=False), student, 16)
+    names = {name for name, p in student.named_parameters() if p.requires_grad}
+    assert names == {f"model.layers.{n}.self_attn.{x}_proj.weight" for n in (0, 1) for x in "qkvo"}
+    assert len(frozen.groups) == 1
