@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -385,7 +385,7 @@ def _last(x: Tensor, number: int, dim: int) -> Tensor:
 def part_of(module: nn.Module) -> LinearAttention | None:
     """Return what is learned in a patched attention module; None where it is not patched."""
     part: Any = getattr(module, "linear_attention", None)
-    if isinstance(part, nn.Module) and hasattr(part, "modules_to_save"):
+    if hasattr(part, "modules_to_save"):
         # PEFT trains a copy of it, kept in a wrapper beside the original.
         active = [] if part.disable_adapters else list(part.active_adapters)
         part = part.modules_to_save[active[0]] if active else part.original_module
@@ -400,7 +400,9 @@ def find_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     attention.cache, attention.calls = None, 0
     for value in (*kwargs.values(), *args):
         if isinstance(value, (Cache, EncoderDecoderCache)):
-            attention.cache = cache_layer(value, cast(int, module.layer_idx), attention.name)
+            # A block that a model uses at several depths is told which one it is at.
+            index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
+            attention.cache = cache_layer(value, index, attention.name)
             return
 
 

@@ -19,7 +19,7 @@ from hf_linear_attn.ops.decode import decode_state
 from hf_linear_attn.ops.state import LinearAttentionState
 
 
-class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Hold the state of one converted layer.
 
     ``update`` returns only the new keys and values; the attention function folds them in afterwards with
@@ -45,7 +45,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, max_length: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # Some models ask for the number of elements of another layer's keys.
         self.keys = self.values = torch.empty(0)
         self.tensors: dict[str, Tensor] = {}
@@ -84,7 +84,8 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 # A normaliser may be kept in several copies, see decode_state().
                 old.copy_(x[:, :, None] if old.ndim > x.ndim else x)
             elif self.static and name == "z" and x.dtype == torch.float32:
-                copies = decode_state(*x.shape, tensors["kv"].shape[-1], device=x.device).z
+                batch, heads, features = x.shape
+                copies = decode_state(batch, heads, features, tensors["kv"].shape[-1], device=x.device).z
                 self.tensors[name] = copies.copy_(x[:, :, None])
             else:
                 # A static tensor must not be one that the caller goes on to write to.
@@ -214,7 +215,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing; see :meth:`offload`."""
 
 
-class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type: ignore[misc]
+class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type: ignore[no-untyped-call,override,misc]
     """Hold a converted layer's state beside the convolution's and recurrence's of the same model layer.
 
     Args:
@@ -246,12 +247,12 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows in both parts."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
         LinearAttentionCacheLayer.reorder_cache(self, beam_idx)
 
     def activate_past_recording(self) -> None:
         """Keep the past in both parts."""
-        LinearAttentionLayer.activate_past_recording(self)
+        LinearAttentionLayer.activate_past_recording(self)  # type: ignore[no-untyped-call]
         LinearAttentionCacheLayer.activate_past_recording(self)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -296,10 +297,12 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
                 where=name,
             )
         )
-    layer = cache.layers[index]
+    # Any: its classes have no attribute in common that says what they hold.
+    layer: Any = cache.layers[index]
     if isinstance(layer, LinearAttentionCacheLayer):
         return layer
-    if layer.is_initialized and layer.keys is not None and layer.get_seq_length() > 0:
+    keys = getattr(layer, "keys", None)
+    if keys is not None and layer.get_seq_length() > 0:
         raise ArgumentError(
             explain(
                 "past_key_values",
@@ -309,6 +312,7 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
                 where=name,
             )
         )
+    ours: LinearAttentionCacheLayer
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         ours = HybridCacheLayer(layer)
     else:

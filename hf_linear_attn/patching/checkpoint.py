@@ -1,7 +1,6 @@
 """Save and load patched models."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -59,7 +58,7 @@ or with `{auto}.from_pretrained("this/folder", trust_remote_code=True)`.
 BaseT = TypeVar("BaseT", bound=PreTrainedModel)
 
 
-class PatchedModel(PreTrainedModel):  # type: ignore[misc]
+class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     """Mixed into the class of a patched model: builds itself patched, and saves what others need to load it."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,7 +71,7 @@ class PatchedModel(PreTrainedModel):  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Put our layers into the cache before `generate` configures it: recording, compiling and resetting."""
-        super()._prepare_cache_for_generation(*args, **kwargs)
+        super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
         from hf_linear_attn.patching.attention import convert_cache
 
         for argument in (*args, *kwargs.values()):
@@ -83,7 +82,9 @@ class PatchedModel(PreTrainedModel):  # type: ignore[misc]
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: Transformers would copy the softmax model's source file beside the weights."""
 
-    def save_pretrained(self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
         """Save as Transformers does, with the code file and a model card beside the weights."""
         if is_main_process and getattr(self.config, "linear_attention", None) is not None:
             folder = Path(save_directory)
@@ -107,17 +108,21 @@ def _rebuild(base: type[PreTrainedModel]) -> PreTrainedModel:
     return cls.__new__(cls)
 
 
-@cache
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
 def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
-    """Return the class of a patched ``base``: same name, same methods, built and saved patched.
+    """Return the class of a patched ``base``, always the same: its name, its methods, built and saved patched.
 
     Args:
         base: A softmax model's class, or such a class already.
     """
     if issubclass(base, PatchedModel):
         return base
-    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return cast(type[BaseT], type(base.__name__, (PatchedModel, base), body))
+    if base not in _CLASSES:
+        body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _CLASSES[base] = type(base.__name__, (PatchedModel, base), body)
+    return cast(type[BaseT], _CLASSES[base])
 
 
 def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -213,4 +218,4 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
                     f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
                 )
             )
-    return (model, info) if wants_info else model
+    return (model, info) if wants_info else model  # type: ignore[return-value]  # as Transformers does

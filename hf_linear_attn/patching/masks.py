@@ -134,8 +134,8 @@ def padding_of(
         visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
         i = torch.arange(tokens, device=visible.device)
         # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
-        past = visible.shape[2] - tokens
-        past = torch.clamp(start, max=past) if isinstance(start, Tensor) else min(start, past)
+        most = visible.shape[2] - tokens
+        past = torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most)
         real = visible[:, i, past + i].expand(batch, -1)
         if tokens > 1 and visible.shape[2] == tokens:
             starts = real[:, :-1] & ~visible[:, i[1:], i[:-1]]

@@ -4,9 +4,9 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,7 +29,8 @@ LayerChoice = Literal["all"] | Iterable[int] | Callable[[int, str, nn.Module], b
 Kind = Literal["full", "sliding", "chunked", "cross"]
 
 
-class AttentionLayer(NamedTuple):
+@dataclass(frozen=True)
+class AttentionLayer:
     """A module that attends through Transformers' AttentionInterface."""
 
     index: int
@@ -45,7 +46,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     layers: list[AttentionLayer] = []
     index = 0
     for name, module in model.named_modules():
-        if not _uses_interface(type(module)):
+        if not _uses_interface(type(module)):  # type: ignore[arg-type]  # classes are hashable
             continue
         kind = _kind(name, module)
         layers.append(AttentionLayer(-1 if kind == "cross" else index, name, module, kind))
@@ -54,18 +55,19 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 @cache
-def _uses_interface(cls: type[nn.Module]) -> bool:
+def _uses_interface(cls: Callable[..., nn.Module]) -> bool:
     """Tell from its source whether a module class calls the AttentionInterface in its forward."""
     try:
-        source = inspect.getsource(inspect.unwrap(cls.forward))
+        source = inspect.getsource(inspect.unwrap(cast(type[nn.Module], cls).forward))
     except (OSError, TypeError):
         return False
     return "ALL_ATTENTION_FUNCTIONS" in source
 
 
 def _kind(name: str, module: nn.Module) -> Kind:
+    names = f"{type(module).__name__} {' '.join(name.split('.')[-2:])}".lower()
     if getattr(module, "is_cross_attention", False) or any(
-        word in name.rsplit(".", 1)[-1].lower() for word in ("cross", "encoder_attn", "encdec")
+        word in names for word in ("cross", "encoder_attn", "encdec")
     ):
         return "cross"
     if getattr(module, "sliding_window", None) is not None or getattr(module, "is_sliding", False):
@@ -97,14 +99,20 @@ def geometry_of(layer: AttentionLayer) -> Geometry:
     heads = first("num_heads", "num_attention_heads", "n_heads", "n_head")
     if heads is None:
         raise _unsupported(layer, "a head count could not be found")
-    groups = getattr(module, "num_key_value_groups", None)
-    kv_heads = heads // groups if groups else first("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
     head_dim = first("qk_head_dim", "head_dim", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
     if head_dim is None:
         hidden = first("embed_dim", "hidden_size", "d_model")
         if hidden is None:
             raise _unsupported(layer, "a head dim could not be found")
         head_dim = hidden // heads
+    groups = getattr(module, "num_key_value_groups", None)
+    width = getattr(getattr(module, "k_proj", None), "out_features", None)
+    if groups:
+        kv_heads = heads // groups
+    elif width:
+        kv_heads = width // head_dim
+    else:
+        kv_heads = first("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
     scaling = first("scaling", "scale", "softmax_scale")
     return Geometry(int(head_dim), int(heads), int(kv_heads), float(scaling or head_dim**-0.5))
 
@@ -151,7 +159,7 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
         layers: As in :func:`patch_model`.
 
     Raises:
-        UnsupportedError: If the model has no layer to convert; says which classes were looked at.
+        UnsupportedError: If the model, or its language part, has no layer to convert; says what was looked at.
         ArgumentError: If an index does not exist, or nothing is chosen.
     """
     found = attention_layers(model)
@@ -170,12 +178,18 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     if layers is None:
         texts = _text_model_types(model)
         text = [layer for layer in candidates if getattr(layer.module.config, "model_type", None) in texts]
+        if not text:
+            raise UnsupportedError(
+                explain(
+                    "model",
+                    "have a language model whose layers call Transformers' AttentionInterface",
+                    type(model).__name__,
+                    "Only towers for images or sound do; name layers of those with layers=, first: "
+                    f"{candidates[0].name}.",
+                )
+            )
         chosen = [layer for layer in text if layer.kind == "full"]
-        remedy = (
-            f"All {len(text)} layers of the language model are sliding or chunked; pass layers='all' to convert them."
-            if text
-            else f"None of the {len(candidates)} layers belongs to the language model; name some with layers=."
-        )
+        remedy = f"All {len(text)} layers of the language model are sliding or chunked; layers='all' converts them."
     elif isinstance(layers, str):
         if layers != "all":
             raise ArgumentError(explain("layers", "be 'all', indices, a callable or None", layers, "Use 'all'."))
@@ -305,7 +319,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
             )
         part = LinearAttention(config, geometry_of(layer), layer.name)
         # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
-        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+        weight = next((p for p in layer.module.parameters() if p.ndim >= 2 and p.is_floating_point()), None)
         if weight is not None:
             part.to(device=weight.device, dtype=weight.dtype)
         parts.append((layer, part.train(layer.module.training)))
@@ -330,22 +344,21 @@ def _set_implementation(model: nn.Module) -> None:
     for layer in attention_layers(model):
         groups[id(layer.module.config)].append(layer.module)
     for modules in groups.values():
-        patched = [m for m in modules if hasattr(m, "linear_attention")]
-        if not patched:
+        found = ((module, getattr(module, "linear_attention", None)) for module in modules)
+        parts = [(module, part) for module, part in found if isinstance(part, LinearAttention)]
+        if not parts:
             continue
-        config: PreTrainedConfig = patched[0].config  # type: ignore[assignment]
-        before = config._attn_implementation
-        if len(patched) == len(modules):
+        config: PreTrainedConfig = parts[0][0].config  # type: ignore[assignment]
+        if len(parts) == len(modules):
+            for _, part in parts:
+                part.replaced = config._attn_implementation
             config._attn_implementation_internal = IMPLEMENTATION
-            for module in patched:
-                module.linear_attention.replaced = before
             continue
         own = copy.copy(config)
         own._attn_implementation_internal = IMPLEMENTATION
-        for module in patched:
-            module.linear_attention.mixed = True
-            module.linear_attention.replaced = config
-            module.config = own
+        for module, part in parts:
+            part.mixed, part.replaced = True, config
+            module.config = own  # type: ignore[assignment]
 
 
 def unpatch_model(model: ModelT) -> ModelT:
@@ -369,7 +382,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         if not isinstance(part, LinearAttention):
             continue
         if isinstance(part.replaced, PreTrainedConfig):
-            module.config = part.replaced
+            module.config = part.replaced  # type: ignore[assignment]
         else:
             module.config._attn_implementation_internal = part.replaced  # type: ignore[union-attr]
         del module.linear_attention
@@ -382,5 +395,5 @@ def unpatch_model(model: ModelT) -> ModelT:
                 module._forward_hooks.pop(key)
     del model.config.linear_attention
     model.config.__dict__.pop("auto_map", None)
-    model.__class__ = softmax_class(type(model))
+    model.__class__ = softmax_class(type(model))  # type: ignore[assignment]
     return model

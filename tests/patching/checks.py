@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
-from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.patching import LinearAttention, is_patched
 
 from .zoo import VOCAB, Task
 
@@ -152,7 +152,8 @@ def save_and_load(subject: Subject) -> None:
     ids = subject.tokens()
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        loaded, info = from_pretrained(folder, output_loading_info=True)
+        load = from_pretrained if is_patched(subject.model) else type(subject.model).from_pretrained
+        loaded, info = load(folder, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[problem], f"{problem}: {sorted(info[problem])[:3]}"
     again = Subject(loaded.eval(), subject.task).logits(ids)

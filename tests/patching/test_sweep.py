@@ -1,9 +1,11 @@
 """Every configuration registered for a language task; `make sweep` also writes docs/results/architectures.md."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import UnsupportedError
@@ -29,7 +31,12 @@ NOT_BUILT: dict[tuple[Task, str], str] = {
 }
 """Configurations that a text-only test of a tiny model cannot run, softmax or not, with the reason."""
 
-KNOWN_LIMITS: dict[tuple[Task, str], dict[str, str]] = {}
+_UNFOLLOWED = "position ids do not follow the mask, and features of rotated keys depend on them"
+
+KNOWN_LIMITS: dict[tuple[Task, str], dict[str, str]] = {
+    ("causal", "moss_transcribe_diarize"): {"padding": _UNFOLLOWED},
+    ("seq2seq", "moss_transcribe_diarize"): {"padding": _UNFOLLOWED},
+}
 """Properties that a converted architecture does not have though its softmax model has, with the reason."""
 
 HANDFUL = [
@@ -46,8 +53,11 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "model_type": model_type, "checks": {}}
     if (task, model_type) in NOT_BUILT:
         return row | {"status": "not run", "reason": NOT_BUILT[task, model_type]}
-    model = tiny_model(task, model_type)
+    build = lambda: tiny_model(task, model_type)  # noqa: E731
+    model = build()
     row["class"] = type(model).__name__
+    if task == "seq2seq" and not model.config.is_encoder_decoder:
+        task, row["decoder_only"] = "causal", True
     found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
     layers = None if any(layer.kind == "full" for layer in found) else "all"
     try:
@@ -58,7 +68,6 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
         return row | {"status": "refused", "reason": reason}
     parts = [m for m in model.modules() if isinstance(m, LinearAttention)]
     row["converted"] = f"{len(parts)} of {len(found)}"
-    build = lambda: tiny_model(task, model_type)  # noqa: E731
     steps: dict[str, Any] = {
         check.__name__: lambda check=check: check(Subject(model, task)) for check in checks.checks_for(task)
     }
@@ -73,22 +82,25 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
         try:
             step()
         except Exception as error:
-            row["checks"][name] = _judge(task, model_type, name, error)
+            row["checks"][name] = _judge(build, task, name, error)
         else:
             row["checks"][name] = "yes"
+    known = KNOWN_LIMITS.get((row["task"], model_type), {})
     failed = {name: result for name, result in row["checks"].items() if result not in ("yes", "own")}
-    return row | {
-        "status": "fails" if failed else "converted",
-        "reason": "; ".join(f"{k}: {v}" for k, v in failed.items()),
-    }
+    row["checks"] |= dict.fromkeys(failed, "no")
+    reasons = [f"{name}: {known.get(name, result)}" for name, result in failed.items()]
+    # A known limit that is none any more has to leave the list.
+    status = "converted" if failed.keys() == known.keys() else "fails"
+    return row | {"status": status, "reason": "; ".join(reasons)}
 
 
-def _judge(task: Task, model_type: str, name: str, error: Exception) -> str:
+def _judge(build: Callable[[], PreTrainedModel], task: Task, name: str, error: Exception) -> str:
     """Return "own" where the softmax model lacks the property too, else what went wrong."""
-    same = {check.__name__: check for check in checks.checks_for(task)} | {"window": checks.cached_decoding}
+    same = {check.__name__: check for check in checks.checks_for(task)}
+    same |= {"window": checks.cached_decoding, "save_and_load": checks.save_and_load}
     if name in same:
         try:
-            same[name](Subject(tiny_model(task, model_type), task))
+            same[name](Subject(build(), task))
         except Exception:
             return "own"
     first = (str(error).splitlines() or [""])[0]

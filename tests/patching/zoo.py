@@ -80,7 +80,6 @@ SIZES: dict[str, Any] = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "n_mamba_heads": 2,
-    "state_size": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -108,6 +107,13 @@ SIZES: dict[str, Any] = {
 REMOVE: Any = object()
 """In OVERRIDES: leave the configuration's own default."""
 
+_BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _SPARSE = {"index_head_dim": 8, "index_n_heads": 4, "index_topk": 4, "num_key_value_heads": 4, "qk_head_dim": 16}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -126,8 +132,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "deepseek_v32": _SPARSE,
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert", **_BERT},
+        "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
+    },
     "esmc": {"num_key_value_heads": 4},
     "falcon": {"alibi": False, "num_kv_heads": 4},
+    "funnel": {"num_hidden_layers": REMOVE, "block_sizes": [1, 1], "d_head": 8, "d_inner": 48},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -143,6 +154,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "neomme": {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp"],
         "mamba_n_groups": 1,
@@ -155,7 +168,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_encoder_attention_heads": 4,
         "num_decoder_attention_heads": 4,
     },
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 8, "ple_embed_dim": 32},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 1,
+        "ple_embed_dim": 32,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "reformer": {
         "is_decoder": True,
@@ -173,11 +193,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
+        "mamba_dt_rank": 2,
     },
     "zamba2": {
-        "layer_types": ["linear_attention", "hybrid"],
-        "num_hidden_layers": 2,
-        "hybrid_layer_ids": [1],
+        "layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "hybrid_layer_ids": [1, 3],
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
         "num_key_value_heads": 4,
@@ -254,8 +275,10 @@ def tiny_model(task: Task, model_type: str, **changes: Any) -> PreTrainedModel:
 def randomise(model: PreTrainedModel) -> PreTrainedModel:
     """Draw matrices with unit gain: freshly built models attend almost uniformly, and would hide mistakes."""
     for parameter in model.parameters():
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 and parameter.requires_grad:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        elif parameter.requires_grad and not parameter.any():
+            parameter.normal_(0, 0.1)
     model.tie_weights()
     return model
 
