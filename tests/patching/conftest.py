@@ -65,13 +65,13 @@ def _page(counts: dict[str, Counter[str]]) -> str:
     lines += [
         "",
         "**yes**: it holds. **own**: it does not, and neither does it of the softmax model as Transformers builds it",
-        "(no padding by position ids, no exact cache of its recurrent part, ...). **no**: it does not, for the reason",
-        "beside it. The properties: later tokens do not change earlier logits (causality) or the last one does change the",
-        "first (bidirectionality); token by token with a cache = one pass; prefill in two pieces = one; greedy and beam",
-        "search = those without a cache; a padded row = the row alone; saved and loaded = the same logits and no weight",
-        "missing or left over; patching changes the logits, leaves another model of the class alone, and is undone to",
-        "the bit; a gradient reaches every parameter of every converted layer, with a learned map and, where causal, a",
-        "window with sinks; and token by token = one pass with that window too.",
+        "(no padding by position ids, no exact cache of its recurrent part, ...). **no**: it does not, for the",
+        "reason beside it. The properties: later tokens do not change earlier logits (causality), or the last one does",
+        "change the first (bidirectionality); token by token with a cache = one pass; prefill in two pieces = one;",
+        "greedy and beam search = those without a cache; a padded row = the row alone; saved and loaded = the same",
+        "logits and no weight missing or left over; patching changes the logits, leaves another model of the class",
+        "alone, and is undone to the bit; a gradient reaches every parameter of every converted layer, with a learned",
+        "map and, where causal, a window with sinks; and token by token = one pass with that window too.",
     ]
     for task, title in TITLES.items():
         mine = sorted((row for row in rows if row["task"] == task), key=lambda row: row["model_type"])
