@@ -61,8 +61,8 @@ class Stage:
 
 STAGES = (
     Stage("repeat", 500, 2048, 64),
-    Stage("recall", 600, 4096, 128),
-    Stage("mix", 1100, 8192, TRAINED_LENGTH),
+    Stage("recall", 550, 4096, 128),
+    Stage("mix", 950, 8192, TRAINED_LENGTH),
 )
 WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
@@ -494,6 +494,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
     train_documents = load_documents("train", args.max_documents)
     heldout = load_documents("heldout", args.max_documents)
     seed = args.seed + 1
+    per_depth = math.ceil(args.samples / len(DEPTHS))
     passkey: dict[str, dict[str, float]] = {}
     kv_recall: dict[str, dict[str, float]] = {}
     for length in tqdm(LENGTHS, desc="retrieval"):
@@ -503,7 +504,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
         }
         kv_recall[str(length)] = {
             str(pairs): statistics.fmean(
-                answer_accuracy(model, tokenizer, "kv_recall", length, depth, args.samples, seed, pairs=pairs)
+                answer_accuracy(model, tokenizer, "kv_recall", length, depth, per_depth, seed, pairs=pairs)
                 for depth in DEPTHS
             )
             for pairs in PAIRS
@@ -514,7 +515,8 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
         "bits_per_byte_5gram": NgramModel(train_documents, order=5).bits_per_byte(heldout),
         "heldout_bytes": sum(len(document.encode()) for document in heldout),
         "train_bytes": sum(len(document.encode()) for document in train_documents),
-        "samples_per_cell": args.samples,
+        "passkey_samples_per_cell": args.samples,
+        "kv_recall_samples_per_cell": per_depth * len(DEPTHS),
         "passkey": passkey,
         "kv_recall": kv_recall,
     }
@@ -567,14 +569,15 @@ segments.
 
 ## Retrieval
 
-Share of samples whose answer greedy decoding writes token for token; {record["samples_per_cell"]} samples per length,
-depth and number of pairs, none of them from training.
+Share of samples whose answer greedy decoding writes token for token; none of them is from training.
 
-Passkey, by length in tokens (rows) and depth in percent (columns):
+Passkey, by length in tokens (rows) and depth in percent (columns), {record["passkey_samples_per_cell"]} samples per
+cell:
 
 {table(record["passkey"], "length", [str(depth) for depth in DEPTHS])}
 
-Key-value recall, by length in tokens (rows) and number of pairs (columns), mean over the same depths:
+Key-value recall, by length in tokens (rows) and number of pairs (columns), {record["kv_recall_samples_per_cell"]}
+samples per cell, spread over the same depths:
 
 {table(record["kv_recall"], "length", [str(pairs) for pairs in PAIRS])}
 
