@@ -30,7 +30,7 @@ def go(settings, teacher, tokenizer, data, **options):
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
     before = copy.deepcopy(teacher.state_dict())
-    settings = settings.with_changes(transfer_steps=10, distill_steps=40, window_dropout=0.0)
+    settings = settings.with_changes(transfer_steps=10, distill_steps=40, window_dropout=0.0, distill_lr=1e-2)
     result = go(settings, teacher, tokenizer, data)
     stages = [record["stage"] for record in result.history]
     assert stages == ["transfer"] * 10 + ["distill"] * 40
@@ -83,6 +83,8 @@ def stop_at(step, stage="distill"):
     return callback
 
 
+# PEFT reads an attribute that Transformers renames.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(("stage", "step"), [("transfer", 3), ("distill", 1), ("distill", 4)])
 @pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
@@ -239,7 +241,7 @@ def test_a_loss_that_is_not_finite_names_step_and_layer(settings, teacher, token
 
 def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
     patched = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
-    with pytest.raises(ArgumentError, match="`teacher` must be a softmax model"):
+    with pytest.raises(ArgumentError, match="must be a softmax model"):
         go(settings, patched, tokenizer, data)
     with pytest.raises(ArgumentError, match="`student` must be patched"):
         go(settings, teacher, tokenizer, data, student=copy.deepcopy(teacher))

@@ -1,0 +1,61 @@
+import pytest
+from transformers import CLIPTextConfig, LlamaConfig
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill.plan import GIB, main, plan
+from hf_linear_attn.errors import ArgumentError
+from tests.distill.tiny import tiny_teacher
+
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+
+
+def test_parameters_are_those_of_the_model_itself():
+    teacher = tiny_teacher()
+    found = plan(teacher.config, DistillationSettings(window=4))
+    assert found.parameters == sum(p.numel() for p in teacher.parameters())
+    student = patch_model(teacher, feature_map="hedgehog", window=4, sinks=4)
+    maps = sum(p.numel() for name, p in student.named_parameters() if "linear_attention" in name)
+    assert found.feature_map_parameters == maps
+
+
+def test_llama_8b():
+    found = plan(LLAMA_8B, tokens=1e9, gpus=8, tflops=1000, utilisation=0.5)
+    assert found.parameters == 8_030_261_248
+    transfer, distill = found.stages
+    assert distill.memory_gib["teacher"] == pytest.approx(2 * found.parameters / 8 / GIB)
+    everything = found.parameters + found.feature_map_parameters
+    assert distill.memory_gib["Adam moments"] == pytest.approx(8 * everything / 8 / GIB, rel=0.02)
+    # 10 FLOP per parameter over a billion tokens, at 4 PFLOP/s in all.
+    assert distill.hours == pytest.approx(10 * found.parameters * 1e9 / 4e15 / 3600)
+    assert transfer.total_gib < distill.total_gib
+    lora = plan(LLAMA_8B, DistillationSettings(trainable="lora", train_feature_maps=False), gpus=8).stages[1]
+    # Rank 8 on q, k, v, o.
+    assert lora.trained_parameters == 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+
+
+def test_more_gpus_need_less_memory_each_and_less_time():
+    one, eight = plan(LLAMA_8B, gpus=1).stages[1], plan(LLAMA_8B, gpus=8).stages[1]
+    assert one.total_gib > eight.total_gib
+    assert one.hours == pytest.approx(8 * eight.hours)
+
+
+def test_command_prints_the_plan(tmp_path, capsys):
+    tiny_teacher().config.save_pretrained(tmp_path)
+    found = main([str(tmp_path), "--lora", "--gpus", "2"])
+    assert found.table() in capsys.readouterr().out
+    assert "| **total** |" in found.table()
+
+
+def test_configs_that_are_no_language_models_are_refused():
+    with pytest.raises(ArgumentError, match="`utilisation` must be positive"):
+        plan(LLAMA_8B, utilisation=2)
+    with pytest.raises(ArgumentError, match="`config` must be a causal language model's, got 'CLIPTextConfig'"):
+        plan(CLIPTextConfig())
