@@ -2,16 +2,14 @@
 
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import read_results, schema, without_times
-from hf_linear_attn.evaluation.run import compare, estimate_cost, evaluate, main
-from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_arguments
+from hf_linear_attn.evaluation.run import compare, estimate_cost, evaluate
+from hf_linear_attn.evaluation.settings import EvaluationSettings
 
 __all__ = [
     "EvaluationSettings",
     "compare",
     "estimate_cost",
     "evaluate",
-    "main",
-    "parse_arguments",
     "read_results",
     "schema",
     "without_times",

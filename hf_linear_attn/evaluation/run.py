@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import os
 import platform
 import sys
@@ -33,7 +31,7 @@ from hf_linear_attn.evaluation.results import (
     read_results,
     write_results,
 )
-from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_arguments, parse_task
+from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_task
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import (
     Subject,
@@ -41,9 +39,8 @@ from hf_linear_attn.evaluation.subjects import (
     gather_subjects,
     load_tokenizer,
 )
+from hf_linear_attn.evaluation.tasks import sample_rng
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
-
-logger = logging.getLogger(__name__)
 
 _CALIBRATION_TOKENS = 256
 
@@ -231,7 +228,9 @@ def estimate_cost(
             retrieval_tokens += samples * group.length
             # A needle at depth d lets the samples of a depth share what comes before it.
             fresh = sum(1 - (depth or 0) / 100 for depth in group.depths) / len(group.depths)
-            budget = parse_task(group.spec).build(tokenizer, *_probe(settings, group)).max_new_tokens
+            at = group.depths[0] or 0.0
+            rng = sample_rng(settings.seed, group.spec, group.length, at, 0)
+            budget = parse_task(group.spec).build(tokenizer, group.length, at, rng).max_new_tokens
             seconds += samples * (group.length * fresh * read_s + budget * step_s / settings.batch_size)
         seconds += perplexity_tokens * read_s
         if "latency" in settings.suite:
@@ -241,13 +240,6 @@ def estimate_cost(
                 latency_tokens += (runs + 2) * length
                 seconds += (runs + 2) * (length * read_s + decoded * step_s)
     return Cost(retrieval_tokens, perplexity_tokens, latency_tokens, seconds)
-
-
-def _probe(settings: EvaluationSettings, group: retrieval.Group) -> tuple[int, float, Any]:
-    from hf_linear_attn.evaluation.tasks import sample_rng
-
-    length, depth = group.length, group.depths[0] or 0.0
-    return length, depth, sample_rng(settings.seed, group.spec, length, depth, 0)
 
 
 def _calibrate(subject: Subject, settings: EvaluationSettings) -> tuple[float, float]:
@@ -337,26 +329,3 @@ def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool 
 def _label(path: Path) -> str:
     folder = path.parent if path.suffix == ".json" else path
     return folder.resolve().name
-
-
-def main(argv: Sequence[str], *, prog: str | None = None, defaults: Mapping[str, Any] | None = None) -> int:
-    """Run an evaluation from a command line and write its reports.
-
-    Args:
-        argv: The command line without the program's name.
-        prog: The program's name in the help text.
-        defaults: Defaults that differ from those of `EvaluationSettings`.
-
-    Returns:
-        The exit status, 0.
-    """
-    settings = parse_arguments(argv, prog=prog, defaults=defaults or {})
-    if settings.output_dir is None:
-        raise ArgumentError(explain("output_dir", "be set", None, "Name the folder for the reports."))
-    results = evaluate(settings)
-    if PartialState().is_main_process:
-        path = write_report(results, settings.output_dir, plots=settings.plots)
-        for sentence in [*results["summary"]["quality"], *results["summary"]["speed"]]:
-            tqdm.write(sentence, file=sys.stderr)
-        tqdm.write(json.dumps({"report": str(path)}))
-    return 0

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import (
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -105,6 +106,7 @@ class ScriptedModel(PreTrainedModel):
         self.head = nn.Linear(2, VOCABULARY, bias=False)
         self.script = script
         self.tokens_read = 0
+        self.generation_config = GenerationConfig(eos_token_id=EOS)
         self.post_init()
 
     def get_input_embeddings(self):
@@ -131,7 +133,9 @@ class ScriptedModel(PreTrainedModel):
         first = total - logits_to_keep if logits_to_keep else before
         logits = torch.stack(
             [
-                torch.stack([self._logits(row[:stop][keep[:stop].bool()].tolist()) for stop in range(first + 1, total + 1)])
+                torch.stack(
+                    [self._logits(row[:stop][keep[:stop].bool()].tolist()) for stop in range(first + 1, total + 1)]
+                )
                 for row, keep in zip(cache.ids, mask, strict=True)
             ]
         )

@@ -1,0 +1,44 @@
+"""Evaluate any causal language model at long context: retrieval, perplexity, latency and memory, and a report.
+
+Without arguments: the student that `make demo` distilled, beside the small teacher that comes with the project, or that
+teacher alone where there is no such student yet.
+
+    python examples/long_context_eval.py
+    python examples/long_context_eval.py --model DIR --teacher DIR --lengths 4096,16384 --output-dir runs/evaluation
+    accelerate launch examples/long_context_eval.py settings.yaml
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_linear_attn.errors import HFLinearAttnError
+from hf_linear_attn.evaluation.cli import main
+
+TEACHER = Path(__file__).parent / "teacher"
+STUDENT = Path("runs/quickstart/student")
+# Small enough for two CPU cores and a few minutes.
+SMALL_RUN = {
+    "tasks": ("passkey", "kv_recall"),
+    "lengths": (512, 1024, 2048, 4096),
+    "num_samples": 10,
+    "batch_size": 10,
+    "max_text_tokens": 16384,
+    "output_dir": "runs/evaluation",
+    "overwrite": True,
+}
+
+
+def small_models() -> dict[str, Any]:
+    """Return the models of a run without arguments."""
+    if STUDENT.is_dir():
+        return {"model": str(STUDENT), "teacher": str(TEACHER)}
+    return {"model": str(TEACHER)}
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    try:
+        main(arguments, prog="long_context_eval.py", defaults={} if arguments else SMALL_RUN | small_models())
+    except HFLinearAttnError as error:
+        sys.exit(f"long_context_eval.py: {error}")

@@ -1,0 +1,142 @@
+"""Memory is counted exactly; times are only as good as the machine, so what is tested is what they are taken of."""
+
+import pytest
+import torch
+
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.evaluation.generation import prefill
+from hf_linear_attn.evaluation.latency import (
+    PeakTensorBytes,
+    break_even,
+    cache_bytes,
+    check_latency,
+    collect_latency,
+    measure,
+    run_latency,
+)
+from hf_linear_attn.evaluation.settings import EvaluationSettings
+from hf_linear_attn.evaluation.store import SampleStore
+from tests.evaluation.helpers import ScriptedModel, subject, tiny_gpt2, tiny_linear, tiny_llama
+
+
+def settings(**options):
+    return EvaluationSettings(
+        **{
+            "suite": ("latency",),
+            "lengths": (32, 64),
+            "warmups": 1,
+            "repeats": 3,
+            "decode_tokens": 4,
+            "progress": False,
+            **options,
+        }
+    )
+
+
+def test_peak_counts_what_is_alive_at_once():
+    with PeakTensorBytes() as counter:
+        a = torch.zeros(1000)
+        b = a + 1
+        del a
+        c = b * 2
+        view = c[:10]
+        del b, c
+        d = torch.zeros(500)
+    # Two tensors of 4000 bytes at any time; the view keeps its storage, beside which 2000 bytes are few.
+    assert counter.peak == 8000
+    assert view.numel() + d.numel() == 510
+
+
+def test_peak_counts_in_place_and_given_tensors_once():
+    given = torch.zeros(1000)
+    with PeakTensorBytes() as counter:
+        given.add_(1)
+        given.view(10, 100)
+    assert counter.peak == 0
+
+
+@torch.inference_mode()
+def test_cache_bytes_are_those_of_the_keys_and_values():
+    _, cache = prefill(tiny_llama(), torch.zeros(3, 20, dtype=torch.long), None, 8)
+    # 2 layers, keys and values, 3 rows, 1 head of 16, 20 tokens, 4 bytes.
+    assert cache_bytes(cache) == 2 * 2 * 3 * 1 * 16 * 20 * 4
+
+
+@torch.inference_mode()
+def test_the_cache_of_a_patched_model_does_not_grow():
+    model = tiny_linear()
+    sizes = [cache_bytes(prefill(model, torch.zeros(1, n, dtype=torch.long), None, 2048)[1]) for n in (40, 80, 320)]
+    assert sizes[0] == sizes[1] == sizes[2] > 0
+
+
+def test_a_cell_holds_positive_figures_of_the_asked_shape():
+    found = measure(subject(tiny_linear()), 64, settings(batch_size=2))
+    assert (found["prompt_tokens"], found["decoded_tokens"], found["batch_size"]) == (60, 4, 2)
+    assert found["ttft_ms"] > 0
+    assert found["decode_ms_per_token"] > 0
+    assert found["prefill_tokens_per_s"] == pytest.approx(1000 * 120 / found["ttft_ms"])
+    assert found["ttft_ms_iqr"][0] <= found["ttft_ms"] <= found["ttft_ms_iqr"][1]
+    assert found["peak_mib"] * 2**20 > found["cache_bytes"]
+    assert found["peak_method"] == "tensor bytes"
+
+
+def test_every_repeat_reads_a_fresh_cache_and_decodes_at_the_same_context():
+    shapes = []
+
+    class Watched(ScriptedModel):
+        def forward(self, input_ids, past_key_values=None, **options):
+            before = 0 if past_key_values is None else past_key_values.ids.shape[1]
+            shapes.append((before, input_ids.shape[1]))
+            return super().forward(input_ids, past_key_values=past_key_values, **options)
+
+    measure(subject(Watched(lambda ids: 1)), 32, settings())
+    # 4 prefills, one to decode from, one for the memory; 4 decodes and one for the memory.
+    assert shapes.count((0, 28)) == 6
+    assert [shapes.count((at, 1)) for at in (28, 29, 30, 31)] == [5, 5, 5, 5]
+    assert len(shapes) == 26
+
+
+def test_peak_memory_and_cache_repeat_exactly():
+    first, second = (measure(subject(tiny_llama()), 48, settings()) for _ in range(2))
+    assert (first["peak_mib"], first["cache_bytes"]) == (second["peak_mib"], second["cache_bytes"])
+
+
+def test_cells_beyond_the_positions_or_the_memory_are_marked():
+    class Small(ScriptedModel):
+        def forward(self, input_ids, **options):
+            if input_ids.shape[1] > 40:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            return super().forward(input_ids, **options)
+
+    subjects = [subject(tiny_gpt2(positions=40)), subject(Small(lambda ids: 1), "small", "baseline")]
+    chosen = settings()
+    store = SampleStore(None, chosen.identity(), {})
+    for one in subjects:
+        assert list(run_latency(one, chosen, store)) == [32, 64]
+    cells = collect_latency(subjects, chosen, store)
+    assert [cell["status"] for cell in cells] == ["ok", "unsupported", "ok", "out-of-memory"]
+    assert {cell["ttft_ms"] for cell in cells if cell["status"] != "ok"} == {None}
+    assert len({frozenset(cell) for cell in cells}) == 1
+
+
+def test_eager_softmax_is_not_timed():
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match=r"`attn_implementation` must be a fused one for the latency suite"):
+        check_latency([subject(model)])
+    model.set_attn_implementation("sdpa")
+    check_latency([subject(model), subject(tiny_linear(), "other", "baseline")])
+
+
+def test_break_even_needs_lengths_that_both_could_read():
+    def cell(model, length, cost, status="ok"):
+        figures = {"ttft_ms": cost, "decode_ms_per_token": 1.0, "peak_mib": 2 * cost}
+        return {"model": model, "length": length, "status": status, **figures}
+
+    cells = [cell("a", n, n) for n in (100, 200, 400)] + [cell("b", n, n * n / 200) for n in (100, 200, 400)]
+    found = break_even(cells, "a", "b")
+    assert found["prefill"] == pytest.approx(200)
+    assert found["memory"] == pytest.approx(200)
+    assert found["decode"] is None
+    lost = [{**c, "status": "out-of-memory"} if c["model"] == "b" else c for c in cells]
+    assert break_even(lost, "a", "b")["prefill"] is None

@@ -1,0 +1,224 @@
+"""The retrieval suite, run with models whose score is known beforehand."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.retrieval import (
+    check_retrieval,
+    collect_cells,
+    effective_lengths,
+    paired_differences,
+    plan_groups,
+    run_retrieval,
+)
+from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_task
+from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.tasks import available_tasks
+from tests.evaluation.helpers import (
+    BOS,
+    ScriptedModel,
+    answering,
+    byte_tokenizer,
+    subject,
+    tiny_gpt2,
+    tiny_linear,
+    tiny_llama,
+)
+from tests.evaluation.test_tasks import oracle
+
+TOKENIZER = byte_tokenizer()
+
+
+def settings(**options):
+    return EvaluationSettings(
+        **{"suite": ("retrieval",), "num_samples": 2, "depths": (0, 50, 100), "progress": False, **options}
+    )
+
+
+def run(subjects, chosen, tokenizer=TOKENIZER, store=None):
+    store = store or SampleStore(None, chosen.identity(), {})
+    for one in subjects:
+        for _ in run_retrieval(one, tokenizer, chosen, store):
+            pass
+    return (*collect_cells(subjects, chosen, store), store)
+
+
+def parsing(task):
+    def answer(prompt):
+        try:
+            return oracle(prompt, task)
+        except (KeyError, IndexError):
+            # The needle was cut out of this prompt.
+            return "nothing"
+
+    return subject(ScriptedModel(answering(TOKENIZER, answer)))
+
+
+@pytest.mark.parametrize("task", available_tasks())
+def test_an_oracle_scores_one_in_every_cell(task):
+    shortest = parse_task(task).min_length(TOKENIZER)
+    chosen = settings(tasks=(task,), lengths=(shortest, shortest + 301), num_samples=1, batch_size=3)
+    cells, floors, _ = run([parsing(task)], chosen)
+    assert len(cells) == (6 if parse_task(task).needs_depth else 2)
+    assert [cell["score"] for cell in cells] == [1.0] * len(cells)
+    assert [cell["status"] for cell in cells] == ["ok"] * len(cells)
+    for cell in cells:
+        assert 0.98 * cell["length"] <= cell["measured_tokens"] <= cell["length"]
+    # The oracle itself cannot answer where the needle was cut out.
+    assert all(floor["score"] < 1 for floor in floors)
+
+
+@pytest.mark.parametrize("task", ["passkey", "niah_single"])
+def test_a_context_blind_model_scores_zero_on_needles(task):
+    blind = subject(ScriptedModel(answering(TOKENIZER, lambda prompt: "It is 12345, as always.")))
+    cells, floors, _ = run([blind], settings(tasks=(task,), lengths=(700,), num_samples=4))
+    assert {cell["score"] for cell in [*cells, *floors]} == {0.0}
+    assert {cell["nulls"] for cell in cells} == {0}
+
+
+def test_a_model_that_says_nothing_counts_as_nulls():
+    silent = subject(ScriptedModel(answering(TOKENIZER, lambda prompt: "")))
+    cells, _, _ = run([silent], settings(tasks=("passkey",), lengths=(400,), depths=(50,), num_samples=3))
+    assert (cells[0]["nulls"], cells[0]["score"], cells[0]["n"]) == (3, 0.0, 3)
+
+
+def test_a_guesser_among_the_values_it_saw_hits_one_in_k():
+    rng = random.Random(1)
+    choices = {}
+
+    def guess(prompt):
+        # One draw per prompt, for the script asks again at every token.
+        if prompt not in choices:
+            choices[prompt] = rng.choice(re.findall(r"code of \w+ is (\w+)\.", prompt))
+        return choices[prompt]
+
+    guesser = subject(ScriptedModel(answering(TOKENIZER, guess)))
+    chosen = settings(tasks=("kv_recall:pairs=4",), lengths=(420,), depths=(50,), num_samples=60, batch_size=20)
+    cells, _, _ = run([guesser], chosen)
+    low, high = cells[0]["ci95"]
+    assert low <= 0.25 <= high
+    assert high - low < 0.25
+
+
+def test_an_oracle_with_a_window_succeeds_iff_the_needle_lies_inside():
+    window = 300
+
+    def near_sighted(prompt):
+        # The question's end stays visible; the key is found only where it stands among the last tokens.
+        found = re.findall(r"pass key is (\d+)\.", prompt[-window:])
+        return found[-1] if found else "nothing"
+
+    cells, _, _ = run(
+        [subject(ScriptedModel(answering(TOKENIZER, near_sighted)))],
+        settings(tasks=("passkey",), lengths=(900,), depths=(0, 25, 75, 100), num_samples=2),
+    )
+    # The haystack ends 40 tokens before the prompt does, so 300 tokens reach back past depth 75 but not to 25.
+    assert {cell["depth"]: cell["score"] for cell in cells} == {0: 0.0, 25: 0.0, 75: 1.0, 100: 1.0}
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_linear])
+def test_batch_size_changes_no_answer(make):
+    texts = []
+    for size in (1, 4):
+        chosen = settings(tasks=("passkey",), lengths=(300,), depths=(0, 100), num_samples=3, batch_size=size)
+        store = SampleStore(None, chosen.identity(), {})
+        run([subject(make())], chosen, store=store)
+        texts.append([(record["id"], record["text"]) for record in store._records.values()])
+    assert texts[0] == texts[1]
+    assert any(text for _, text in texts[0])
+
+
+def test_more_lengths_depths_or_samples_leave_a_sample_as_it_was():
+    prompts = []
+    for options in ({"lengths": (400,), "depths": (50,)}, {"lengths": (400, 500), "depths": (0, 50), "num_samples": 4}):
+        chosen = settings(tasks=("passkey",), **options)
+        *_, store = run([subject(ScriptedModel(lambda ids: 1))], chosen)
+        prompts.append({r["id"]: r["prompt_sha256"] for r in store._records.values()})
+    assert prompts[0].items() <= prompts[1].items()
+
+
+def test_equal_models_differ_by_nothing_and_pairs_need_equal_prompts():
+    chosen = settings(tasks=("passkey",), lengths=(400,))
+    student = subject(tiny_llama(), "model")
+    teacher = subject(tiny_llama(), "teacher", "teacher")
+    cells, _, _ = run([student, teacher], chosen)
+    (found,) = paired_differences(cells, "model", ["teacher"])
+    assert (found["n"], found["difference"], found["ci95"], found["p_value"]) == (6, 0.0, [0.0, 0.0], 1.0)
+    other = [{**cell, "prompts_sha256": "another"} if cell["model"] == "teacher" else cell for cell in cells]
+    assert paired_differences(other, "model", ["teacher"]) == []
+    assert {row["model"] for row in effective_lengths(cells)} == {"model", "teacher"}
+
+
+def test_a_length_beyond_learned_positions_is_unsupported_not_zero():
+    chosen = settings(tasks=("passkey",), lengths=(300, 600), depths=(50,))
+    cells, _, _ = run([subject(tiny_gpt2(positions=320))], chosen)
+    short, long = cells
+    assert (short["status"], short["n"]) == ("ok", 2)
+    assert (long["status"], long["score"], long["n"]) == ("unsupported", None, 0)
+    assert long["reason"].startswith("`lengths` must stay within the 320 learned positions, got 600 (model).")
+
+
+def test_running_out_of_memory_marks_the_cell_and_goes_on():
+    class Small(ScriptedModel):
+        def forward(self, input_ids, **options):
+            if input_ids.shape[1] > 450:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(input_ids, **options)
+
+    chosen = settings(tasks=("passkey",), lengths=(400, 700), depths=(50,))
+    cells, _, _ = run([subject(Small(lambda ids: 1))], chosen)
+    assert [cell["status"] for cell in cells] == ["ok", "out-of-memory"]
+    assert cells[1]["score"] is None
+
+
+def test_a_programming_error_is_not_taken_for_lack_of_memory():
+    class Broken(ScriptedModel):
+        def forward(self, **options):
+            raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        run([subject(Broken(None))], settings(tasks=("passkey",), lengths=(400,)))
+
+
+def test_the_chat_template_goes_around_the_prompt_and_counts():
+    tokenizer = byte_tokenizer(chat=True)
+    seen = []
+    model = ScriptedModel(lambda ids: (seen.append(ids), 1)[1])
+    chosen = settings(tasks=("passkey",), lengths=(400,), depths=(50,), num_samples=1, chat_template=True)
+    cells, _, _ = run([subject(model)], chosen, tokenizer)
+    assert cells[0]["measured_tokens"] == 400
+    prompts = [ids for ids in seen if tokenizer.decode(ids).endswith("Assistant:")]
+    assert prompts
+    for ids in prompts:
+        assert tokenizer.decode(ids).startswith("<bos>User: There is")
+        assert ids.count(BOS) == 1
+
+
+def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
+    groups = plan_groups(settings(tasks=("passkey", "cwe"), lengths=(2000, 3000)))
+    assert [(g.spec, g.length) for g in groups if g.floor] == [("passkey", 2000)]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "message"),
+    [
+        (byte_tokenizer(), {"lengths": (100,)}, r"`length` must be at least \d+ tokens, got 100 \(task 'passkey'\)"),
+        (
+            byte_tokenizer(),
+            {"chat_template": True},
+            r"`chat_template` must be left out for a tokenizer without one, got True",
+        ),
+        (
+            byte_tokenizer(chat=True),
+            {"chat_template": True, "lengths": (parse_task("passkey").min_length(byte_tokenizer()) + 3,)},
+            r"`chat_template` must leave \d+ tokens for the task, got \d+ \(task 'passkey' at \d+ tokens\)",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_at_once(tokenizer, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_retrieval(settings(tasks=("passkey",), **{"lengths": (400,), **options}), tokenizer)

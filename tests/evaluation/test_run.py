@@ -1,0 +1,266 @@
+"""A run from end to end: what it writes, how it resumes, what it refuses, and several runs in one report."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
+from hf_linear_attn.evaluation import (
+    EvaluationSettings,
+    compare,
+    evaluate,
+    read_results,
+    schema,
+    without_times,
+)
+from hf_linear_attn.evaluation.cli import compare as compare_command
+from hf_linear_attn.evaluation.cli import main
+from hf_linear_attn.evaluation.store import SampleStore
+from tests.evaluation.helpers import byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
+from tests.evaluation.workers import run, settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, run(folder)
+
+
+def child(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.evaluation.workers", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+    )
+
+
+def comparable(path):
+    """Return the bytes of a results.json without times and without where it was written."""
+    results = without_times(read_results(path))
+    del results["args"]
+    return json.dumps(results).encode()
+
+
+def test_results_follow_the_published_schema(uninterrupted):
+    folder, results = uninterrupted
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(json.loads((folder / "results.json").read_text()), schema())
+    assert read_results(folder) == json.loads(json.dumps(results))
+
+
+def test_results_say_what_was_measured(uninterrupted):
+    _, results = uninterrupted
+    assert results["model"]["attention"] == "linear"
+    assert results["model"]["feature_map"] == "elu"
+    assert results["model"]["patched_layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert [m["role"] for m in results["references"]] == ["teacher"]
+    assert results["references"][0]["patched_layers"] == []
+    # 2 models, 2 tasks, 2 lengths, 2 depths; a floor for each model and task.
+    assert (len(results["cells"]), len(results["floors"])) == (16, 4)
+    assert {cell["n"] for cell in results["cells"]} == {3}
+    assert len(results["latency"]) == len(results["perplexity"]["windows"]) == 4
+    assert {row["length"] for row in results["paired"]} == {320, 352}
+    caches = {cell["length"]: cell["cache_bytes"] for cell in results["latency"] if cell["model"] == "model"}
+    assert caches[320] == caches[352]
+    assert all(sentence.endswith(".") for part in results["summary"].values() for sentence in part)
+
+
+@pytest.mark.timeout(900)
+def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninterrupted, tmp_path):
+    for suite, count in (("latency", 2), ("retrieval", 17), ("perplexity", 5)):
+        process = child(tmp_path, "die", suite, count)
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors.decode()[-2000:]
+        assert not (tmp_path / "results.json").exists()
+        # What a process killed while writing leaves behind.
+        with (tmp_path / "samples.jsonl").open("a") as file:
+            file.write('{"key": "torn')
+    kept = len((tmp_path / "samples.jsonl").read_text().splitlines())
+    run(tmp_path, resume=True)
+    assert comparable(tmp_path) == comparable(uninterrupted[0])
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len({line["key"] for line in lines}) == len((uninterrupted[0] / "samples.jsonl").read_text().splitlines())
+    assert len(lines) > kept
+
+
+@pytest.mark.timeout(900)
+def test_two_processes_find_what_one_finds(uninterrupted, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    processes = [child(tmp_path, "run", RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()[-2000:]
+    assert comparable(tmp_path) == comparable(uninterrupted[0])
+    assert [path.name for path in tmp_path.glob("samples*")] == ["samples.jsonl"]
+
+
+def test_a_finished_run_resumes_without_computing_anything(uninterrupted, tmp_path, monkeypatch):
+    folder, _ = uninterrupted
+    for name in ("run.json", "samples.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    monkeypatch.setattr("hf_linear_attn.evaluation.retrieval.greedy", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.perplexity.score_tokens", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.latency.measure", None)
+    run(tmp_path, resume=True)
+    assert comparable(tmp_path) == comparable(folder)
+
+
+def test_a_folder_with_results_needs_a_decision(uninterrupted):
+    with pytest.raises(CheckpointError, match=r"`output_dir` must be a folder without results, got .*Pass resume"):
+        run(uninterrupted[0])
+
+
+def test_results_of_other_settings_are_not_resumed(uninterrupted):
+    with pytest.raises(CheckpointError, match=r"must hold a run of the same settings.*seed was 0 and is 1"):
+        run(uninterrupted[0], resume=True, seed=1)
+
+
+def test_results_of_other_weights_are_not_resumed(uninterrupted):
+    other = tiny_linear()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-4
+    with pytest.raises(CheckpointError, match=r"must hold a run of the same models.*model was '[0-9a-f]{64}' and is"):
+        evaluate(
+            settings(uninterrupted[0], resume=True), model=other, tokenizer=byte_tokenizer(), teacher=tiny_llama()
+        )
+
+
+def test_the_fingerprint_sees_weights_and_patch_settings():
+    prints = [subject(model).fingerprint for model in (tiny_linear(), tiny_linear(), tiny_linear(window=8), tiny_llama())]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_overwriting_deletes_what_a_run_made_and_nothing_else(tmp_path):
+    (tmp_path / "mine.txt").write_text("kept")
+    SampleStore(tmp_path, {"seed": 0}, {}).add([{"key": "a"}])
+    store = SampleStore(tmp_path, {"seed": 1}, {}, overwrite=True)
+    assert store.get("a") is None
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+SMALL = {
+    "suite": ("retrieval",), "tasks": ("passkey",), "lengths": (320,), "depths": (50,), "num_samples": 1,
+    "progress": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "models", "error", "message"),
+    [
+        ({"attn": "linear"}, {"model": tiny_llama}, UnsupportedError, r"`attn` must be 'softmax' or 'auto' for a model"),
+        ({"attn": "softmax"}, {"model": tiny_linear}, ArgumentError, r"`attn` must be 'linear' or 'auto' for a patched"),
+        ({}, {}, ArgumentError, r"`model` must be a model or a path, got None"),
+        ({"model": "missing/folder", "offline": True}, {}, CheckpointError, r"`model` must be a causal language model"),
+        (
+            {"lengths": (600,)},
+            {"model": tiny_gpt2},
+            ArgumentError,
+            r"`lengths` must stay within the 320 learned positions, got 600 \(model\)",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(options, models, error, message):
+    with pytest.raises(error, match=message):
+        evaluate(
+            EvaluationSettings(**{**SMALL, **options}),
+            tokenizer=byte_tokenizer(),
+            **{name: make() for name, make in models.items()},
+        )
+
+
+def test_one_object_cannot_be_student_and_teacher():
+    model = tiny_linear()
+    with pytest.raises(ArgumentError, match=r"`teacher` must be another object than `model`"):
+        evaluate(EvaluationSettings(**SMALL), model=model, teacher=model, tokenizer=byte_tokenizer())
+
+
+def test_a_tokenizer_without_special_tokens_is_refused():
+    tokenizer = byte_tokenizer(bos=False)
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.pad_token = None
+    with pytest.raises(ArgumentError, match=r"`tokenizer` must have an EOS, BOS or padding token"):
+        evaluate(EvaluationSettings(**SMALL), model=tiny_llama(), tokenizer=tokenizer)
+
+
+def test_models_and_tokenizer_load_from_folders(tmp_path, capsys):
+    tiny_linear().save_pretrained(tmp_path / "student")
+    tiny_llama().save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "student")
+    flags = "--suite retrieval --tasks passkey --lengths 320 --depths 50 --num-samples 1 --progress false --no-plots"
+    arguments = [*flags.split(), "--teacher", str(tmp_path / "teacher"), "--output_dir", str(tmp_path / "out")]
+    results = main(["--model", str(tmp_path / "student"), "--attn", "linear", *arguments])
+    assert results["model"]["feature_map"] == "elu"
+    assert results["model"]["fingerprint"] == subject(tiny_linear()).fingerprint
+    assert capsys.readouterr().out.endswith(f"Report: {tmp_path / 'out' / 'report.html'}\n")
+    undone = main(["--model", str(tmp_path / "student"), "--attn", "softmax", "--overwrite", *arguments])
+    assert undone["model"]["attention"] == "softmax"
+    assert undone["model"]["fingerprint"] == undone["references"][0]["fingerprint"]
+
+
+def test_baselines_stand_beside_and_say_how_much_of_the_gap_is_closed(tmp_path):
+    chosen = EvaluationSettings(suite=("perplexity",), lengths=(64,), max_text_tokens=400, progress=False)
+    results = evaluate(
+        chosen,
+        model=tiny_linear(),
+        tokenizer=byte_tokenizer(),
+        teacher=tiny_llama(),
+        baselines={"window alone": tiny_linear(mix="window")},
+        extras={"linear_branch_off_nats": 0.25},
+    )
+    loss = {row["model"]: row["nll_nats"] for row in results["perplexity"]["windows"]}
+    if loss["window alone"] > loss["teacher"]:
+        (row,) = results["gap_closed"]
+        expected = (loss["window alone"] - loss["model"]) / (loss["window alone"] - loss["teacher"])
+        assert row["gap_closed"] == pytest.approx(expected)
+    else:
+        assert results["gap_closed"] == []
+    assert "Switching the linear branch off costs 0.25 nats per token beyond the window." in results["summary"]["quality"]
+    assert results["references"][1]["feature_map"] is None
+
+
+def test_compare_puts_runs_side_by_side_and_shares_what_they_share(uninterrupted, tmp_path, capsys):
+    folder, results = uninterrupted
+    other = tmp_path / "other"
+    evaluate(settings(other), model=tiny_linear(window=8), tokenizer=byte_tokenizer(), teacher=tiny_llama())
+    found = compare_command([str(folder), str(other / "results.json"), "--output-dir", str(tmp_path / "both")])
+    names = [found["model"]["name"], *(model["name"] for model in found["references"])]
+    assert names == [folder.name, "teacher", "other"]
+    assert len(found["cells"]) == 24
+    assert {(row["model"], row["other"]) for row in found["paired"]} == {(folder.name, "teacher"), (folder.name, "other")}
+    jsonschema.validate(read_results(tmp_path / "both"), schema())
+    mine = [cell["score"] for cell in found["cells"] if cell["model"] == folder.name]
+    assert mine == [cell["score"] for cell in results["cells"] if cell["model"] == "model"]
+    assert (tmp_path / "both" / "report.html").stat().st_size > 10_000
+    assert "Report: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"`paths` must be results of an evaluation"),
+        ("{", r"`paths` must be results of an evaluation"),
+        ('{"schema_version": 99}', r"`schema_version` must be 1, got 99"),
+    ],
+)
+def test_compare_refuses_what_is_not_a_result(uninterrupted, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        compare([uninterrupted[0], tmp_path], tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"`paths` must be at least two results"):
+        compare([uninterrupted[0]], tmp_path / "out")

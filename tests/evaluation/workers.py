@@ -1,0 +1,56 @@
+"""What the child processes of a test run: a small evaluation, alone, killed in the middle, or as one of several."""
+
+import os
+import signal
+import sys
+
+from hf_linear_attn.evaluation import EvaluationSettings, evaluate
+from hf_linear_attn.evaluation.store import SampleStore
+from tests.evaluation.helpers import byte_tokenizer, tiny_linear, tiny_llama
+
+
+def settings(folder, **options):
+    return EvaluationSettings(
+        suite=("retrieval", "perplexity", "latency"),
+        tasks=("passkey", "kv_recall:pairs=2"),
+        lengths=(320, 352),
+        depths=(0, 100),
+        num_samples=3,
+        batch_size=2,
+        max_text_tokens=1500,
+        final_tokens=16,
+        final_windows=2,
+        decode_tokens=2,
+        warmups=1,
+        repeats=2,
+        output_dir=str(folder),
+        progress=False,
+        **options,
+    )
+
+
+def run(folder, **options):
+    return evaluate(settings(folder, **options), model=tiny_linear(), tokenizer=byte_tokenizer(), teacher=tiny_llama())
+
+
+def die_after(suite, count):
+    """Kill this very process, as `kill -9` does, once so many records of a suite are on the disk."""
+    add = SampleStore.add
+    seen = 0
+
+    def counting(self, records):
+        nonlocal seen
+        records = list(records)
+        add(self, records)
+        seen += sum(record["id"].startswith(suite) for record in records)
+        if seen >= count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    SampleStore.add = counting
+
+
+if __name__ == "__main__":
+    folder, mode = sys.argv[1:3]
+    if mode == "die":
+        die_after(sys.argv[3], int(sys.argv[4]))
+    run(folder, resume=mode == "die")
