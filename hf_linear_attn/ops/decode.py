@@ -1,4 +1,4 @@
-"""The decode step: a few new tokens against a state that is updated in place, at the same addresses every time."""
+"""The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ def decode_state(
         device: Where.
 
     Returns:
-        ``kv [B, HKV, F, V]`` and ``z [B, HKV, C, F]``, fp32 zeros. The C copies of the normaliser, one per program of
-        the kernel that shares a head, are always equal: fill them all (``z.copy_(other.z[:, :, None])``) and read any
-        one (``z[:, :, 0]``).
+        ``kv [B, HKV, F, V]`` and ``z [B, HKV, C, F]``, fp32 zeros. The C copies of the normaliser, one per
+        program of the kernel that shares a head, are always equal: fill them all
+        (``z.copy_(other.z[:, :, None])``) and read any one (``z[:, :, 0]``).
     """
     device = torch.device(device)
     copies = 1
@@ -52,15 +52,16 @@ def decode_step_(
 ) -> Tensor:
     """Read T new tokens and fold them into ``state`` in place; no gradients.
 
-    The same sums as :func:`linear_attention` with ``causal=True`` and that state, without a new state each time, so
-    that a captured graph can replay it. Masked tokens leave the state as it is: a finished row is a masked row.
+    The same sums as :func:`linear_attention` with ``causal=True`` and that state, without a new state each
+    time, so that a captured graph can replay it. Masked tokens leave the state as it is: a finished row is a
+    masked row.
 
     Args:
         q: Queries ``[B, H, T, D]``; features already where ``phi`` is ``"identity"``.
         k: Keys ``[B, HKV, T, D]``.
         v: Values ``[B, HKV, T, V]``.
-        state: ``kv [B, HKV, F, V]`` and ``z [B, HKV, F]`` or ``[B, HKV, C, F]``, contiguous, fp32 (fp64 for fp64
-            tokens); see :func:`decode_state`.
+        state: ``kv [B, HKV, F, V]`` and ``z [B, HKV, F]`` or ``[B, HKV, C, F]``, contiguous, fp32 (fp64 for
+            fp64 tokens); see :func:`decode_state`.
         phi: Name of an elementwise map.
         key_mask: ``[B, T]`` bool, True = a real token.
         eps: Added to the normaliser, away from 0.
@@ -93,9 +94,7 @@ def decode_step_(
         if obstacle is None:
             return triton_backend.decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
         if backend == "triton":
-            raise BackendError(
-                explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
-            )
+            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
     return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
 
 
@@ -111,14 +110,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mas
     )
     for name, x, shape in shapes:
         if x.shape != shape:
-            raise ArgumentError(
-                explain(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own.")
-            )
+            raise ArgumentError(explain(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own."))
     if heads % kv_heads:
         raise ArgumentError(
-            explain(
-                "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
-            )
+            explain("k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads.")
         )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, x in (("state.kv", kv), ("state.z", z)):

@@ -67,8 +67,8 @@ def linear_attention(
     """Compute normalised linear attention in O(T) time with a state of constant size.
 
     ``o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps)``, ``S_i = sum_{j <= i - delay} phi(k_j) v_j^T``,
-    ``z_i = sum_{j <= i - delay} phi(k_j)`` (Katharopoulos et al., 2020, arXiv:2006.16236); with ``causal=False`` the
-    sums run over all j. A query that sees no key gives 0.
+    ``z_i = sum_{j <= i - delay} phi(k_j)`` (Katharopoulos et al., 2020, arXiv:2006.16236); with
+    ``causal=False`` the sums run over all j. A query that sees no key gives 0.
 
     Args:
         q: Queries ``[B, H, T, D]``, bf16, fp16, fp32 or fp64, any strides.
@@ -77,11 +77,12 @@ def linear_attention(
         feature_map: A registered name, a :class:`FeatureMap`, or None where q and k are features already.
         causal: Whether query i sees only keys up to ``i - delay``.
         key_mask: ``[B, S]`` bool, True = a real token. Masked keys count nowhere.
-        cu_seqlens: ``[N + 1]`` int32 or int64, ``0 = c_0 <= c_1 <= ... <= c_N = T``: boundaries of N sequences packed along T;
-            then ``B == 1``, and states have N rows.
+        cu_seqlens: ``[N + 1]`` int32 or int64, ``0 = c_0 <= c_1 <= ... <= c_N = T``: boundaries of N sequences
+            packed along T; then ``B == 1``, and states have N rows.
         state: State before the first token, ``[B or N, HKV, ...]``; not changed.
         return_state: Whether to return the final state too.
-        delay: Tokens by which keys lag, >= 0; the state returned holds keys ``j < T - delay``. 0 where not causal.
+        delay: Tokens by which keys lag, >= 0; the state returned holds keys ``j < T - delay``. 0 where not
+            causal.
         eps: Added to the normaliser, away from 0; > 0.
         backend: ``"auto"`` (Triton on a GPU where it can run, else PyTorch), ``"triton"``, ``"torch"`` or
             ``"reference"`` (float64, quadratic). A backend asked for by name is used or refused.
@@ -109,7 +110,8 @@ def linear_attention(
     _check_masks(q, k, causal, key_mask, cu_seqlens, delay)
     if eps <= 0:
         raise ArgumentError(explain("eps", "be greater than 0", eps, "The default is 1e-6."))
-    function = _backend(backend, q, k, v)
+    if backend not in BACKENDS:
+        raise ArgumentError(explain("backend", "be a known backend", backend, "Use one of those", available=BACKENDS))
     if isinstance(feature_map, str):
         feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1]).to(q.device)
     phi = "identity"
@@ -121,6 +123,8 @@ def linear_attention(
         else:
             phi = feature_map.kernel
     _check_state(q, k, v, cu_seqlens, state)
+    # Chosen last: features may be wider than heads, and kernels hold only so much.
+    function = _backend(backend, q, k, v)
     o, final = function(
         q,
         k,
@@ -147,13 +151,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         if x.dtype != q.dtype:
             raise ArgumentTypeError(explain(name, f"have q's dtype {q.dtype}", x.dtype, f"Cast {name} or q."))
         if x.device != q.device:
-            raise ArgumentError(
-                explain(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q.")
-            )
+            raise ArgumentError(explain(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q."))
         if 0 in x.shape:
-            raise ArgumentError(
-                explain(name, "not be empty", tuple(x.shape), "Skip the call for empty input.")
-            )
+            raise ArgumentError(explain(name, "not be empty", tuple(x.shape), "Skip the call for empty input."))
     if k.shape[:3] != v.shape[:3]:
         raise ArgumentError(
             explain(
@@ -164,9 +164,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             )
         )
     if q.shape[0] != k.shape[0]:
-        raise ArgumentError(
-            explain("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch.")
-        )
+        raise ArgumentError(explain("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch."))
     if q.shape[3] != k.shape[3]:
         raise ArgumentError(
             explain("k", f"have q's head dim {q.shape[3]}", tuple(k.shape), "Pass q and k of one layer.")
@@ -218,9 +216,7 @@ def _check_masks(
                 )
             )
         if key_mask.device != q.device:
-            raise ArgumentError(
-                explain("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it.")
-            )
+            raise ArgumentError(explain("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it."))
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ArgumentTypeError(explain("cu_seqlens", "be int32 or int64", cu_seqlens.dtype, "Cast it."))
@@ -235,9 +231,7 @@ def _check_masks(
             )
         if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
             raise ArgumentError(
-                explain(
-                    "q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T."
-                )
+                explain("q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T.")
             )
 
 
@@ -256,23 +250,15 @@ def _check_state(
                 explain(f"state.{name}", f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
             )
         if x.dtype != dtype:
-            raise ArgumentTypeError(
-                explain(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less.")
-            )
+            raise ArgumentTypeError(explain(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less."))
         if x.device != q.device:
-            raise ArgumentError(
-                explain(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it.")
-            )
+            raise ArgumentError(explain(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it."))
 
 
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
 
 
 def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Backend:
-    if backend not in BACKENDS:
-        raise ArgumentError(
-            explain("backend", "be a known backend", backend, "Use one of those", available=BACKENDS)
-        )
     if backend in ("auto", "triton"):
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops import triton as triton_backend
@@ -281,7 +267,5 @@ def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Backend:
         if obstacle is None and (backend == "triton" or q.is_cuda):
             return cast(Backend, triton_backend.linear_attention_triton)
         if backend == "triton":
-            raise BackendError(
-                explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
-            )
+            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
     return linear_attention_reference if backend == "reference" else linear_attention_chunked

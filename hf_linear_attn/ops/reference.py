@@ -1,5 +1,7 @@
 """The quadratic form in float64: slow, plain, and the oracle of every other path."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -53,13 +55,11 @@ def linear_attention_reference(
                 causal=causal,
                 key_mask=None if key_mask is None else key_mask[:, a:b],
                 cu_seqlens=None,
-                state=None
-                if state is None
-                else LinearAttentionState(state.kv[n : n + 1], state.z[n : n + 1]),
+                state=None if state is None else LinearAttentionState(state.kv[n : n + 1], state.z[n : n + 1]),
                 delay=delay,
                 eps=eps,
             )
-            for n, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+            for n, (a, b) in enumerate(pairwise(bounds))
         ]
         return torch.cat([o for o, _ in pieces], dim=2), LinearAttentionState(
             torch.cat([s.kv for _, s in pieces]), torch.cat([s.z for _, s in pieces])

@@ -23,3 +23,9 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "SHORTEST_SEGMENT", dict.fromkeys(plan.SHORTEST_SEGMENT, 16))
     target = plan.Target("interpreter", 64)
     monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: target)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the PyTorch backend walk chunks of 16 tokens, so that small problems have several."""
+    monkeypatch.setattr("hf_linear_attn.ops.chunked.CHUNK", 16)

@@ -130,7 +130,9 @@ def _rows(x: Tensor) -> Tensor:
     return x.double().norm(dim=-1)
 
 
-def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+def errors(
+    found: dict[str, Tensor], exact: dict[str, Tensor], scale: dict[str, Tensor]
+) -> dict[str, tuple[float, float]]:
     """Return, per result, the error by norm and that of the worst row, relative to :func:`scales`.
 
     A row is measured against its own size, or a tenth of the typical row's where it is smaller than that.

@@ -55,6 +55,7 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", drawn(240, seed=1), ids=name)
+@pytest.mark.usefixtures("short_chunks")
 def test_torch_backend(case: Case) -> None:
     check(case, "torch", TOLERANCE[case.dtype])
 

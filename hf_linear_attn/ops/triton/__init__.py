@@ -15,7 +15,7 @@ LARGEST_HEAD = 256
 
 
 @cache
-def _triton_obstacle() -> str | None:
+def _version_obstacle() -> str | None:
     try:
         found = version("triton")
     except PackageNotFoundError:
@@ -25,16 +25,25 @@ def _triton_obstacle() -> str | None:
     return None
 
 
-def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say why the Triton backend cannot take these tensors here, or None where it can."""
-    reason = _triton_obstacle()
+# Whatever torch.compile traces, it need not look into this: a device does not change while a program runs.
+@torch.compiler.assume_constant_result
+def _device_obstacle(device: torch.device) -> str | None:
+    reason = _version_obstacle()
     if reason is not None:
         return reason
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensors are on the CPU, where kernels run only interpreted (TRITON_INTERPRET=1)"
-    if target_of(q.device) is None:
-        name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
+    if target_of(device) is None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         return f"{name} is not supported; kernels exist for NVIDIA sm_80 and newer and for AMD gfx942"
+    return None
+
+
+def obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say why the Triton backend cannot take these tensors here, or None where it can."""
+    reason: str | None = _device_obstacle(q.device)
+    if reason is not None:
+        return reason
     if q.dtype == torch.float64:
         return "the kernels take bf16, fp16 and fp32, not float64"
     for name, size in (("q", q.shape[3]), ("v", v.shape[3])):

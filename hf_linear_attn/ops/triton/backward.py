@@ -357,9 +357,7 @@ def allocate_backward(p: Problem) -> Backward:
     )
 
 
-def backward_launches(
-    p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: Tensor
-) -> tuple[Backward, list[Launch]]:
+def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: Tensor) -> tuple[Backward, list[Launch]]:
     """Plan the backward.
 
     Args:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.backward import allocate_backward, backward_launches
 from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import Forward, allocate_forward, forward_launches
@@ -156,10 +157,8 @@ def triton_decode_(
 
 
 @triton_decode_.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
-) -> Tensor:
-    return decode_launch(_target(q.device), q, k, v, kv, z, key_mask, phi, eps)[0]
+def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float) -> Tensor:
+    return empty_like_tokens(q, v.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -185,10 +184,12 @@ def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise BackendError("`backend` must be 'reference' under vmap, got 'triton'. Add the dimension to the batch.")
+    raise BackendError(
+        "`backend` must be 'reference' under vmap, got 'triton'. Make the mapped dimension part of the batch."
+    )
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
 torch.library.register_autograd(triton_backward, _refuse)
-for op in (triton_forward, triton_backward, triton_decode_):
-    torch.library.register_vmap(op, _refuse_vmap)
+for _op in (triton_forward, triton_backward, triton_decode_):
+    torch.library.register_vmap(_op, _refuse_vmap)

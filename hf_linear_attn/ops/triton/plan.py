@@ -80,7 +80,8 @@ def parse_table(text: str) -> dict[Key, Tile]:
 
     Args:
         text: JSON with ``version`` and ``tiles``, a list of rows ``[arch, dtype, role, D, V, group, tokens, width,
-            warps, stages, resident]``; ``dtype`` is ``"bf16"`` or ``"fp32"`` (for fp16 too, which is multiplied as tf32), and a group of 0 fits any.
+            warps, stages, resident]``; ``dtype`` is ``"bf16"`` or ``"fp32"`` (also for fp16, which is multiplied as
+            tf32), and a group of 0 fits any.
 
     Returns:
         Tiles by ``(arch, dtype, role, D, V, group)``.
@@ -125,6 +126,8 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         The tile.
     """
     table = tile_table()
+    # Under torch.compile with dynamic shapes sizes are symbols; a head's size is worth a compilation of its own.
+    D, V, group = int(D), int(V), int(group)
     kind = "bf16" if dtype == torch.bfloat16 else "fp32"
     # A value wider or narrower than the head has no row of its own: the larger of both decides.
     larger = max(bucket(D), bucket(V))
@@ -134,6 +137,8 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         (target.arch, kind, role, larger, larger, 0),
     )
     found = next(table[key] for key in keys if key in table)
+    if role in ("scan", "delta"):
+        return found
     tiled = V if role in ("forward", "dv", "decode") else D
     return found._replace(width=min(found.width, padded(tiled)))
 
@@ -181,9 +186,7 @@ def segment_length(tokens: int, programs: int, slots: int, dim: int, chunk: int)
     return min(length, tokens)
 
 
-def cut(
-    tokens: int, rows: int, programs: int, slots: int, dim: int, chunk: int, cu_seqlens: Tensor | None
-) -> Segments:
+def cut(tokens: int, rows: int, programs: int, slots: int, dim: int, chunk: int, cu_seqlens: Tensor | None) -> Segments:
     """Cut sequences into segments.
 
     Args:
@@ -241,9 +244,13 @@ class Launch:
 
     def run(self) -> None:
         """Launch the kernel."""
-        self.kernel[(self.programs,)](
-            **self.arguments, num_warps=self.tile.warps, num_stages=self.tile.stages
-        )
+        self.kernel[(self.programs,)](**self.arguments, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compiler options of the launch."""
+        # Fused multiply-adds are asked for by name because Triton's default is about to change.
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

@@ -85,13 +85,9 @@ def rounded(x, dtype: tl.constexpr, PIN: tl.constexpr):
     y = x.to(dtype)
     if PIN:
         if dtype == tl.float32:
-            y = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [y], dtype=dtype, is_pure=False, pack=1
-            )
+            y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=False, pack=1)
         else:
-            y = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [y], dtype=dtype, is_pure=False, pack=2
-            )
+            y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=False, pack=2)
     return y
 
 

@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn.ops.decode import decode_state, decode_step_
+
+BACKENDS = ("torch", "triton")
+
+
+def draw(H: int, HKV: int, T: int, D: int, V: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(T)
+    return tuple(
+        torch.randn(2, T, heads, dim, generator=g).to(dtype).transpose(1, 2)
+        for heads, dim in ((H, D), (HKV, D), (HKV, V))
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("H", "HKV", "D", "V", "copies", "phi", "dtype"),
+    [
+        (2, 2, 16, 16, 1, "elu", torch.float32),
+        (4, 2, 20, 40, 2, "relu", torch.float32),
+        (3, 1, 16, 40, 3, "elu", torch.bfloat16),
+        (2, 1, 16, 33, 1, "identity", torch.float16),
+        (2, 2, 8, 40, None, "exp", torch.float32),
+    ],
+)
+def test_decode_is_causal_attention(
+    backend: str, H: int, HKV: int, D: int, V: int, copies: int | None, phi: str, dtype: torch.dtype
+) -> None:
+    q, k, v = draw(H, HKV, 11, D, V, dtype)
+    if phi == "identity":
+        q, k = q.abs(), k.abs()
+    mask = torch.rand(2, 11, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask[1, 6:] = False
+    expected, final = linear_attention(
+        q.double(), k.double(), v.double(), feature_map=phi, key_mask=mask, backend="reference"
+    )
+    kv, z = torch.zeros(2, HKV, D, V), torch.zeros(2, HKV, D)
+    if copies is not None:
+        z = torch.zeros(2, HKV, copies, D)
+    state = LinearAttentionState(kv, z)
+    addresses = kv.data_ptr(), z.data_ptr()
+    pieces = [
+        decode_step_(
+            q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, phi=phi, key_mask=mask[:, a:b], backend=backend
+        )
+        for a, b in ((0, 1), (1, 2), (2, 5), (5, 6), (6, 11))
+    ]
+    o = torch.cat(pieces, 2)
+    assert o.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(o.double(), expected, rtol=tolerance, atol=tolerance)
+    # Sums of the state are fp32 whatever the tokens are.
+    torch.testing.assert_close(kv.double(), final.kv.double(), rtol=1e-5, atol=1e-5)
+    each = z[:, :, None] if z.ndim == 3 else z
+    for copy in each.unbind(2):
+        torch.testing.assert_close(copy.double(), final.z.double(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(copy, each[:, :, 0])
+    assert addresses == (kv.data_ptr(), z.data_ptr())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_rows_keep_their_state(backend: str) -> None:
+    q, k, v = draw(2, 2, 4, 8, 8, torch.float32)
+    state = LinearAttentionState(torch.randn(2, 2, 8, 8), torch.rand(2, 2, 8))
+    before = state.kv.clone(), state.z.clone()
+    decode_step_(q, k, v, state, key_mask=torch.tensor([[True] * 4, [False] * 4]), backend=backend)
+    assert torch.equal(state.kv[1], before[0][1])
+    assert torch.equal(state.z[1], before[1][1])
+    assert not torch.equal(state.kv[0], before[0][0])
+
+
+def test_decode_state_is_empty_and_fits() -> None:
+    q, k, v = draw(4, 2, 1, 8, 6, torch.float32)
+    state = decode_state(2, 2, 8, 6, device="cpu")
+    assert state.kv.shape == (2, 2, 8, 6)
+    assert state.z.shape == (2, 2, 1, 8)
+    o = decode_step_(q, k, v, state)
+    torch.testing.assert_close(o, v.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_decode_takes_float64() -> None:
+    q, k, v = (x.double() for x in draw(2, 2, 3, 8, 8, torch.float32))
+    state = LinearAttentionState(torch.zeros(2, 2, 8, 8).double(), torch.zeros(2, 2, 8).double())
+    o = decode_step_(q, k, v, state)
+    torch.testing.assert_close(o, linear_attention(q, k, v, return_state=False), rtol=1e-12, atol=1e-12)

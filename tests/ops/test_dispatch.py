@@ -1,0 +1,122 @@
+import re
+
+import pytest
+import torch
+
+from hf_linear_attn import linear_attention
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops import triton as backend
+from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops.triton import plan
+
+
+def tensors(dim: int = 4, **kwargs: object) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 2, 3, dim, **kwargs) for _ in range(3))
+
+
+def refusal(reason: str) -> str:
+    return re.escape(f"`backend` must be able to run here, got 'triton'. {reason}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dim": 320}, "q has head size 320, and the kernels hold at most 256; use backend='torch'."),
+        (
+            {"dtype": torch.float64},
+            "the kernels take bf16, fp16 and fp32, not float64; use backend='torch'.",
+        ),
+    ],
+)
+def test_refuses_what_kernels_do_not_hold(arguments: dict[str, object], reason: str) -> None:
+    with pytest.raises(BackendError, match=refusal(reason)):
+        linear_attention(*tensors(**arguments), backend="triton")
+    linear_attention(*tensors(**arguments), backend="auto")
+
+
+def test_refuses_features_wider_than_kernels_hold() -> None:
+    with pytest.raises(BackendError, match=refusal("q has head size 320")):
+        linear_attention(*tensors(160), feature_map="hedgehog", backend="triton")
+
+
+def test_refuses_cpu_tensors_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(BackendError, match=refusal("the tensors are on the CPU, where kernels run only interpreted")):
+        linear_attention(*tensors(), backend="triton")
+    with pytest.raises(BackendError, match=refusal("the tensors are on the CPU, where kernels run only interpreted")):
+        q, k, v = tensors()
+        decode_step_(q, k, v, decode_state(1, 2, 4, 4, device="cpu"), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (None, "Triton is not installed (pip install 'triton>=3.6'); use backend='torch'."),
+        ("3.5.1", "Triton 3.5.1 is older than 3.6, the first version that the kernels are built for"),
+    ],
+)
+def test_refuses_missing_or_old_triton(
+    found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise backend.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(backend, "version", version)
+    backend._version_obstacle.cache_clear()
+    try:
+        with pytest.raises(BackendError, match=refusal(reason)):
+            linear_attention(*tensors(), backend="triton")
+    finally:
+        backend._version_obstacle.cache_clear()
+
+
+def test_refuses_unsupported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "target_of", lambda device: None)
+    with pytest.raises(
+        BackendError, match=refusal("cpu is not supported; kernels exist for NVIDIA sm_80 and newer and for AMD gfx942")
+    ):
+        linear_attention(*tensors(), backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "arch"),
+    [(7, 5, None), (8, 0, "sm_80"), (8, 6, "sm_86"), (8, 9, "sm_89"), (9, 0, "sm_90"), (10, 0, "sm_90"), (12, 0, "sm_89")],
+)
+def test_knows_processors(major: int, minor: int, arch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        multi_processor_count = 100
+
+    Properties.major, Properties.minor = major, minor
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    target = plan.target_of.__wrapped__(torch.device("cuda", 0))
+    assert target == (None if arch is None else plan.Target(arch, 100))
+
+
+def test_decode_refuses_what_does_not_fit() -> None:
+    q, k, v = tensors()
+    state = decode_state(1, 2, 4, 4, device="cpu")
+    with pytest.raises(ArgumentError, match=r"`state.kv` must have shape \(1, 2, 4, 4\), got \(1, 2, 5, 4\)"):
+        decode_step_(q, k, v, decode_state(1, 2, 5, 4, device="cpu"))
+    with pytest.raises(ArgumentTypeError, match=r"`state.z` must be torch.float32, got torch.float64"):
+        decode_step_(q, k, v, state._replace(z=state.z.double()))
+    with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous, to be updated in place"):
+        decode_step_(q, k, v, state._replace(kv=state.kv.transpose(2, 3)))
+    with pytest.raises(ArgumentError, match=r"`key_mask` must be bool of shape \[B, T\] = \(1, 3\)"):
+        decode_step_(q, k, v, state, key_mask=torch.ones(1, 2, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match=r"`backend` must be a known backend, got 'gpu'"):
+        decode_step_(q, k, v, state, backend="gpu")
+    with pytest.raises(ArgumentError, match=r"`k` must have a head count that divides q's 3"):
+        decode_step_(torch.randn(1, 3, 3, 4), k, v, state)
+
+
+@pytest.mark.parametrize("name", ["elu", "relu", "squared_relu", "exp", "sigmoid", "identity"])
+@pytest.mark.parametrize("which", ["torch", "triton"])
+def test_maps_agree_at_the_extremes(name: str, which: str) -> None:
+    # One key of one token: the state is phi(k) v itself.
+    k = torch.tensor([-30.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 9.99, 10.0, 10.01, 30.0])[None, None, None]
+    _, state = linear_attention(k, k, torch.ones(1, 1, 1, 1), feature_map=name, backend=which)
+    expected = elementwise_map(name).phi(k.double())
+    torch.testing.assert_close(state.z.double()[0], expected[0, 0], rtol=2e-6, atol=1e-12)

@@ -1,0 +1,162 @@
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops import chunked
+from hf_linear_attn.ops.triton import op, plan
+from tests.ops.oracle import Case, run
+
+BACKENDS = ("torch", "triton")
+FORWARD = {"torch": chunked.chunked_forward, "triton": op.triton_forward}
+BACKWARD = {"torch": chunked.chunked_backward, "triton": op.triton_backward}
+
+
+def positional(case: Case) -> tuple[object, ...]:
+    x = case.inputs()
+    leaves = [None if x.get(name) is None else x[name].requires_grad_() for name in ("q", "k", "v", "kv0", "z0")]
+    return (
+        *leaves[:3],
+        x.get("key_mask"),
+        x.get("cu_seqlens"),
+        *leaves[3:],
+        case.phi,
+        case.causal,
+        case.delay,
+        case.eps,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, layout="bthd"),
+        Case(H=1, HKV=1, T=4, D=8, V=4, lengths=(1, 3), dtype=torch.bfloat16),
+        Case(B=1, H=1, HKV=1, T=3, S=4, D=8, V=4, causal=False),
+    ],
+    ids=["dense", "packed", "bidirectional"],
+)
+def test_opcheck(backend: str, case: Case) -> None:
+    torch.library.opcheck(FORWARD[backend], positional(case))
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_opcheck_split() -> None:
+    torch.library.opcheck(op.triton_forward, positional(Case(B=1, H=1, HKV=1, T=20, D=8, V=4)))
+
+
+def test_opcheck_decode() -> None:
+    q, k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 20)
+    kv, z = torch.rand(1, 1, 8, 20), torch.rand(1, 1, 2, 8)
+    torch.library.opcheck(op.triton_decode_, (q, k, v, torch.rand(1, 2) > 0.5, kv, z, "elu", 1e-6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_without_graph_breaks(backend: str) -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor) -> Tensor:
+        o, state = linear_attention(q, k, v, state=LinearAttentionState(kv, z), backend=backend)
+        return o.sum() + state.kv.square().sum() + state.z.sum()
+
+    def gradients(function: object) -> list[Tensor]:
+        torch.manual_seed(0)
+        leaves = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
+        leaves += [torch.randn(1, 2, 8, 8, requires_grad=True), torch.rand(1, 2, 8, requires_grad=True)]
+        function(*leaves).backward()
+        return [x.grad for x in leaves]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled), gradients(loss), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refuses_second_derivatives(backend: str) -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
+    o = linear_attention(q, k, v, return_state=False, backend=backend)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(BackendError, match="must be 'reference' for second derivatives"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refuses_vmap(backend: str) -> None:
+    x = torch.randn(3, 1, 1, 5, 4)
+    with pytest.raises(BackendError, match="must be 'reference' under vmap"):
+        torch.vmap(lambda y: linear_attention(y, y, y, return_state=False, backend=backend))(x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=1, T=20, HKV=1, V=20, D=12, state=True),
+        Case(B=1, H=1, HKV=1, T=20, delay=5, masked=True),
+        Case(H=1, HKV=1, T=25, lengths=(0, 18, 7), state=True),
+        Case(B=1, H=1, HKV=1, T=7, S=20, causal=False),
+    ],
+    ids=["dense", "delayed", "packed", "bidirectional"],
+)
+@pytest.mark.usefixtures("short_segments")
+def test_writes_all_it_allocates(backend: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = run(case, backend)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(x: Tensor) -> Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+    assert torch.empty(1).isnan().all()
+    for name, x in run(case, backend).items():
+        assert torch.equal(x, clean[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_bits_twice_and_in_every_layout(backend: str) -> None:
+    case = Case(B=1, H=1, HKV=1, T=20, D=20, dtype=torch.bfloat16)
+    x = case.inputs()
+    first = run(case, backend, x)
+    # Same numbers, other strides: tokens before heads, and a slice of a wider tensor.
+    moved = x | {name: x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "do")}
+    sliced = x | {name: torch.cat([x[name], x[name]], -1)[..., : x[name].shape[-1]] for name in ("q", "k", "v", "do")}
+    for inputs in (x, moved, sliced):
+        for name, y in run(case, backend, inputs).items():
+            assert torch.equal(y, first[name]), name
+
+
+def test_reads_both_layouts_without_a_copy() -> None:
+    x = torch.randn(2, 3, 5, 16)
+    assert plan.readable(x) is x
+    y = x.transpose(1, 2)
+    assert plan.readable(y) is y
+    assert plan.readable(x.transpose(2, 3)).is_contiguous()
+
+
+def test_offsets_beyond_32_bits() -> None:
+    # The storage is virtual: only the pages that hold the two rows are ever touched.
+    stride = 2**31 + 64
+    storage = torch.empty(stride + 5 * 16, dtype=torch.bfloat16)
+    far = storage.as_strided((2, 1, 5, 16), (stride, 80, 16, 1))
+    near = torch.randn(2, 1, 5, 16).bfloat16()
+    far.copy_(near)
+    o, state = linear_attention(far, far, far, backend="triton")
+    expected, expected_state = linear_attention(near, near, near, backend="triton")
+    assert torch.equal(o, expected)
+    assert torch.equal(state.kv, expected_state.kv)
+
+
+@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+def test_no_visible_key_gives_exactly_zero(backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    mask = torch.tensor([[False, False, True, True, True, True]])
+    o, _ = linear_attention(q, k, v, key_mask=mask, backend=backend)
+    assert (o[:, :, :2] == 0).all()
+    assert (o[:, :, 2:] != 0).all()
+    o, state = linear_attention(q, k, v, delay=6, backend=backend)
+    assert (o == 0).all()
+    assert (state.kv == 0).all()
+    assert (state.z == 0).all()
+    o, _ = linear_attention(q.abs() + 1, -k.abs() - 1, v, feature_map="relu", backend=backend)
+    assert (o == 0).all()
