@@ -207,17 +207,9 @@ class LinearAttention(nn.Module):
         if phi is None:
             positions = _positions(q, key_mask, seen)
             q, k = (x.to(q.dtype) for x in (self.feature_map.phi_q(q, positions), self.feature_map.phi_k(k, positions)))
-        state = LinearAttentionState(layer.tensors["kv"], layer.tensors["z"])
-        o = decode_step_(
-            q,
-            k,
-            v,
-            state,
-            phi=phi or "identity",
-            key_mask=key_mask,
-            eps=self.settings.eps,
-            backend=self.settings.backend,
-        )
+        step = decode_opaque_ if torch.compiler.is_compiling() else _decode_step_
+        kv, z = layer.tensors["kv"], layer.tensors["z"]
+        o = step(q, k, v, kv, z, key_mask, phi or "identity", self.settings.eps, self.settings.backend)
         seen += q.shape[2] if key_mask is None else key_mask.sum(1)
         layer.advance(q.shape[2], q.device)
         return o
@@ -342,6 +334,31 @@ class LinearAttention(nn.Module):
 
 NOWHERE = 2**62
 """Slot of a sink that has not come yet."""
+
+
+def _decode_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    z: Tensor,
+    key_mask: Tensor | None,
+    phi: str,
+    eps: float,
+    backend: str,
+) -> Tensor:
+    """Run :func:`decode_step_` on plain tensors."""
+    state = LinearAttentionState(kv, z)
+    return decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend).contiguous()
+
+
+decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", _decode_step_, mutates_args=("kv", "z"))
+"""The same as one node of a graph: what chooses a backend does not belong into it."""
+
+
+@decode_opaque_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _ones(q: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             if self.static and old is not None:
                 # A normaliser may be kept in several copies, see decode_state().
                 old.copy_(x[:, :, None] if old.ndim > x.ndim else x)
-            elif self.static and name == "z" and x.dtype == torch.float32:
+            elif self.static and name == "z" and x.dtype == torch.float32 and "ring_k" not in tensors:
                 batch, heads, features = x.shape
                 copies = decode_state(batch, heads, features, tensors["kv"].shape[-1], device=x.device).z
                 self.tensors[name] = copies.copy_(x[:, :, None])

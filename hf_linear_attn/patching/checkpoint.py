@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
 
 CODE_FILE = "modeling_linear_attention.py"
 """Written beside the weights, so that Auto classes can load the folder with ``trust_remote_code=True``."""
@@ -69,14 +69,55 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
             apply_config(self, LinearAttentionConfig.from_dict(settings))
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Put our layers into the cache before `generate` configures it: recording, compiling and resetting."""
-        super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         from hf_linear_attn.patching.attention import convert_cache
 
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, dict) and isinstance(argument.get("past_key_values"), Cache):
-                convert_cache(self, argument["past_key_values"])
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            convert_cache(self, cache)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose how the remaining softmax layers attend; converted layers stay converted.
+
+        Raises:
+            UnsupportedError: If no softmax layer shares a config with them, so that they would change.
+        """
+        from hf_linear_attn.patching.attention import IMPLEMENTATION, LinearAttention
+
+        parts = [part for part in self.modules() if isinstance(part, LinearAttention)]
+        if attn_implementation != IMPLEMENTATION and not all(part.mixed for part in parts):
+            raise UnsupportedError(
+                explain(
+                    "attn_implementation",
+                    "not be set on a model whose attention is converted",
+                    attn_implementation,
+                    "Call unpatch_model first.",
+                    where=type(self).__name__,
+                )
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: continuous batching keeps pages of keys and values, which linear attention does not have.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            explain(
+                "model",
+                "be a softmax model for continuous batching",
+                type(self).__name__,
+                "Its cache is made of pages of keys and values, and a linear-attention state has none; call generate "
+                "with a padded batch.",
+            )
+        )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

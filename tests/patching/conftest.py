@@ -45,7 +45,7 @@ def _page(counts: dict[str, Counter[str]]) -> str:
     lines = [
         "# Architectures",
         "",
-        "Every configuration that Transformers registers for a language task, converted as a tiny random model in fp32.",
+        "Every configuration that Transformers registers for a language task, converted as a tiny model in fp32.",
         "`make sweep` writes this page.",
         "",
         f"Transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, Python "

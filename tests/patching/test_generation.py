@@ -1,0 +1,194 @@
+"""What `generate` and caches can do, on windowed, plain and mixed models."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.patching import LinearAttentionCacheLayer
+
+from .checks import Subject, close
+from .zoo import tiny_model
+
+SETTINGS = {
+    "plain": {"feature_map": "elu"},
+    "learned": {"feature_map": "hedgehog"},
+    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "mixed": {"feature_map": "elu", "layers": [1]},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def subject(request):
+    return Subject(patch_model(tiny_model("causal", "llama"), **SETTINGS[request.param]), "causal")
+
+
+def padded(subject):
+    ids = subject.tokens(9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids * mask, mask
+
+
+def layers_of(cache):
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayer)]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"num_return_sequences": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str
+)
+def test_sampling_with_a_cache_equals_that_without(subject, more):
+    ids, mask = padded(subject)
+    drawn = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        drawn.append(subject.generate(ids, attention_mask=mask, do_sample=True, use_cache=cached, **more))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static"},
+        pytest.param({"cache_implementation": "offloaded"}, marks=pytest.mark.gpu),
+        {"prefill_chunk_size": 4},
+    ],
+    ids=str,
+)
+def test_other_caches_generate_the_same(subject, options):
+    ids, mask = padded(subject)
+    expected = subject.generate(ids, attention_mask=mask)
+    assert torch.equal(subject.generate(ids, attention_mask=mask, **options), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=str)
+def test_beams_over_every_cache(subject, options):
+    ids, mask = padded(subject)
+    expected = subject.generate(ids, attention_mask=mask, num_beams=3, use_cache=False)
+    assert torch.equal(subject.generate(ids, attention_mask=mask, num_beams=3, **options), expected)
+
+
+def test_steps_are_compiled_once(subject):
+    torch.compiler.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    ids, mask = padded(subject)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
+    output = subject.generate(ids, cache_implementation="static", compile_config=config, **options)
+    torch.compiler.reset()
+    assert len(compiled) == 1
+    assert torch.equal(output, subject.generate(ids, use_cache=False, **options))
+
+
+def test_a_static_state_stays_at_its_address(subject):
+    cache = StaticCache(config=subject.model.config, max_cache_len=16)
+    ids = subject.tokens(6)
+    subject.logits(ids, past_key_values=cache)
+    before = [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
+    last = subject.logits(ids[:, :1], past_key_values=cache)
+    assert before == [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
+    close(last, subject.logits(torch.cat([ids, ids[:, :1]], 1), use_cache=False)[:, -1:], "the last of 7 tokens")
+
+
+def test_a_cache_carries_a_chat(subject):
+    first = subject.tokens(5)
+    cache = DynamicCache(config=subject.model.config)
+    said = subject.generate(first, past_key_values=cache)
+    history = torch.cat([said, subject.tokens(4, seed=9)], dim=1)
+    assert torch.equal(subject.generate(history, past_key_values=cache), subject.generate(history, use_cache=False))
+
+
+def test_a_copied_cache_is_independent(subject):
+    ids = subject.tokens(6)
+    cache = DynamicCache(config=subject.model.config)
+    subject.logits(ids, past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    expected = subject.logits(subject.tokens(3, seed=4), past_key_values=copy.deepcopy(cache))
+    subject.logits(subject.tokens(3, seed=5), past_key_values=cache)
+    assert torch.equal(subject.logits(subject.tokens(3, seed=4), past_key_values=copied), expected)
+
+
+@pytest.mark.parametrize("dropped", [1, 3, 5])
+def test_crop_forgets_exactly(subject, dropped):
+    ids = subject.tokens(12)
+    cache = DynamicCache(config=subject.model.config)
+    subject.logits(ids[:, :4], past_key_values=cache)
+    cache.activate_past_recording()
+    subject.logits(ids[:, 4:6], past_key_values=cache)
+    subject.logits(subject.tokens(dropped, seed=7), past_key_values=cache)
+    cache.crop(-dropped)
+    assert cache.get_seq_length() == 6
+    a = subject.logits(ids[:, 6:8], past_key_values=cache)
+    cache.crop(0)
+    b = subject.logits(ids[:, 8:], past_key_values=cache)
+    close(torch.cat([a, b], 1), subject.logits(ids, use_cache=False)[:, 6:], "after a crop")
+
+
+def test_crop_after_selecting_rows(subject):
+    ids = subject.tokens(9)
+    cache = DynamicCache(config=subject.model.config)
+    cache.activate_past_recording()
+    subject.logits(ids[:1, :5], past_key_values=cache)
+    cache.activate_past_recording()
+    cache.batch_repeat_interleave(2)
+    subject.logits(ids[:1, 5:8].expand(2, -1), past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-2)
+    a = subject.logits(ids[:1, 6:].expand(2, -1), past_key_values=cache)
+    close(a, subject.logits(ids[:1].expand(2, -1), use_cache=False)[:, 6:], "after rows were selected")
+
+
+def test_crop_without_a_record_is_refused():
+    model = patch_model(tiny_model("causal", "llama"), "elu")
+    subject = Subject(model, "causal")
+    cache = DynamicCache(config=model.config)
+    subject.logits(subject.tokens(5), past_key_values=cache)
+    cache.crop(0)
+    with pytest.raises(
+        ArgumentError, match=r"`tokens_to_remove` must be from 0 to 0, .*, got -2\. Call cache.activate"
+    ):
+        cache.crop(-2)
+
+
+def test_reset_forgets_everything(subject):
+    ids = subject.tokens(6)
+    cache = DynamicCache(config=subject.model.config)
+    subject.logits(subject.tokens(5, seed=3), past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    close(subject.logits(ids, past_key_values=cache), subject.logits(ids, use_cache=False), "after a reset")
+
+
+def test_assisted_decoding_equals_greedy(subject):
+    ids = subject.tokens(7)[:1]
+    expected = subject.generate(ids, use_cache=False, max_new_tokens=10)
+    assert torch.equal(subject.generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=3), expected)
+    helper = patch_model(tiny_model("causal", "llama"), "elu", window=2)
+    assert torch.equal(subject.generate(ids, max_new_tokens=10, assistant_model=helper), expected)
+
+
+def test_a_cache_that_softmax_filled_is_refused():
+    model = tiny_model("causal", "llama")
+    subject = Subject(model, "causal")
+    cache = DynamicCache(config=model.config)
+    subject.logits(subject.tokens(5), past_key_values=cache)
+    patch_model(model, "elu")
+    with pytest.raises(ArgumentError, match=r"`past_key_values` must be empty or filled by this .*DynamicLayer of 5"):
+        subject.logits(subject.tokens(2), past_key_values=cache)
+
+
+def test_paged_attention_is_refused():
+    model = patch_model(tiny_model("causal", "llama"), "elu")
+    with pytest.raises(UnsupportedError, match=r"`model` must be a softmax model for continuous batching, got 'Llama"):
+        model.generate_batch([[5, 6, 7]])
+    with pytest.raises(UnsupportedError, match=r"`attn_implementation` must not be set on a model whose attention is"):
+        model.set_attn_implementation("sdpa")
