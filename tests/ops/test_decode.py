@@ -43,9 +43,7 @@ def test_decode_is_causal_attention(
     state = LinearAttentionState(kv, z)
     addresses = kv.data_ptr(), z.data_ptr()
     pieces = [
-        decode_step_(
-            q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, phi=phi, key_mask=mask[:, a:b], backend=backend
-        )
+        decode_step_(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, phi=phi, key_mask=mask[:, a:b], backend=backend)
         for a, b in ((0, 1), (1, 2), (2, 5), (5, 6), (6, 11))
     ]
     o = torch.cat(pieces, 2)

@@ -56,9 +56,7 @@ def test_refuses_cpu_tensors_unless_interpreted(monkeypatch: pytest.MonkeyPatch)
         ("3.5.1", "Triton 3.5.1 is older than 3.6, the first version that the kernels are built for"),
     ],
 )
-def test_refuses_missing_or_old_triton(
-    found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_missing_or_old_triton(found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if found is None:
             raise backend.PackageNotFoundError(name)
@@ -83,7 +81,15 @@ def test_refuses_unsupported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("major", "minor", "arch"),
-    [(7, 5, None), (8, 0, "sm_80"), (8, 6, "sm_86"), (8, 9, "sm_89"), (9, 0, "sm_90"), (10, 0, "sm_90"), (12, 0, "sm_89")],
+    [
+        (7, 5, None),
+        (8, 0, "sm_80"),
+        (8, 6, "sm_86"),
+        (8, 9, "sm_89"),
+        (9, 0, "sm_90"),
+        (10, 0, "sm_90"),
+        (12, 0, "sm_89"),
+    ],
 )
 def test_knows_processors(major: int, minor: int, arch: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:

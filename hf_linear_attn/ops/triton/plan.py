@@ -20,6 +20,9 @@ TABLE_VERSION = 1
 SHORTEST_SEGMENT = {64: 512, 128: 1024, 256: 1024}
 """Fewest tokens per segment by head size: shorter ones spend more on states than they win in parallelism."""
 
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Dtypes as the table names them."""
+
 GOOD_WAVE = 0.7
 """Share of the last wave of programs that must be busy for a single pass: 4 U / 0.7 is under the 6 U of a split."""
 
@@ -80,8 +83,7 @@ def parse_table(text: str) -> dict[Key, Tile]:
 
     Args:
         text: JSON with ``version`` and ``tiles``, a list of rows ``[arch, dtype, role, D, V, group, tokens, width,
-            warps, stages, resident]``; ``dtype`` is ``"bf16"`` or ``"fp32"`` (also for fp16, which is multiplied as
-            tf32), and a group of 0 fits any.
+            warps, stages, resident]``; ``dtype`` is ``"bf16"``, ``"fp16"`` or ``"fp32"``, and a group of 0 fits any.
 
     Returns:
         Tiles by ``(arch, dtype, role, D, V, group)``.
@@ -128,7 +130,7 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
     table = tile_table()
     # Under torch.compile with dynamic shapes sizes are symbols; a head's size is worth a compilation of its own.
     D, V, group = int(D), int(V), int(group)
-    kind = "bf16" if dtype == torch.bfloat16 else "fp32"
+    kind = KINDS[dtype]
     # A value wider or narrower than the head has no row of its own: the larger of both decides.
     larger = max(bucket(D), bucket(V))
     keys = (
@@ -180,10 +182,10 @@ def segment_length(tokens: int, programs: int, slots: int, dim: int, chunk: int)
     waves = -(-programs // slots)
     if programs >= GOOD_WAVE * waves * slots:
         return tokens
-    pieces = max(slots // programs, 2)
-    length = max(-(-tokens // pieces), SHORTEST_SEGMENT[bucket(dim)])
-    length = -(-length // chunk) * chunk
-    return min(length, tokens)
+    pieces = min(max(slots // programs, 2), tokens // SHORTEST_SEGMENT[bucket(dim)])
+    if pieces < 2:
+        return tokens
+    return -(-tokens // (pieces * chunk)) * chunk
 
 
 def cut(tokens: int, rows: int, programs: int, slots: int, dim: int, chunk: int, cu_seqlens: Tensor | None) -> Segments:

@@ -1,0 +1,151 @@
+"""What the launch plan says: traffic, tiles, segments. Nothing here runs a kernel."""
+
+import json
+
+import pytest
+import torch
+
+from hf_linear_attn.ops.triton import plan
+from hf_linear_attn.ops.triton.backward import backward_launches
+from hf_linear_attn.ops.triton.forward import forward_launches
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Target
+
+H200 = Target("sm_90", 132)
+# B, H, HKV, D, N and whether 132 processors need the sequence split.
+SHAPES = [
+    (1, 32, 8, 128, 2_048, True),
+    (1, 32, 8, 128, 8_192, True),
+    (1, 32, 32, 128, 8_192, True),
+    (8, 32, 32, 64, 8_192, False),
+    (1, 32, 8, 128, 32_768, True),
+    (1, 32, 8, 128, 131_072, True),
+    (4, 32, 32, 128, 4_096, False),
+]
+
+
+def problem(B: int, H: int, HKV: int, D: int, N: int, *, causal: bool = True) -> Problem:
+    q, k, v = (
+        torch.empty(B, N, heads, D, dtype=torch.bfloat16, device="meta").transpose(1, 2) for heads in (H, HKV, HKV)
+    )
+    return Problem(H200, q, k, v, None, None, None, None, "elu", causal, 0)
+
+
+def tensor_bytes(launches: list[Launch]) -> int:
+    """Sum the bytes of q, k, v, o and their gradients that cross memory; rows of a group share k and v in L2."""
+    return sum(x.numel() * x.element_size() for a in launches for x in (*a.reads, *a.writes) if x.ndim == 4)
+
+
+def row_bytes(launches: list[Launch]) -> int:
+    """Sum the bytes of the normalisers and deltas, one number per query."""
+    return sum(x.numel() * x.element_size() for a in launches for x in (*a.reads, *a.writes) if x.ndim == 3)
+
+
+@pytest.mark.parametrize(("B", "H", "HKV", "D", "N", "split"), SHAPES)
+def test_counted_traffic(B: int, H: int, HKV: int, D: int, N: int, split: bool) -> None:
+    p = problem(B, H, HKV, D, N)
+    U = B * H * N * D * 2
+    U_kv = U * HKV // H
+    out, launches = forward_launches(p, 1e-6)
+    assert [a.role for a in launches] == (["state", "scan", "forward"] if split else ["forward"])
+    assert tensor_bytes(launches) == 2 * U + (4 if split else 2) * U_kv
+    assert tensor_bytes(launches) <= (6 if split else 4) * U
+    assert row_bytes(launches) == B * H * N * 4
+
+    _, backward = backward_launches(p, out, torch.empty_like(out.o), out.kv, out.z)
+    assert tensor_bytes(backward) == (10 if split else 9) * U + 7 * U_kv
+    # Four bytes per query: B1 or delta, then two reads by dq and dk each and one by dv.
+    assert row_bytes(backward) == (7 if split else 6) * B * H * N * 4
+
+    # Saved: q, k, v, o, one normaliser per query, and where split an fp32 state per segment.
+    states = out.prefixes.numel() * 4
+    saved = 2 * U + 2 * U_kv + out.den.numel() * 4
+    assert saved <= 4.05 * U
+    if not split:
+        assert states == 0
+    else:
+        length = p.segments("forward", N).length
+        assert states <= U_kv * 2 * (D + 1) / length * 1.01 + B * HKV * D * (D + 1) * 4
+        assert states <= 0.3 * U_kv
+
+
+def test_bidirectional_traffic() -> None:
+    p = problem(1, 32, 32, 128, 8_192, causal=False)
+    U = 32 * 8_192 * 128 * 2
+    out, launches = forward_launches(p, 1e-6)
+    assert tensor_bytes(launches) == 4 * U
+    _, backward = backward_launches(p, out, torch.empty_like(out.o), out.kv, out.z)
+    assert tensor_bytes(backward) == (3 + 3 + 3 + 2) * U
+
+
+def test_launches_declare_the_tensors_they_take() -> None:
+    p = problem(1, 4, 2, 64, 8_192)
+    out, launches = forward_launches(p, 1e-6)
+    _, backward = backward_launches(p, out, torch.empty_like(out.o), out.kv, out.z)
+    for launch in [*launches, *backward]:
+        large = {
+            id(x)
+            for x in launch.arguments.values()
+            if isinstance(x, torch.Tensor) and x.ndim >= 3 and x.shape[2] == 8_192
+        }
+        assert large == {id(x) for x in (*launch.reads, *launch.writes)}, launch.role
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 100_000), (3, 5_000), (1, 600)])
+def test_segments_cover_each_token_once(rows: int, tokens: int) -> None:
+    segments = plan.cut(tokens, rows, 8, 132, 64, 64, None)
+    assert segments.split == (tokens > 600)
+    assert segments.count == rows * segments.per_row
+    assert segments.per_row * segments.length >= tokens > (segments.per_row - 1) * segments.length
+    assert segments.length % 64 == 0 or not segments.split
+
+
+@pytest.mark.parametrize("lengths", [(5_000, 0, 1, 3_000), (64,), (0, 0, 9_000)])
+def test_packed_segments_cover_each_token_once(lengths: tuple[int, ...]) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(bounds[-1])
+    for slots in (1, 132):
+        segments: Segments = plan.cut(total, len(lengths), 8, slots, 64, 64, bounds)
+        assert segments.split == (slots == 132 and total >= 1_024)
+        seen = torch.zeros(total, dtype=torch.int64)
+        for n, first, start, end in segments.table.tolist():
+            assert first == bounds[n]
+            if end > start:
+                assert bounds[n] <= start < end <= bounds[n + 1]
+                seen[start:end] += 1
+        assert (seen == 1).all()
+        if segments.bounds is not None:
+            for n in range(len(lengths)):
+                rows = segments.table[segments.bounds[n] : segments.bounds[n + 1]]
+                assert (rows[:, 0] == n).all()
+                assert int((rows[:, 3] - rows[:, 2]).sum()) == lengths[n]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "gfx942", "interpreter"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_table_has_every_size(arch: str, dtype: torch.dtype) -> None:
+    for D in (1, 16, 48, 64, 80, 128, 200, 256):
+        for V in (1, 64, 96, 256):
+            for role in ("state", "scan", "forward", "delta", "reverse_state", "dq", "dk", "dv", "decode"):
+                tile = plan.tile(Target(arch, 8), dtype, role, D, V, 3)
+                assert tile.tokens == 1 or tile.tokens >= 16
+                assert tile.width & (tile.width - 1) == 0
+                if role in ("forward", "dv", "decode"):
+                    assert tile.width <= plan.padded(V)
+                elif role not in ("scan", "delta"):
+                    assert tile.width <= plan.padded(D)
+
+
+def test_table_prefers_the_row_of_that_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        ["sm_90", "bf16", "dk", 64, 64, 0, 64, 64, 4, 2, 1],
+        ["sm_90", "bf16", "dk", 64, 64, 4, 32, 32, 8, 1, 1],
+    ]
+    table = plan.parse_table(json.dumps({"version": plan.TABLE_VERSION, "tiles": rows}))
+    monkeypatch.setattr(plan, "tile_table", lambda: table)
+    assert plan.tile(H200, torch.bfloat16, "dk", 64, 64, 4).warps == 8
+    assert plan.tile(H200, torch.bfloat16, "dk", 64, 64, 2).warps == 4
+
+
+def test_table_of_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="tile table has version 0, not 1; tune again"):
+        plan.parse_table('{"version": 0, "tiles": []}')
