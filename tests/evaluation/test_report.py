@@ -1,0 +1,267 @@
+"""The report: what it says, and how it looks in a real browser."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from hf_linear_attn.evaluation import write_report
+from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, line_chart
+from hf_linear_attn.evaluation.results import add_comparisons
+from hf_linear_attn.evaluation.statistics import wilson_interval
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LENGTHS = (512, 2048, 8192, 32768)
+MODELS = (
+    ("model", "model", "linear", "hedgehog"),
+    ("teacher", "teacher", "softmax", None),
+    ("merely patched <b>", "baseline", "linear", "hedgehog"),
+    ("window of 48 tokens alone, tuned like the student", "baseline", "linear", None),
+)
+
+
+def facts(name, role, attention, feature_map):
+    return {
+        "name": name, "role": role, "path": f"runs/{name}", "fingerprint": "0" * 64, "class": "LlamaForCausalLM",
+        "parameters": 1_234_567, "dtype": "float32", "vocabulary": 1024, "layers": 4, "attention": attention,
+        "attention_backend": "sdpa", "patched_layers": [f"model.layers.{i}.self_attn" for i in range(4)],
+        "feature_map": feature_map, "window": 16, "linear_attention": None, "trained_length": 512,
+        "position_limit": None,
+    }  # fmt: skip
+
+
+def cell(model, task, length, depth, hits, n=20, status="ok"):
+    ok = status == "ok"
+    scores = [1.0] * hits + [0.0] * (n - hits) if ok else []
+    return {
+        "model": model, "task": task, "length": length, "depth": depth, "n": len(scores),
+        "score": hits / n if ok else None, "ci95": list(wilson_interval(hits, n)) if ok else None, "nulls": 0,
+        "measured_tokens": length if ok else None, "status": status, "reason": None if ok else "Its positions end.",
+        "prompts_sha256": f"{task}{length}{depth}" if ok else None, "scores": scores,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Make results of four models by a rule, for the pictures' sake."""
+    names = [name for name, *_ in MODELS]
+    reach = dict(zip(names, (8192, 2048, 0, 512), strict=True))
+    cells, latency, windows, positions, growing = [], [], [], [], []
+    for m, name in enumerate(names):
+        for task, depths in (("passkey", (0, 50, 100)), ("kv_recall:pairs=8", (0, 50, 100)), ("vt", (None,))):
+            for length in LENGTHS:
+                gone = name == "teacher" and length == 32768
+                for depth in depths:
+                    hits = 20 if length <= reach[name] else max(0, 9 - m * 3)
+                    cells.append(cell(name, task, length, depth, hits, status="unsupported" if gone else "ok"))
+        for length in LENGTHS:
+            cost = length**1.6 / 500 if name == "teacher" else length / 20 + m
+            decode = 1.5 + length / 3000 if name == "teacher" else 2.2 + m / 10
+            latency.append(
+                {
+                    "model": name, "length": length, "status": "ok", "reason": None, "prompt_tokens": length - 64,
+                    "decoded_tokens": 64, "batch_size": 1, "repeats": 10, "ttft_ms": cost,
+                    "ttft_ms_iqr": [cost * 0.95, cost * 1.1], "prefill_tokens_per_s": 1000 * length / cost,
+                    "decode_ms_per_token": decode, "decode_ms_per_token_iqr": [decode * 0.97, decode * 1.05],
+                    "peak_mib": length / 100 if name == "teacher" else 12.0 + m, "peak_method": "tensor bytes",
+                    "cache_bytes": length * 2048 if name == "teacher" else 150_000 + m,
+                }
+            )  # fmt: skip
+            nll = 2.0 + 0.1 * m + (length / 40000 if name == "teacher" else 0)
+            row = {
+                "model": name, "length": length, "status": "ok", "reason": None, "windows": 9, "tokens": 40000,
+                "nll_nats": nll, "perplexity": 2.718**nll, "perplexity_ci95": [2.718 ** (nll - 0.05), 2.718 ** (nll + 0.05)],
+                "bits_per_byte": nll / 2, "kl_nats": None if name == "teacher" else 0.05 + m / 50,
+                "agreement": None if name == "teacher" else 0.9 - m / 50,
+            }  # fmt: skip
+            windows.append(row)
+            growing.append(row)
+        for k in range(7):
+            nll = 3.0 - 0.15 * k + 0.1 * m
+            positions.append(
+                {
+                    "model": name, "window_length": 8192, "start": 64 << k, "stop": 128 << k, "windows": 5,
+                    "tokens": 5000, "nll_nats": nll, "nll_nats_ci95": [nll - 0.05, nll + 0.05], "perplexity": 2.718**nll,
+                    "kl_nats": None if name == "teacher" else 0.05 + 0.01 * k,
+                    "agreement": None if name == "teacher" else 0.9 - 0.01 * k,
+                }
+            )  # fmt: skip
+    made = {
+        "schema_version": 1,
+        "environment": {"python": "3.11", "torch": "2.13.0", "device": "cpu", "threads": 1},
+        "model": facts(*MODELS[0]),
+        "references": [facts(*model) for model in MODELS[1:]],
+        "args": {"seed": 0, "lengths": list(LENGTHS)},
+        "cells": cells,
+        "floors": [cell(name, "passkey", 512, 50.0, 0) for name in names],
+        "perplexity": {
+            "text": {
+                "source": "a text", "documents": 3, "scored_tokens": 40000, "scored_bytes": 120000,
+                "longest_document": 40000, "bos": True, "sha256": "1" * 64,
+            },
+            "windows": windows, "by_position": positions, "growing_context": growing,
+        },
+        "latency": latency,
+        "lm_eval": [
+            {
+                "model": "model", "task": "niah_single_1", "length": 4096, "metric": "string_match", "value": 0.9,
+                "ci95": [0.8, 0.95], "n": 50, "prompts_sha256": "2" * 64, "status": "ok",
+            }
+        ],
+        "extras": {"linear_branch_off_nats": 0.31},
+        "timing": {"created_at": "2026-01-01T00:00:00+00:00", "estimated_s": 100.0, "wall_s": 120.0},
+    }  # fmt: skip
+    return add_comparisons(made)
+
+
+@pytest.fixture(scope="module")
+def report(results, tmp_path_factory):
+    return write_report(results, tmp_path_factory.mktemp("report"))
+
+
+def test_the_summary_says_what_the_cells_say(results):
+    quality = results["summary"]["quality"]
+    assert quality[0].startswith("passkey: model holds to 8,192 tokens; teacher to 2,048 tokens; merely patched")
+    assert "teacher cannot read 32,768 tokens or more: its positions end before." in quality
+    assert any("closes" in sentence and "between window of 48 tokens alone" in sentence for sentence in quality)
+    speed = " ".join(results["summary"]["speed"])
+    decode = (1.5 + 32768 / 3000) / 2.2
+    assert f"decode {decode:.1f}x faster" in speed
+    assert f"the cache {32768 * 2048 / 150_000:.0f}x smaller" in speed
+    assert re.search(r"costs less than teacher in prefill from [\d,]+ tokens, decode from [\d,]+ tokens", speed)
+
+
+def test_the_page_is_one_file_without_a_network(report):
+    text = report.read_text()
+    assert not re.findall(r"<(?:script|iframe|img|object)|@import|url\(", text)
+    links = set(re.findall(r"(?:src|href)=[\"']([^\"']+)", text))
+    assert links == {"data:,"}
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_names_are_escaped(report):
+    text = report.read_text()
+    assert "merely patched <b>" not in text
+    assert "merely patched &lt;b&gt;" in text
+
+
+def test_every_picture_is_well_formed_and_written_by_itself(report, results):
+    inline = re.findall(r"<figure.*?(<svg.*?</svg>)</figure>", report.read_text(), flags=re.DOTALL)
+    # Score for 3 tasks, heat maps for 2 tasks and 4 models, 5 of perplexity, 4 of latency.
+    assert len(inline) == 3 + 8 + 5 + 4
+    for svg in inline:
+        ElementTree.fromstring(svg)  # noqa: S314 - our own output
+    files = sorted((report.parent / "figures").glob("*.svg"))
+    assert len(files) == 20
+    for path in files:
+        ElementTree.fromstring(path.read_text())  # noqa: S314
+    markdown = (report.parent / "report.md").read_text()
+    assert set(re.findall(r"\]\((figures/[^)]+)\)", markdown)) == {f"figures/{path.name}" for path in files}
+
+
+def test_the_markdown_holds_every_cell(report, results):
+    markdown = (report.parent / "report.md").read_text()
+    table = markdown.split("## Retrieval cells")[1].split("\n## ")[0]
+    assert len([line for line in table.splitlines() if line.startswith("|")]) == 2 + len(results["cells"]) + 4
+    assert "| teacher | passkey | 32,768 | 50% | 0 | unsupported |" in table
+
+
+def test_without_plots_there_are_tables_only(results, tmp_path):
+    text = write_report(results, tmp_path, plots=False).read_text()
+    assert "<figure" not in text
+    assert "<table>" in text
+    assert not (tmp_path / "figures").exists()
+
+
+def test_a_chart_puts_points_where_they_belong():
+    svg = line_chart("t", [Series("a", 0, [(100, 0.0, None, None), (400, 1.0, None, None)])], Axes("x", "y", y_range=(0, 1)))
+    (a, b) = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', svg)
+    assert float(a[0]) < float(b[0])
+    assert float(a[1]) > float(b[1])
+    middle = line_chart("t", [Series("a", 0, [(x, 0.5, None, None) for x in (100, 200, 400)])], Axes("x", "y", y_range=(0, 1)))
+    xs = [float(x) for x, _ in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', middle)]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.11)
+
+
+def test_a_heat_map_shows_each_field_in_its_row_and_column():
+    cells = [[HeatCell("7", 0.07, "low"), HeatCell("n/a", None, "why")], [HeatCell("93", 0.93, "high"), HeatCell("", None, "-")]]
+    svg = heat_map("t", ["c1", "c2"], ["r1", "r2"], cells, "x", "y")
+    assert re.findall(r'fill-opacity="([\d.]+)"', svg) == ["0.070", "0.930"]
+    assert svg.index("r1") < svg.index(">7<") < svg.index(">n/a<") < svg.index("r2") < svg.index(">93<")
+
+
+PROBE = """
+<script>
+const errors = [];
+addEventListener("error", e => errors.push(String(e.message)));
+addEventListener("load", () => {
+  document.querySelectorAll("details").forEach(d => { d.open = true; });
+  const wide = document.documentElement.clientWidth, found = {errors, wide, scroll: document.documentElement.scrollWidth};
+  found.outside = [...document.querySelectorAll("h1,h2,p,li,figure,figcaption,summary,.scroll")].filter(e => {
+    const r = e.getBoundingClientRect();
+    return r.left < -0.5 || r.right > wide + 0.5 || (e.className != "scroll" && e.scrollWidth > e.clientWidth + 1);
+  }).map(e => e.tagName + ": " + e.textContent.slice(0, 40));
+  found.figures = [...document.querySelectorAll("figure")].map(f => {
+    const svg = f.querySelector("svg"), box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
+    const texts = [...svg.querySelectorAll("text")].map(t => {
+      const r = t.getBoundingClientRect();
+      return [r.left >= box.left - 1 && r.right <= box.right + 1 && r.top >= box.top - 1 && r.bottom <= box.bottom + 1,
+              t.textContent, r.height];
+    });
+    return {id: f.id, width: box.width, height: box.height, shapes: svg.querySelectorAll("path,rect,circle").length,
+            cut: texts.filter(t => !t[0]).map(t => t[1]), smallest: Math.min(...texts.map(t => t[2]))};
+  });
+  found.ink = getComputedStyle(document.body).color;
+  const pre = document.createElement("pre");
+  pre.id = "probe"; pre.textContent = JSON.stringify(found); parent.document.body.append(pre);
+});
+</script>
+"""
+
+
+def look(report, tmp_path, width, dark):
+    """Open the report in Chromium with a script that measures it; return what it measured and the console's lines."""
+    inside = html.escape(report.read_text().replace("</title>", "</title>" + PROBE, 1), quote=True)
+    # Chromium opens no window narrower than 500 pixels; a frame may be as narrow as a phone.
+    page = tmp_path / "probe.html"
+    page.write_text(
+        '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{inside}"></iframe>'
+    )
+    found = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+            f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000", "--enable-logging=stderr",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', found.stdout, flags=re.DOTALL)
+    assert probe, found.stderr[-2000:]
+    return json.loads(html.unescape(probe[1])), [line for line in found.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_opens_in_a_browser_whole_and_without_errors(report, tmp_path, width, dark):
+    found, console = look(report, tmp_path, width, dark)
+    assert found["errors"] == []
+    assert console == []
+    assert found["wide"] == width
+    assert found["scroll"] <= width
+    assert found["outside"] == []
+    assert len(found["figures"]) == 20
+    for figure in found["figures"]:
+        assert figure["width"] > 0.8 * min(width, 300), figure
+        assert figure["height"] > 80, figure
+        assert figure["shapes"] >= 6, figure
+        assert figure["cut"] == [], figure
+        assert figure["smallest"] >= 9, figure
+    assert found["ink"] == ("rgb(232, 234, 237)" if dark else "rgb(28, 32, 36)")
