@@ -3,15 +3,19 @@
 from hf_linear_attn.patching.attention import LinearAttention, disable_branch
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.checkpoint import from_pretrained
+from hf_linear_attn.patching.context import Context, encode_context, load_context
 from hf_linear_attn.patching.patch import attention_layers, is_patched, patch_model, unpatch_model
 
 __all__ = [
+    "Context",
     "LinearAttention",
     "LinearAttentionCacheLayer",
     "attention_layers",
     "disable_branch",
+    "encode_context",
     "from_pretrained",
     "is_patched",
+    "load_context",
     "patch_model",
     "unpatch_model",
 ]

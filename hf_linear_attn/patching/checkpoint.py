@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
@@ -81,6 +83,28 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             convert_cache(self, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate as Transformers does; after a context, ``inputs`` are only the tokens that follow it."""
+        from hf_linear_attn.patching.context import ContextCache
+
+        cache = kwargs.get("past_key_values")
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(cache, ContextCache) and ids is not None:
+            if cache.get_seq_length() != cache.context_mask.shape[1]:
+                raise ArgumentError(
+                    explain(
+                        "past_key_values",
+                        f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
+                        f"a cache of {cache.get_seq_length()}",
+                        "Call context.copy() for each answer.",
+                    )
+                )
+            mask = kwargs.get("attention_mask")
+            if mask is None:
+                mask = torch.ones_like(ids)
+            kwargs["attention_mask"] = torch.cat([cache.context_mask.to(mask), mask], dim=1)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Choose how the remaining softmax layers attend; converted layers stay converted.

@@ -1,0 +1,311 @@
+"""A long document, read once and kept as a file: linear attention's state has the same size whatever its length."""
+
+import copy
+import hashlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.patching.attention import LinearAttention, convert_cache
+from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
+
+CONTEXT_FORMAT_VERSION = 1
+"""Version of the file; raised when older code could not read it."""
+
+SAMPLES = 64
+"""Values of each weight that enter a model's fingerprint."""
+
+
+class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
+    """A cache that has read a context; `generate` takes the tokens after it, and needs no token of it.
+
+    Attributes:
+        context_mask: ``[B, T]`` int64, 1 = a real token of the context.
+    """
+
+    context_mask: Tensor
+
+
+class Context:
+    """What a patched model remembers of a text; made by :func:`encode_context` and :func:`load_context`.
+
+    Attributes:
+        fingerprint: Of the model that read it.
+    """
+
+    def __init__(self, cache: ContextCache, fingerprint: str) -> None:
+        self._cache, self.fingerprint = cache, fingerprint
+
+    def __len__(self) -> int:
+        """Return the number of tokens read, padding included."""
+        return int(self._cache.context_mask.shape[1])
+
+    @property
+    def batch_size(self) -> int:
+        """The number of texts."""
+        return int(self._cache.context_mask.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors."""
+        return sum(x.nbytes for x in _tensors(self._cache).values())
+
+    def copy(self, repeats: int = 1) -> ContextCache:
+        """Return a cache for one call of ``generate(new_ids, past_key_values=...)``, which goes on writing to it.
+
+        Args:
+            repeats: How often each text is repeated, for several questions about one; >= 1.
+
+        Returns:
+            The cache, of ``batch_size * repeats`` rows.
+        """
+        cache = copy.deepcopy(self._cache)
+        if repeats != 1:
+            cache.batch_repeat_interleave(repeats)
+            cache.context_mask = cache.context_mask.repeat_interleave(repeats, 0)
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, with the model's fingerprint and a checksum."""
+        tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(self._cache).items()}
+        about = {
+            "format": "hf_linear_attn.context",
+            "format_version": CONTEXT_FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "checksum": _checksum(tensors),
+            "length": len(self),
+        }
+        save_file(tensors, path, metadata={"about": json.dumps(about)})
+
+    @classmethod
+    def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
+        """Put tensors that :meth:`save` wrote into a cache of ``model``."""
+        cache = _empty_cache(model)
+        devices: dict[Any, torch.device] = {
+            module.layer_idx: next(module.parameters()).device
+            for module in model.modules()
+            if isinstance(getattr(module, "layer_idx", None), int) and any(True for _ in module.parameters())
+        }
+        for index, layer in enumerate(cache.layers):
+            device = devices.get(index, model.device)
+            own = {
+                name.split(".", 2)[2]: x.to(device)
+                for name, x in tensors.items()
+                if name.startswith(f"layers.{index}.")
+            }
+            _fill(layer, own, length)
+        cache.context_mask = _mask(tensors["seen"], length).to(model.device)
+        return cls(cache, fingerprint)
+
+
+@torch.no_grad()
+def encode_context(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk_size: int | None = 4096,
+) -> Context:
+    """Read texts once, to answer about them any number of times.
+
+    Args:
+        model: A patched causal model.
+        input_ids: ``[B, T]``, padded on the left.
+        attention_mask: ``[B, T]``, 1 = a real token; None where all are.
+        chunk_size: Tokens per forward pass, which bounds the memory that reading takes, >= 1; None for one pass.
+
+    Returns:
+        The state. Softmax layers that remain in the model keep their keys and values in it.
+
+    Raises:
+        ArgumentError: If the model is not patched, or the mask does not fit or is padded on the right.
+        UnsupportedError: If the model is no decoder-only one.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linear_attn import patch_model
+        >>> from hf_linear_attn.patching import encode_context
+        >>> sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
+        >>> model = patch_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
+        >>> context = encode_context(model, torch.arange(3, 30)[None])
+        >>> question = torch.tensor([[5, 6, 7]])
+        >>> model.generate(question, past_key_values=context.copy(), max_new_tokens=4, min_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
+    fingerprint = model_fingerprint(model)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            explain(
+                "model",
+                "be a decoder-only model",
+                type(model).__name__,
+                "An encoder's states belong to its source text; keep encoder_outputs instead.",
+            )
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ArgumentError(explain("chunk_size", "be at least 1, or None", chunk_size, "The default is 4096."))
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+    if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()):
+        raise ArgumentError(
+            explain(
+                "attention_mask",
+                f"be padded on the left and of shape [B, T] = {tuple(input_ids.shape)}",
+                tuple(mask.shape),
+                "Tokenise with padding_side='left'.",
+            )
+        )
+    takes = inspect.signature(model.forward).parameters
+    cache = _empty_cache(model)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    step = chunk_size or input_ids.shape[1]
+    for start in range(0, input_ids.shape[1], step):
+        end = start + step
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        if "position_ids" in takes:
+            more["position_ids"] = positions[:, start:end]
+        model(
+            input_ids=input_ids[:, start:end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
+    cache.context_mask = mask
+    return Context(cache, fingerprint)
+
+
+def load_context(path: str | Path, model: PreTrainedModel) -> Context:
+    """Load a context that :meth:`Context.save` wrote.
+
+    Args:
+        path: The file.
+        model: The model that read the text: the same weights and the same conversion.
+
+    Returns:
+        The state, on the model's devices.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated, changed, of a newer format, or another model's.
+        ArgumentError: If the model is not patched.
+    """
+    fingerprint = model_fingerprint(model)
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            explain("path", "be a whole safetensors file", str(path), f"Reading it failed: {error}")
+        ) from error
+    if about.get("format") != "hf_linear_attn.context":
+        raise CheckpointError(explain("path", "hold a saved context", str(path), "Make one with encode_context."))
+    version = about.get("format_version")
+    if not isinstance(version, int) or version > CONTEXT_FORMAT_VERSION:
+        raise CheckpointError(
+            explain(
+                "format_version",
+                f"be at most {CONTEXT_FORMAT_VERSION}",
+                version,
+                "Update hf_linear_attn to read this context.",
+                where=str(path),
+            )
+        )
+    if about.get("checksum") != _checksum(tensors):
+        raise CheckpointError(
+            explain("path", "hold the tensors that were saved", str(path), "It was changed; encode the text again.")
+        )
+    if about.get("fingerprint") != fingerprint:
+        raise CheckpointError(
+            explain(
+                "model",
+                f"be the one that read this text, {str(about.get('fingerprint'))[:12]}",
+                fingerprint[:12],
+                "A state means nothing to other weights or another conversion; encode the text with this model.",
+                where=type(model).__name__,
+            )
+        )
+    return Context.of_tensors(model, tensors, int(about["length"]), fingerprint)
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Return a hash of a patched model's settings and of values of each of its weights.
+
+    Raises:
+        ArgumentError: If the model is not patched.
+    """
+    settings = getattr(model.config, "linear_attention", None)
+    if settings is None or not any(isinstance(module, LinearAttention) for module in model.modules()):
+        raise ArgumentError(
+            explain("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
+        )
+    text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double().cpu()
+        text.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+    return text.hexdigest()
+
+
+def _empty_cache(model: PreTrainedModel) -> ContextCache:
+    cache = ContextCache(config=model.config.get_text_config(decoder=True))
+    convert_cache(model, cache)
+    return cache
+
+
+def _tensors(cache: ContextCache) -> dict[str, Tensor]:
+    """Name every tensor of a cache."""
+    tensors = {"seen": cache.context_mask.sum(1)}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, HybridCacheLayer) or not isinstance(layer, (LinearAttentionCacheLayer, DynamicLayer)):
+            raise UnsupportedError(
+                explain(
+                    "model",
+                    "have attention layers only, to keep a context as a file",
+                    type(layer).__name__,
+                    "Keep the context in memory.",
+                    where=f"cache layer {index}",
+                )
+            )
+        if isinstance(layer, LinearAttentionCacheLayer):
+            for call, part in enumerate((layer, *layer.others)):
+                tensors |= {f"layers.{index}.{call}.{name}": x for name, x in part.tensors.items()}
+        elif layer.keys is not None and layer.values is not None:
+            tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
+    return tensors
+
+
+def _fill(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
+    if isinstance(layer, LinearAttentionCacheLayer):
+        for name, x in tensors.items():
+            call, name = name.split(".", 1)
+            part = layer.of_call(int(call))
+            part.tensors[name], part.length = x, length
+    elif tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+        layer.keys, layer.values = tensors["keys"], tensors["values"]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def _mask(seen: Tensor, length: int) -> Tensor:
+    """Return the mask ``[B, length]`` of texts padded on the left, from their numbers of tokens."""
+    return (torch.arange(length) >= length - seen[:, None]).long()
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].contiguous()
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+        digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
