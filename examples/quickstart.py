@@ -1,7 +1,7 @@
 """Convert a small softmax Llama to linear attention, distil it, and see what was gained and what it cost.
 
-With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any other
-causal language model, a folder or a hub name, takes its place with --model.
+With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any
+other causal language model, a folder or a hub name, takes its place with --model.
 """
 
 import copy
