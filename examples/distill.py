@@ -11,7 +11,7 @@ runs/distill. A run that was stopped goes on where it was when the same command 
 
 from pathlib import Path
 
-from hf_linear_attn.distill.command import main
+from hf_linear_attn.distill.cli import main
 
 if __name__ == "__main__":
     main(

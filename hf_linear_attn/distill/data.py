@@ -37,6 +37,8 @@ ENCODED_AT_ONCE = 64
 
 NEEDLES = ("passkey", "niah_single", "niah_multikey")
 MOST_PAIRS = 16
+CONTEXT_SHARE = 0.7
+"""Most of a recall sequence that its pairs and their filler take up; questions follow."""
 
 
 class Batch(NamedTuple):
@@ -206,10 +208,7 @@ class RecallRows:
         count = rng.randint(2, MOST_PAIRS)
         while count > 1:
             task = get_task("kv_recall", pairs=count)
-            # Every pair is asked for once; the first question is the sample's own.
-            question = task.min_length(self.tokenizer) // (count + 1)
-            longest = length - count * question
-            shortest = task.min_length(self.tokenizer)
+            shortest, longest = task.min_length(self.tokenizer), int(CONTEXT_SHARE * length)
             if shortest <= longest:
                 break
             count -= 1
@@ -218,7 +217,9 @@ class RecallRows:
         sample = task.build(self.tokenizer, rng.randint(shortest, longest), rng.uniform(0, 100), rng)
         row, asked = list(sample.input_ids), [False] * len(sample.input_ids)
         pairs = list(sample.meta["pairs"])
-        for turn, (key, value) in enumerate([pairs[0], *rng.sample(pairs, len(pairs))]):
+        # The sample's own question comes first; then others fill the row, for answers are all that is learned from.
+        for turn in itertools.count():
+            key, value = rng.choice(pairs) if turn else pairs[0]
             question_ids = self._ids("\n" + QUESTION.format(key=key)) if turn else []
             answer = self._ids(f" {value}.")
             if len(row) + len(question_ids) + len(answer) > length:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
@@ -25,7 +26,7 @@ from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, reshard
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
 
@@ -146,8 +147,11 @@ def distill(
             }
         if settings.trackers:
             accelerator.end_training()
+        # Gathering a sharded model takes all processes.
+        state = whole_state(result.student)
         if folder is not None and accelerator.is_main_process:
-            save_result(result, tokenizer, folder)
+            save_result(result, tokenizer, folder, state)
+        accelerator.wait_for_everyone()
     return result
 
 
@@ -316,9 +320,19 @@ def count_parameters(student: nn.Module) -> dict[str, int]:
     }
 
 
-def save_result(result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a sharded model's state dict with whole tensors on the CPU, and None for any other model."""
+    reshard(model)
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
+        return None
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu() for name, x in model.state_dict().items()}
+
+
+def save_result(
+    result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
+) -> None:
     """Save the student with its tokenizer, figures, loss picture and model card."""
-    result.student.save_pretrained(folder)
+    result.student.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     draw_losses({"student": result.history}, folder / "loss.svg")
     write_atomic(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
@@ -95,6 +96,7 @@ class Trainer:
         done = 0
         for name in self.settings.stages:
             self.student = before_stage(name, self.student)
+            reshard(self.student)
             stage = STAGES[name](self.settings, self.student, self.hidden_size)
             self._remember_trained()
             if resumed is not None and resumed.meta["stage"] != name:
@@ -369,6 +371,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     for parameter in used:
         parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
     return total.item()
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the parameters of a sharded model back in place: after a forward without backward the root's are whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

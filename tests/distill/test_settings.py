@@ -3,7 +3,7 @@ import json
 import pytest
 
 from hf_linear_attn.distill import DistillationSettings, available_presets
-from hf_linear_attn.distill.command import parse, setting_help
+from hf_linear_attn.distill.cli import parse, setting_help
 from hf_linear_attn.errors import ArgumentError
 
 

@@ -1,4 +1,4 @@
-"""The command line of distillation: `hf-linear-attn distill` and examples/distill.py."""
+"""The command lines of distillation: `hf-linear-attn distill`, `hf-linear-attn plan` and examples/distill.py."""
 
 import argparse
 import logging
@@ -7,8 +7,11 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from hf_linear_attn.distill.plan import main as plan
 from hf_linear_attn.distill.run import DistillResult, distill
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
+
+__all__ = ["main", "plan"]
 
 
 def make_parser(
@@ -35,15 +38,15 @@ def make_parser(
 
 
 def parse(
-    arguments: Sequence[str] | None, description: str | None, defaults: Mapping[str, Any]
+    arguments: Sequence[str] | None, description: str | None, defaults: Mapping[str, Any], start: str = "recommended"
 ) -> DistillationSettings:
-    """Read settings from flags, over those of a file or preset, over ``defaults``."""
+    """Read settings from flags, over those of a file or preset, over ``defaults``; ``start`` is the usual preset."""
     parser, first = make_parser(description, defaults)
     known, _ = first.parse_known_args(arguments)
     if known.config is not None:
         parser.set_defaults(**read_settings(known.config))
-    elif known.preset is not None:
-        parser.set_defaults(**preset(known.preset))
+    else:
+        parser.set_defaults(**preset(known.preset or start))
     values = vars(parser.parse_args(arguments))
     values.pop("preset")
     values.pop("config")
@@ -69,6 +72,7 @@ def main(
     *,
     description: str | None = "Distil a softmax model into a linear-attention model.",
     defaults: Mapping[str, Any] | None = None,
+    start: str = "recommended",
 ) -> DistillResult:
     """Run a distillation from the command line.
 
@@ -76,12 +80,13 @@ def main(
         arguments: Flags; defaults to those of the process.
         description: Shown by ``--help``.
         defaults: Settings that apply where neither flags nor a file or preset name them.
+        start: Preset to start from where the flags name none.
 
     Returns:
         The result.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    settings = parse(arguments, description, defaults or {})
+    settings = parse(arguments, description, defaults or {}, start)
     result = distill(settings)
     logging.getLogger(__name__).info("student saved in %s", settings.output_dir)
     return result

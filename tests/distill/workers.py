@@ -1,0 +1,73 @@
+"""What the processes of a multi-process test run; started with torch's environment variables, on CPU over gloo."""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows, bos_of
+from tests.distill.tiny import byte_tokenizer, tiny_teacher
+
+
+def make_data() -> tuple[Data, Data]:
+    rng = random.Random(0)
+    tokenizer = byte_tokenizer()
+    documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
+    made = Data(
+        DocumentBlocks(documents, bos_of(tokenizer), seed=0),
+        RecallRows(tokenizer, seed=0),
+        recall_share=0.25,
+        answer_weight=4.0,
+        pad=0,
+    )
+    return made, made
+
+
+def settings(folder: str, accumulation: int) -> DistillationSettings:
+    return DistillationSettings(
+        window=4,
+        sinks=1,
+        block_tokens=16,
+        rows=2,
+        accumulation=accumulation,
+        transfer_steps=3,
+        distill_steps=5,
+        distill_lr=1e-3,
+        heldout_rows=0,
+        log_every=1,
+        checkpoint_every=4,
+        progress=False,
+        output_dir=folder,
+    )
+
+
+def run(folder: str, accumulation: int, sharded: bool = False) -> list[float]:
+    """Distil the tiny teacher; return the losses."""
+    torch.set_num_threads(1)
+    student = patch_model(tiny_teacher(), feature_map="hedgehog", window=4, sinks=1)
+    if sharded:
+        maps = {p for name, p in student.named_parameters() if "linear_attention" in name}
+        for layer in student.model.layers:
+            fully_shard(layer, ignored_params=maps)
+        fully_shard(student, ignored_params=maps)
+    result = distill(
+        settings(folder, accumulation),
+        teacher=tiny_teacher(),
+        student=student,
+        tokenizer=byte_tokenizer(),
+        data=make_data(),
+    )
+    return [record["loss_nats"] for record in result.history]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    losses = run(sys.argv[1], 1, sharded=sys.argv[2] == "sharded")
+    if dist.get_rank() == 0:
+        Path(sys.argv[1], "losses.txt").write_text("\n".join(map(repr, losses)))
+    dist.destroy_process_group()
