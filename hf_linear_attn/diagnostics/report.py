@@ -167,7 +167,7 @@ def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list
         "<h2>Error by layer and head</h2>",
         _figure(
             _by_layer(results),
-            "Error of the attention output by layer, mean over heads; 1 is that of zeros, beyond 1.5 lines leave the picture.",
+            "Error of the attention output by layer, mean over heads; 1 is that of an output of zeros.",
         ),
         _figure(_by_head(results), "Error of the attention output by layer (down) and head (across)."),
         "<h2>Error by length</h2>",

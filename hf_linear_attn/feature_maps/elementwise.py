@@ -108,7 +108,7 @@ class Exp(ElementwiseMap):
 
     name: ClassVar[str] = "exp"
     formula: ClassVar[str] = "exp(min(x, 10))"
-    paper: ClassVar[str] = "Zhang et al., 2024, arXiv:2402.04347 (as an ablation)"
+    paper: ClassVar[str] = "Heinsen, 2024, arXiv:2404.05843"
     kernel: str | None = "exp"
 
     @override
@@ -131,7 +131,7 @@ class Sigmoid(ElementwiseMap):
 
     name: ClassVar[str] = "sigmoid"
     formula: ClassVar[str] = "1 / (1 + exp(-x))"
-    paper: ClassVar[str] = "Heinsen, 2024, arXiv:2404.05843 (one of several bounded positive maps)"
+    paper: ClassVar[str] = "Wu et al., 2022, arXiv:2202.06258 (without its flow conservation)"
     kernel: str | None = "sigmoid"
 
     @override

@@ -1,0 +1,330 @@
+"""Every feature map on one teacher: merely patched, after the same short distillation, and its time beside softmax.
+
+    python benchmarks/run.py --suite maps --output docs/results/feature-maps.json
+
+Runs that are finished are kept in ``--work-dir`` and not repeated, so an interrupted suite goes on where it stopped.
+The page docs/feature-maps.md is made from the result, see :mod:`hf_linear_attn.diagnostics.catalogue`.
+"""
+
+import argparse
+import copy
+import datetime
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linear_attn import available_feature_maps, linear_attention, patch_model
+from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
+from hf_linear_attn.diagnostics.report import EXACT
+from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data
+from hf_linear_attn.distill.measure import heldout_loss
+from hf_linear_attn.feature_maps import get_feature_map, load_feature_maps
+from hf_linear_attn.feature_maps.base import feature_map_class
+
+BLIND = "own token only"
+"""The baseline: a window of one token, so that attention carries nothing from token to token."""
+
+TIMED_LENGTHS = (4096, 32768)
+TIMED_HEADS, TIMED_DIM = 2, 64
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the suite's arguments."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--teacher", default="examples/teacher", help="softmax checkpoint (%(default)s)")
+    found.add_argument("--dataset", help="text to train and judge on; Python's standard library by default")
+    found.add_argument("--maps", nargs="+", metavar="NAME", help="feature maps; all by default")
+    found.add_argument("--feature-map-file", type=Path, help="Python file that registers feature maps of your own")
+    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (0 1 2)")
+    found.add_argument("--transfer-steps", type=int, default=10, help="steps of attention transfer (%(default)s)")
+    found.add_argument("--distill-steps", type=int, default=30, help="steps of logit distillation (%(default)s)")
+    found.add_argument("--block-tokens", type=int, default=256, help="tokens of a sequence (%(default)s)")
+    found.add_argument("--rows", type=int, default=4, help="sequences of a step (%(default)s)")
+    found.add_argument("--heldout-rows", type=int, default=16, help="held-out sequences of each kind (%(default)s)")
+    found.add_argument("--repeats", type=int, default=3, help="timings of which the median counts; 0 for none (3)")
+    found.add_argument("--work-dir", type=Path, default=Path("runs/maps"), help="finished runs (%(default)s)")
+    found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the suite."""
+    arguments = parser().parse_args(argv)
+    if arguments.feature_map_file is not None:
+        load_feature_maps(arguments.feature_map_file)
+    names = list(arguments.maps or available_feature_maps())
+    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
+    base = settings_of(arguments, BLIND, 0)
+
+    @cache
+    def data_of(seed: int) -> tuple[Data, Data]:
+        return load_data(settings_of(arguments, BLIND, seed), tokenizer)
+
+    heldout = data_of(0)[1]
+    fingerprint = weights_hash(teacher)
+    facts = json.dumps([fingerprint, asdict(base), arguments.heldout_rows, arguments.transfer_steps])
+    recipe = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    folder = arguments.work_dir / recipe
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def once(key: str, make: Callable[[], Any], folder: Path = folder) -> Any:
+        path = folder / f"{key}.json"
+        if not path.exists():
+            started = time.perf_counter()
+            value = make()
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(value))
+            os.replace(temporary, path)
+            print(f"{key}: {time.perf_counter() - started:.0f} s", flush=True)
+        return json.loads(path.read_text())
+
+    def loss(model: PreTrainedModel) -> dict[str, float]:
+        return losses(model, heldout, arguments.heldout_rows, arguments.block_tokens)
+
+    def distilled(name: str, seed: int) -> dict[str, float]:
+        settings = settings_of(arguments, name, seed)
+        result = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data_of(seed))
+        return loss(result.student) | {"tokens": result.tokens}
+
+    results: dict[str, Any] = {
+        "provenance": provenance(arguments, teacher, fingerprint, base),
+        "teacher": once("teacher", lambda: loss(teacher)),
+        "maps": {},
+    }
+    errors = once("errors", lambda: approximation(teacher, tokenizer, heldout, names, arguments.block_tokens))
+    for name in [BLIND, *names]:
+        entry: dict[str, Any] = {"patched": once(f"{name}-patched", lambda name=name: loss(patched(teacher, name)))}
+        if name != BLIND:
+            entry["output_error"] = errors[name]
+        results["maps"][name] = entry
+    results["times"] = {}
+    if arguments.repeats:
+        # They do not depend on the teacher.
+        key = hashlib.sha256(f"{names}{arguments.repeats}{torch.__version__}".encode()).hexdigest()[:12]
+        results["times"] = once(f"times-{key}", lambda: times(names, arguments.repeats), arguments.work_dir)
+    # Seed by seed, so that an interrupted suite has measured all maps alike.
+    for seed in arguments.seeds:
+        for name, entry in results["maps"].items():
+            run = once(f"{name}-distilled-{seed}", lambda name=name, seed=seed: distilled(name, seed))
+            entry.setdefault("distilled", []).append(run)
+    results |= table(results)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def settings_of(arguments: argparse.Namespace, name: str, seed: int) -> DistillationSettings:
+    """Return the distillation of one map and seed: the same for all but for the map."""
+    learned = name != BLIND and feature_map_class(name).learned
+    return DistillationSettings(
+        **conversion(name),
+        sinks=0,
+        # What has nothing that transfer could train gets those steps as distillation.
+        stages=["transfer", "distill"] if learned else ["distill"],
+        transfer_steps=arguments.transfer_steps,
+        distill_steps=arguments.distill_steps + (0 if learned else arguments.transfer_steps),
+        dataset=arguments.dataset,
+        block_tokens=arguments.block_tokens,
+        rows=arguments.rows,
+        heldout_rows=0,
+        progress=False,
+        seed=seed,
+    )
+
+
+def conversion(name: str) -> dict[str, Any]:
+    """Return how the teacher is converted: a map without a window, or the baseline."""
+    if name == BLIND:
+        return {"feature_map": "elu", "window": 1, "mix": "window"}
+    return {"feature_map": name, "window": None, "mix": "gate"}
+
+
+def patched(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return a patched copy of the teacher."""
+    return patch_model(copy.deepcopy(teacher), **conversion(name)).eval()
+
+
+@torch.no_grad()
+def losses(model: PreTrainedModel, data: Data, rows: int, length: int) -> dict[str, float]:
+    """Return nats per token of held-out text, and nats per token of the answers to held-out recall questions."""
+    total, tokens = 0.0, 0
+    for start in range(0, rows, 8):
+        batch = data.collate([data.recall_row(n, length) for n in range(start, min(start + 8, rows))], length)
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1]
+        nats = cross_entropy(logits.float().transpose(1, 2), batch.input_ids[:, 1:], reduction="none")
+        asked = batch.weights[:, 1:] > 0
+        total, tokens = total + nats[asked].sum().item(), tokens + int(asked.sum())
+    return {"text": heldout_loss(model, data, rows, length)["loss_nats"], "answers": total / tokens}
+
+
+def approximation(
+    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, names: Sequence[str], length: int
+) -> dict[str, float]:
+    """Return each map's relative error of the attention output, mean over layers and heads, before any training."""
+    text = tokenizer.decode(data.text_row(0, length)[0], skip_special_tokens=True)
+    settings = ApproximationSettings(matrix_tokens=2, ranked_queries=1)
+    found = inspect_model(copy.deepcopy(teacher), tokenizer, text, maps=names, max_tokens=length, settings=settings)
+    return {name: means["output_error"] for name, means in found["summary"]["maps"].items()}
+
+
+@torch.no_grad()
+def times(names: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Return medians of the milliseconds of one causal forward in fp32, ``ms`` by length and map, softmax among them.
+
+    Everything is timed in turn and the round repeated, so that a busy machine slows all alike.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for tokens in TIMED_LENGTHS:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, TIMED_HEADS, tokens, TIMED_DIM, generator=generator) for _ in range(3))
+        taken: dict[str, list[float]] = {name: [] for name in [EXACT, *names]}
+        for _ in range(repeats):
+            for name, measured in taken.items():
+                phi = None if name == EXACT else get_feature_map(name, TIMED_DIM, TIMED_HEADS, **timed_options(name))
+                started = time.perf_counter()
+                if phi is None:
+                    scaled_dot_product_attention(q, k, v, is_causal=True)
+                else:
+                    linear_attention(q, k, v, phi, return_state=False)
+                measured.append(1000 * (time.perf_counter() - started))
+        found[str(tokens)] = {name: statistics.median(values) for name, values in taken.items()}
+    return {"ms": found, "repeats": repeats, "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]}
+
+
+def timed_options(name: str) -> dict[str, int]:
+    """Return the options without which a map refuses the longest timed sequence."""
+    return {"max_length": max(TIMED_LENGTHS)} if name == "cosformer" else {}
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def provenance(
+    arguments: argparse.Namespace, teacher: PreTrainedModel, fingerprint: str, base: DistillationSettings
+) -> dict[str, Any]:
+    """Return what is needed to repeat the suite."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or None,
+        "command": " ".join(["python", "benchmarks/run.py", "--suite", "maps", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "teacher": str(arguments.teacher),
+        "teacher_sha256": fingerprint,
+        "seeds": arguments.seeds,
+        "heldout_rows": arguments.heldout_rows,
+        "transfer_steps": arguments.transfer_steps,
+        "distillation": asdict(base),
+    }
+
+
+TEXT = """\
+All maps on the embedded teacher, without a window, merely patched and after the same short distillation ({steps} steps
+of {tokens} tokens, {transfer} of them attention transfer where the map has weights; mean ± standard deviation over
+{seeds} seeds). *Gap closed* is `1 - (L - L_teacher) / (L_blind - L_teacher)`, L in nats per token of held-out
+{what}, {length} tokens at a time. The baseline is the teacher with a window of one token, so that no token sees
+another, distilled alike: 0 = the map carries nothing from token to token, 1 = the teacher; below 0, it harms. *Answers*
+is the same for the answers to recall questions. So short a distillation ranks maps by how soon they learn, not by how
+far they come. *Output error* is that of `hf-linear-attn inspect`, before any training.
+
+Losses: teacher {teacher:.3f} (answers {teacher_answers:.3f}), own token only {blind:.3f} (answers
+{blind_answers:.3f})."""
+
+TIMES = """\
+Speed-ups are those of one causal forward in fp32 on a CPU ({threads} of {cpus} cores, load average {load:.1f}), {heads}
+heads of {dim}, over `scaled_dot_product_attention` in turn, medians of {repeats}; above 1 the map is faster."""
+
+
+def gap_closed(loss: float, teacher: float, baseline: float) -> float:
+    """Return ``1 - (loss - teacher) / (baseline - teacher)``: 0 = no better than the baseline, 1 = the teacher."""
+    return 1 - (loss - teacher) / (baseline - teacher)
+
+
+def _cell(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def table(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows: ``columns``, ``digits``, ``rows`` (best first) and ``text``."""
+    teacher, maps, facts = results["teacher"], results["maps"], results["provenance"]
+    blind = {kind: statistics.fmean(run[kind] for run in maps[BLIND]["distilled"]) for kind in teacher}
+
+    def gaps(runs: Sequence[Mapping[str, float]], kind: str) -> dict[str, float | None]:
+        return _cell([gap_closed(run[kind], teacher[kind], blind[kind]) for run in runs])
+
+    columns = {
+        "error": "output error, untrained",
+        "patched": "gap closed, patched",
+        "distilled": "gap closed, distilled",
+        "answers": "answers, distilled",
+    }
+    rows: dict[str, Any] = {}
+    for name, entry in maps.items():
+        if name == BLIND:
+            continue
+        rows[name] = {
+            "error": _cell([entry["output_error"]]),
+            "patched": gaps([entry["patched"]], "text"),
+            "distilled": gaps(entry["distilled"], "text"),
+            "answers": gaps(entry["distilled"], "answers"),
+        }
+        for tokens, taken in results["times"].get("ms", {}).items():
+            columns[tokens] = f"speed-up at {int(tokens) // 1024}k"
+            rows[name][tokens] = _cell([taken[EXACT] / taken[name]])
+    recipe = facts["distillation"]
+    steps = recipe["distill_steps"]
+    text = TEXT.format(
+        steps=steps,
+        what=recipe["dataset"] or "Python source",
+        transfer=facts["transfer_steps"],
+        tokens=recipe["rows"] * recipe["block_tokens"],
+        length=recipe["block_tokens"],
+        seeds=len(facts["seeds"]),
+        teacher=teacher["text"],
+        teacher_answers=teacher["answers"],
+        blind=blind["text"],
+        blind_answers=blind["answers"],
+    )
+    if results["times"]:
+        text += "\n" + TIMES.format(
+            threads=results["times"]["threads"],
+            cpus=facts["cpus"],
+            load=results["times"]["load_average"],
+            heads=TIMED_HEADS,
+            dim=TIMED_DIM,
+            repeats=results["times"]["repeats"],
+        )
+    order = sorted(rows, key=lambda name: -rows[name]["distilled"]["mean"])
+    digits = {tokens: 1 for tokens in columns if tokens.isdigit()}
+    return {"columns": columns, "digits": digits, "rows": {name: rows[name] for name in order}, "text": text}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The page about feature maps, and the suite that measures them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_linear_attn import available_feature_maps
+from hf_linear_attn.diagnostics.catalogue import page
+from hf_linear_attn.feature_maps import base as registry
+from hf_linear_attn.feature_maps import load_feature_maps
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "feature-maps.json"
+
+CUBED = """
+import torch
+from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
+
+@register_feature_map
+class Cubed(FeatureMap):
+    name, formula, paper = "cubed", "max(x, 0)^3", "a file of mine"
+
+    @property
+    def feature_dim(self):
+        return self.head_dim
+
+    def phi(self, x):
+        return torch.relu(x) ** 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    (tmp_path / "maps.py").write_text(CUBED)
+    return tmp_path / "maps.py"
+
+
+def test_the_page_is_not_stale():
+    # A process of its own: other tests of this one register maps.
+    command = [sys.executable, "-m", "hf_linear_attn.diagnostics.catalogue", str(RESULTS)]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert made.stdout == (ROOT / "docs" / "feature-maps.md").read_text()
+
+
+def test_the_page_shows_every_map_and_those_of_the_user(mine):
+    load_feature_maps(mine)
+    text = page()
+    for name in available_feature_maps():
+        assert f"| `{name}` |" in text
+    assert "| `cubed` | `max(x, 0)^3` | a file of mine | before them | >= 0 | 64 | 128 | - |" in text
+
+
+def test_the_suite_measures_a_map_of_the_user(mine, llama, tokenizer, tmp_path):
+    llama.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog on the cat.\n" * 60)
+    command = [
+        *[sys.executable, "benchmarks/suites/maps.py", "--teacher", str(tmp_path / "teacher")],
+        *["--dataset", str(tmp_path / "text.txt"), "--feature-map-file", str(mine), "--maps", "elu", "cubed"],
+        *["--seeds", "0", "1", "--transfer-steps", "1", "--distill-steps", "1", "--block-tokens", "48", "--rows", "2"],
+        *["--heldout-rows", "2", "--repeats", "0", "--work-dir", str(tmp_path / "work")],
+        *["--output", str(tmp_path / "out.json")],
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert set(results["rows"]) == {"elu", "cubed"}
+    teacher = results["teacher"]["text"]
+    blind = sum(run["text"] for run in results["maps"]["own token only"]["distilled"]) / 2
+    for name, row in results["rows"].items():
+        losses = [run["text"] for run in results["maps"][name]["distilled"]]
+        gaps = [1 - (loss - teacher) / (blind - teacher) for loss in losses]
+        assert row["distilled"]["mean"] == pytest.approx(sum(gaps) / 2)
+        assert row["distilled"]["sd"] > 0
+    text = page(results)
+    assert f"own token only {blind:.3f}" in text
+    before = (tmp_path / "out.json").stat().st_mtime_ns
+    done = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert "distilled" not in done.stdout  # finished runs are not repeated
+    assert (tmp_path / "out.json").stat().st_mtime_ns > before
