@@ -151,7 +151,7 @@ def measure(config: Config, launch: Launch) -> Result:
         launch.role,
         tuple(launch.tile[:4]),
         shared=compiled.metadata.shared,
-        issue=round(figures["loop"] * launch.tile.warps / 4 / tokens * max(1, passes), 1),
+        issue=round(figures["loop"] * launch.tile.warps / 4 / tokens * max(1, passes), 1) if tokens > 1 else 0.0,
         **figures,
     )
 

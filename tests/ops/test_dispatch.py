@@ -42,10 +42,11 @@ def test_refuses_features_wider_than_kernels_hold() -> None:
 
 def test_refuses_cpu_tensors_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(BackendError, match=refusal("the tensors are on the CPU, where kernels run only interpreted")):
-        linear_attention(*tensors(), backend="triton")
-    with pytest.raises(BackendError, match=refusal("the tensors are on the CPU, where kernels run only interpreted")):
-        q, k, v = tensors()
+    reason = "the tensors are on the CPU, where kernels run only interpreted"
+    q, k, v = tensors()
+    with pytest.raises(BackendError, match=refusal(reason)):
+        linear_attention(q, k, v, backend="triton")
+    with pytest.raises(BackendError, match=refusal(reason)):
         decode_step_(q, k, v, decode_state(1, 2, 4, 4, device="cpu"), backend="triton")
 
 

@@ -147,7 +147,7 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(state.kv, expected_state.kv)
 
 
-@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_no_visible_key_gives_exactly_zero(backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
     mask = torch.tensor([[False, False, True, True, True, True]])

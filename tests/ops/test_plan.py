@@ -149,3 +149,7 @@ def test_table_prefers_the_row_of_that_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_table_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="tile table has version 0, not 1; tune again"):
         plan.parse_table('{"version": 0, "tiles": []}')
+
+
+def test_table_survives_its_file() -> None:
+    assert plan.parse_table(plan.format_table(plan.tile_table())) == dict(plan.tile_table())

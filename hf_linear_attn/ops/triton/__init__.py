@@ -26,7 +26,7 @@ def _version_obstacle() -> str | None:
 
 
 # Whatever torch.compile traces, it need not look into this: a device does not change while a program runs.
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_obstacle(device: torch.device) -> str | None:
     reason = _version_obstacle()
     if reason is not None:
@@ -95,4 +95,5 @@ def decode_step_triton_(
     from hf_linear_attn.ops.triton.op import triton_decode_
 
     kv, z = state
-    return triton_decode_(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
+    o: Tensor = triton_decode_(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
+    return o

@@ -434,7 +434,7 @@ def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: T
         **walk(of_queries),
         "SOURCE": "segment" if split else "none" if kv0 is None else "sequence",
     }
-    reads = (q, *errors, k, v) if p.causal else (q, *errors)
+    reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
     programs = of_queries.count * H * -(-D // chosen.width)
     launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
 

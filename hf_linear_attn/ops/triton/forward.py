@@ -202,8 +202,8 @@ def forward_kernel(
         store_tile(o + c * o_t, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
         if i_v == 0:
             tl.store(den + c + ot, total, mask=rows)
-    if FINAL:
-        if i_h % G == 0:  # noqa: SIM102 - one is known when compiling, the other is not
+    if FINAL:  # noqa: SIM102 - known when compiling; the other is not
+        if i_h % G == 0:
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
@@ -230,13 +230,16 @@ class Forward(NamedTuple):
 def allocate_forward(p: Problem, segments: Segments) -> Forward:
     """Allocate the results of the forward."""
     q, k, v = p.q, p.k, p.v
-    like = {"dtype": torch.float32, "device": q.device}
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.float32, device=q.device)
+
     return Forward(
         empty_like_tokens(q, v.shape[3]),
-        torch.empty(q.shape[:3], **like),
-        torch.empty(p.rows, k.shape[1], k.shape[3], v.shape[3], **like),
-        torch.empty(p.rows, k.shape[1], k.shape[3], **like),
-        p.states(segments) if p.causal and segments.split else torch.empty(0, **like),
+        empty(*q.shape[:3]),
+        empty(p.rows, k.shape[1], k.shape[3], v.shape[3]),
+        empty(p.rows, k.shape[1], k.shape[3]),
+        p.states(segments) if p.causal and segments.split else empty(0),
     )
 
 

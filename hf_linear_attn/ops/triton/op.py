@@ -71,7 +71,7 @@ def triton_forward(
     problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
     out, launches = forward_launches(problem, eps)
     _run(q.device, launches)
-    return tuple(out)
+    return out
 
 
 @triton_forward.register_fake
@@ -89,7 +89,7 @@ def _(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    return tuple(allocate_forward(problem, problem.segments("forward", q.shape[2])))
+    return allocate_forward(problem, problem.segments("forward", q.shape[2]))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
@@ -118,7 +118,7 @@ def triton_backward(
     saved = Forward(o, den, kv, z, prefixes)
     out, launches = backward_launches(problem, saved, readable(do), dkv.contiguous(), dz.contiguous())
     _run(q.device, launches)
-    return tuple(out)
+    return out
 
 
 @triton_backward.register_fake
@@ -142,7 +142,7 @@ def _(
     causal: bool,
     delay: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(allocate_backward(_problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)))
+    return allocate_backward(_problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_decode_", mutates_args=("kv", "z"))

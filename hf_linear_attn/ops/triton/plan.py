@@ -97,6 +97,13 @@ def parse_table(text: str) -> dict[Key, Tile]:
     return {tuple(row[:6]): Tile(*row[6:]) for row in table["tiles"]}
 
 
+def format_table(table: Mapping[Key, Tile]) -> str:
+    """Write a tile table as :func:`parse_table` reads it, one row per line."""
+    columns = ["arch", "dtype", "role", "D", "V", "group", *Tile._fields]
+    rows = ",\n".join("    " + json.dumps([*key, *chosen]) for key, chosen in table.items())
+    return f'{{\n  "version": {TABLE_VERSION},\n  "columns": {json.dumps(columns)},\n  "tiles": [\n{rows}\n  ]\n}}\n'
+
+
 @cache
 def tile_table() -> Mapping[Key, Tile]:
     """Return the table that ships with the package."""

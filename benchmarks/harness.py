@@ -1,0 +1,159 @@
+"""What suites share: provenance, timing by turns, and results as JSON, Markdown and a picture."""
+
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_linear_attn
+
+
+def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what is needed to repeat a measurement."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    facts: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/run.py --suite", suite, *argv]),
+        "commit": git("rev-parse", "HEAD") or None,
+        "uncommitted_changes": bool(git("status", "--porcelain", "--", "hf_linear_attn", "benchmarks")),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hf_linear_attn": hf_linear_attn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        import triton
+
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "triton": triton.__version__,
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+        }
+    return facts
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
+
+
+def by_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Time functions in turn, so that a busy machine is busy for all of them.
+
+    Args:
+        functions: What to time, by name.
+        repeats: Rounds, after one that does not count.
+
+    Returns:
+        Per name ``median_ms``, ``min_ms`` and ``max_ms``.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(repeats + 1):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            function()
+            if i:
+                times[name].append((time.perf_counter() - started) * 1e3)
+    return {name: {"median_ms": statistics.median(x), "min_ms": min(x), "max_ms": max(x)} for name, x in times.items()}
+
+
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows as a table; floats with three digits, missing cells as a dash."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+
+    def cell(x: object) -> str:
+        if isinstance(x, float):
+            return f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
+        return "-" if x is None else str(x)
+
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def facts_line(facts: Mapping[str, Any]) -> str:
+    """Return provenance as one paragraph."""
+    return (
+        f"`{facts['command']}` at commit {(facts['commit'] or 'unknown')[:10]}"
+        f"{' with uncommitted changes' if facts['uncommitted_changes'] else ''}, {facts['date']}; "
+        f"{facts.get('gpu') or facts['processor']}, {facts['threads']} threads, torch {facts['torch']}, "
+        f"Python {facts['python']}, load average {facts['load_average']}.\n"
+    )
+
+
+def write(output: Path, result: Mapping[str, Any], page: str) -> None:
+    """Write ``output`` (JSON) and the page beside it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    output.with_suffix(".md").write_text(page)
+
+
+def break_even(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Return the length from which on ``ours`` is faster, on log axes; None where it is not at the longest."""
+    ratios = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    if ratios[-1] >= 0:
+        return None
+    last = max((i for i, ratio in enumerate(ratios) if ratio >= 0), default=-1)
+    if last < 0:
+        return float(lengths[0])
+    share = ratios[last] / (ratios[last] - ratios[last + 1])
+    return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** share)
+
+
+def picture(
+    output: Path,
+    lengths: Sequence[int],
+    curves: Mapping[str, Mapping[str, Sequence[float | None]]],
+    ours: str,
+    softmax: str,
+) -> None:
+    """Draw time by length on log axes, a panel per pass, with the break-even against softmax marked.
+
+    Args:
+        output: The PNG file.
+        lengths: Tokens.
+        curves: Per panel, per name, times in ms; None where there is none.
+        ours: Name of our curve.
+        softmax: Name of the curve to break even with.
+    """
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, len(curves), figsize=(5.5 * len(curves), 4), squeeze=False)
+    for panel, (title, named) in zip(panels[0], curves.items(), strict=True):
+        for name, times in named.items():
+            points = [(n, t) for n, t in zip(lengths, times, strict=True) if t is not None]
+            panel.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        both = [
+            (n, a, b)
+            for n, a, b in zip(lengths, named[ours], named.get(softmax, [None] * len(lengths)), strict=True)
+            if a is not None and b is not None
+        ]
+        at = break_even(*zip(*both, strict=True)) if both else None
+        if at is not None:
+            panel.axvline(at, color="grey", linestyle=":", label=f"break-even at {at:.0f}")
+        panel.set(title=title, xlabel="tokens", ylabel="ms")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,121 @@
+"""Tune the tile table on this GPU, offline, and write it to a versioned file.
+
+    python benchmarks/tune.py --output tiles.json
+
+Every kernel of every size is timed with each candidate tile that compiles and fits; the fastest becomes a row of the
+table. Rows of other processors are kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json``
+and run ``benchmarks/compile_check.py --update``. Nothing is ever tuned while a model runs.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hf_linear_attn.ops.triton import plan
+from hf_linear_attn.ops.triton.backward import backward_launches
+from hf_linear_attn.ops.triton.decode import decode_launch
+from hf_linear_attn.ops.triton.forward import forward_launches
+from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
+
+ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode")
+
+
+def candidates(role: str, size: int) -> Iterator[Tile]:
+    """Yield the tiles to try."""
+    if role == "decode":
+        for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
+            yield Tile(1, width, warps, 1, 1)
+        return
+    widths = [w for w in (16, 32, 64, 128) if w <= size]
+    for tokens, width, warps, stages in itertools.product((16, 32, 64), widths, (4, 8), (1, 2, 3)):
+        yield Tile(tokens, width, warps, stages, 1)
+
+
+def launch_of(role: str, target: Target, dtype: torch.dtype, size: int) -> Launch:
+    """Plan one launch of a kernel, on real tensors that fill the device."""
+    tokens, heads = 32_768, 16
+
+    def draw(tokens: int = tokens) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, size, device="cuda", dtype=dtype).transpose(1, 2)
+
+    if role == "decode":
+        q, k, v = (draw(1) for _ in range(3))
+        kv = torch.zeros(1, heads, size, size, device="cuda")
+        width = plan.tile(target, dtype, role, size, size, 1).width
+        z = torch.zeros(1, heads, -(-size // width), size, device="cuda")
+        return decode_launch(target, q, k, v, kv, z, None, "elu", 1e-6)[1]
+    p = Problem(target, draw(), draw(), draw(), None, None, None, None, "elu", True, 0)
+    out, forward = forward_launches(p, 1e-6)
+    for launch in forward:
+        launch.run()
+    _, backward = backward_launches(p, out, torch.randn_like(out.o), torch.zeros_like(out.kv), torch.zeros_like(out.z))
+    for launch in backward:
+        launch.run()
+    found = {launch.role: launch for launch in (*forward, *backward)}
+    if role not in found:
+        raise SystemExit(f"{role} is not launched for {tokens} tokens of {heads} heads on {target}")
+    return found[role]
+
+
+def time_ms(launch: Launch, repeats: int) -> float:
+    """Return the median time of a launch."""
+    times = []
+    for i in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        launch.run()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def tune(target: Target, dtypes: Sequence[str], sizes: Sequence[int], repeats: int) -> dict[Key, Tile]:
+    """Return the table with this processor's rows replaced by the fastest."""
+    table = dict(plan.tile_table())
+    plan.tile_table = lambda: table
+    named = {name: dtype for dtype, name in plan.KINDS.items()}
+    for kind, size, role in itertools.product(dtypes, sizes, ROLES):
+        key = (target.arch, kind, role, size, size, 0)
+        times: dict[Tile, float] = {}
+        before = table[key]
+        for candidate in {before, *candidates(role, size)}:
+            # How many programs a processor holds decides the cut into segments; it stays what it was.
+            table[key] = candidate._replace(resident=before.resident)
+            try:
+                times[table[key]] = time_ms(launch_of(role, target, named[kind], size), repeats)
+            # A tile that does not fit or compile is no candidate; Triton has no common base for such errors.
+            except Exception as error:
+                print(f"  {key} {tuple(candidate)}: {type(error).__name__}", flush=True)
+        table[key] = min(times, key=times.__getitem__) if times else before
+        print(f"{key}: {tuple(before)} -> {tuple(table[key])} {times.get(table[key])} ms", flush=True)
+    return table
+
+
+def main() -> int:
+    """Tune and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the table to write")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=sorted(plan.KINDS.values()))
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128], choices=(64, 128, 256))
+    parser.add_argument("--repeats", type=int, default=20, help="timings of which the median counts (%(default)s)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("Tuning needs a CUDA or ROCm GPU, and torch sees none.")
+    target = plan.target_of(torch.device("cuda", torch.cuda.current_device()))
+    if target is None:
+        sys.exit(f"No kernels for {torch.cuda.get_device_name()}.")
+    table = tune(target, arguments.dtypes, arguments.sizes, arguments.repeats)
+    arguments.output.write_text(plan.format_table(table))
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
