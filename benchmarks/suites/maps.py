@@ -1,30 +1,28 @@
 """Every feature map on one teacher: merely patched, after the same short distillation, and its time beside softmax.
 
     python benchmarks/run.py --suite maps --output docs/results/feature-maps.json
+    python -m hf_linear_attn.diagnostics.catalogue docs/results/feature-maps.json > docs/feature-maps.md
 
 Runs that are finished are kept in ``--work-dir`` and not repeated, so an interrupted suite goes on where it stopped.
-The page docs/feature-maps.md is made from the result, see :mod:`hf_linear_attn.diagnostics.catalogue`.
 """
 
 import argparse
 import copy
-import datetime
 import hashlib
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from harness import by_turns, provenance
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -103,7 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return loss(result.student) | {"tokens": result.tokens}
 
     results: dict[str, Any] = {
-        "provenance": provenance(arguments, teacher, fingerprint, base),
+        "provenance": {
+            **provenance("maps", list(sys.argv[1:] if argv is None else argv)),
+            "transformers": transformers.__version__,
+            "teacher": arguments.teacher,
+            "teacher_sha256": fingerprint,
+            "seeds": arguments.seeds,
+            "heldout_rows": arguments.heldout_rows,
+            "transfer_steps": arguments.transfer_steps,
+            "distillation": asdict(base),
+        },
         "teacher": once("teacher", lambda: loss(teacher)),
         "maps": {},
     }
@@ -184,25 +191,21 @@ def approximation(
 
 @torch.no_grad()
 def times(names: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Return medians of the milliseconds of one causal forward in fp32, ``ms`` by length and map, softmax among them.
-
-    Everything is timed in turn and the round repeated, so that a busy machine slows all alike.
-    """
-    found: dict[str, dict[str, float]] = {}
+    """Return medians of the milliseconds of one causal forward in fp32, by length and map, softmax among them."""
+    found = {}
     for tokens in TIMED_LENGTHS:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, TIMED_HEADS, tokens, TIMED_DIM, generator=generator) for _ in range(3))
-        taken: dict[str, list[float]] = {name: [] for name in [EXACT, *names]}
-        for _ in range(repeats):
-            for name, measured in taken.items():
-                phi = None if name == EXACT else get_feature_map(name, TIMED_DIM, TIMED_HEADS, **timed_options(name))
-                started = time.perf_counter()
-                if phi is None:
-                    scaled_dot_product_attention(q, k, v, is_causal=True)
-                else:
-                    linear_attention(q, k, v, phi, return_state=False)
-                measured.append(1000 * (time.perf_counter() - started))
-        found[str(tokens)] = {name: statistics.median(values) for name, values in taken.items()}
+        calls = {EXACT: partial(scaled_dot_product_attention, q, k, v, is_causal=True)} | {
+            name: partial(
+                linear_attention,
+                *(q, k, v),
+                get_feature_map(name, TIMED_DIM, TIMED_HEADS, **timed_options(name)),
+                return_state=False,
+            )
+            for name in names
+        }
+        found[str(tokens)] = {name: taken["median_ms"] for name, taken in by_turns(calls, repeats).items()}
     return {"ms": found, "repeats": repeats, "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]}
 
 
@@ -217,29 +220,6 @@ def weights_hash(model: PreTrainedModel) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def provenance(
-    arguments: argparse.Namespace, teacher: PreTrainedModel, fingerprint: str, base: DistillationSettings
-) -> dict[str, Any]:
-    """Return what is needed to repeat the suite."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None,
-        "command": " ".join(["python", "benchmarks/run.py", "--suite", "maps", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "teacher": str(arguments.teacher),
-        "teacher_sha256": fingerprint,
-        "seeds": arguments.seeds,
-        "heldout_rows": arguments.heldout_rows,
-        "transfer_steps": arguments.transfer_steps,
-        "distillation": asdict(base),
-    }
 
 
 TEXT = """\

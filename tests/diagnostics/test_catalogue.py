@@ -59,7 +59,7 @@ def test_the_suite_measures_a_map_of_the_user(mine, llama, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog on the cat.\n" * 60)
     command = [
-        *[sys.executable, "benchmarks/suites/maps.py", "--teacher", str(tmp_path / "teacher")],
+        *[sys.executable, "benchmarks/run.py", "--suite", "maps", "--teacher", str(tmp_path / "teacher")],
         *["--dataset", str(tmp_path / "text.txt"), "--feature-map-file", str(mine), "--maps", "elu", "cubed"],
         *["--seeds", "0", "1", "--transfer-steps", "1", "--distill-steps", "1", "--block-tokens", "48", "--rows", "2"],
         *["--heldout-rows", "2", "--repeats", "0", "--work-dir", str(tmp_path / "work")],
