@@ -11,6 +11,7 @@ instructions per token and head times warps over the four schedulers: clocks for
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -22,7 +23,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.pop("TRITON_INTERPRET", None)
+if __name__ == "__main__" or multiprocessing.parent_process() is not None:
+    # Interpreted kernels cannot be compiled.
+    os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
@@ -105,6 +108,10 @@ def launches(config: Config) -> Iterator[Launch]:
     _, backward = backward_launches(p, saved, do, saved.kv, saved.z)
     yield from forward
     yield from (launch for launch in backward if launch.role != "scan")
+    # Sequences that are not split get their deltas from a kernel of its own.
+    whole = problem(config, split=False)
+    saved, _ = forward_launches(whole, 1e-6)
+    yield backward_launches(whole, saved, torch.empty_like(saved.o), saved.kv, saved.z)[1][0]
     q, k, v = (x[:, :, :1] for x in (p.q, p.k, p.v))
     tiles = -(-config.V // 32)
     z = torch.empty(1, 2, tiles, config.D, device="meta")

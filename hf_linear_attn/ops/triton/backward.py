@@ -36,7 +36,7 @@ from hf_linear_attn.ops.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "T"])
 def delta_kernel(
     o, do, delta,
     rows, T, H,
@@ -56,7 +56,7 @@ def delta_kernel(
     tl.store(delta + r, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "L", "NSEG"])
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "d_b"])
 def reverse_state_kernel(
     q, o, do, den, delta, states, table,
     T, L, NSEG, HKV,
@@ -103,7 +103,7 @@ def reverse_state_kernel(
     tl.store(states + D * V + od, rz, mask=od < D)
 
 
-@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay"])
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "d_b", "m_b"])
 def dq_kernel(
     q, k, v, mask, do, den, delta, dq, kv0, z0, states, table,
     T, L, NSEG, delay, H, G,
@@ -180,7 +180,7 @@ def dq_kernel(
         store_tile(dq + c * dq_t, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
 
 
-@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay"])
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
 def dk_kernel(
     q, k, v, mask, do, den, delta, dk, kv1, z1, dkv0, dz0, states, table,
     T, S, L, NSEG, delay, HKV,
@@ -262,7 +262,7 @@ def dk_kernel(
         tl.store(dz0 + (n * HKV + i_hk) * D + od, rz, mask=od < D)
 
 
-@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay"])
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
 def dv_kernel(
     q, k, mask, do, den, dv, kv1, states, table,
     T, S, L, NSEG, delay, HKV,

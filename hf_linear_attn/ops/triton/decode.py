@@ -16,7 +16,7 @@ from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
 from hf_linear_attn.ops.triton.primitives import phi
 
 
-@triton.jit(do_not_specialize=["T", "eps"])
+@triton.jit(do_not_specialize=["T", "eps", "m_b"])
 def decode_kernel(
     q, k, v, mask, o, kv, z,
     T, eps, HKV,

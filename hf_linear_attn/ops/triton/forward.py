@@ -34,7 +34,7 @@ from hf_linear_attn.ops.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay"])
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "m_b"])
 def segment_state_kernel(
     k, v, mask, states, table,
     T, L, NSEG, delay, HKV,
@@ -121,7 +121,7 @@ def segment_scan_kernel(
     tl.store(z + nh * D + oe - DV, acc, mask=in_z)
 
 
-@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps"])
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
 def forward_kernel(
     q, k, v, mask, o, den, kv0, z0, kv, z_out, states, table,
     T, L, NSEG, delay, eps, H, G,

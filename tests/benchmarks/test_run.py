@@ -1,0 +1,116 @@
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    """Import a file of the benchmarks folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, FOLDER / "run.py", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_each_file_in_the_folder_is_a_suite() -> None:
+    suites = load("run").available()
+    assert {"cpu", "kernels"} <= set(suites) == {path.stem for path in (FOLDER / "suites").glob("*.py")}
+    assert all(summary.endswith(".") for summary in suites.values())
+
+
+def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load("run").main(["--suite", "speed"])
+    assert "invalid choice: 'speed'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        load("run").main(["--longest", "3"])
+    assert "unrecognized arguments: --longest 3" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_kernels_suite_asks_for_a_gpu() -> None:
+    found = run("--suite", "kernels")
+    assert found.returncode == 1
+    assert found.stderr.strip().endswith(
+        "`--suite kernels` needs a CUDA or ROCm GPU, and torch sees none. Use `--suite cpu` here."
+    )
+
+
+def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run(
+        "--suite", "cpu", "--output", str(tmp_path / "cpu.json"), "--threads", "1", "--repeats", "1", "--longest", "256"
+    )
+    assert found.returncode == 0, found.stderr
+    result = json.loads((tmp_path / "cpu.json").read_text())
+    assert [row["tokens"] for row in result["lengths"]] == [128, 256]
+    row = result["lengths"][0]["forward"]
+    assert row["ratio"] == row["softmax (SDPA)"]["median_ms"] / row["linear attention"]["median_ms"]
+    facts = result["provenance"]
+    assert facts["command"].startswith("python benchmarks/run.py --suite cpu --output")
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == 1
+    assert f"| 128 | {row['linear attention']['median_ms']:.3g} |" in (tmp_path / "cpu.md").read_text()
+    assert (tmp_path / "cpu.png").stat().st_size > 1000
+
+
+def test_break_even() -> None:
+    break_even = load("harness").break_even
+    # Linear time against quadratic time: equal at 100.
+    lengths = [16, 64, 256, 1024]
+    linear, quadratic = [float(100 * n) for n in lengths], [float(n * n) for n in lengths]
+    assert break_even(lengths, linear, quadratic) == pytest.approx(100)
+    assert break_even(lengths, quadratic, linear) is None
+    assert break_even(lengths, [1.0] * 4, [2.0] * 4) == 16
+    # Slower again in between: only the last crossing counts.
+    assert break_even(lengths, [1.0, 2.0, 1.0, 1.0], [2.0, 1.0, 2.0, 2.0]) == pytest.approx(128)
+    assert math.isfinite(break_even(lengths, [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]))
+
+
+def test_compile_check_complains() -> None:
+    check = load("compile_check")
+    good = check.Result("sm_90/bf16/D64/V64/g1", "forward", (64, 64, 4, 2), 230, 0, 0, 49152, 16, 1200, 0, 18.8)
+    budget = {"stack": 0, "shared": 49152, "loop": 1200}
+    assert check.complaints(good, budget) == []
+    for change, complaint in (
+        ({"stack": 8}, "stack 8, budget 0"),
+        ({"shared": 49153}, "shared 49153, budget 49152"),
+        ({"loop": 1261}, "loop 1261 instructions, budget 1200 + 5 %"),
+        ({"matrix": 0}, "no matrix instruction"),
+    ):
+        assert check.complaints(replace(good, **change), budget) == [complaint]
+    assert check.complaints(replace(good, loop=1260), budget) == []
+    assert check.complaints(good, None) == ["no budget (run with --update)"]
+    too_large = replace(good, shared=300 << 10)
+    assert f"{300 << 10} B of shared memory, and sm_90 has {227 << 10}" in check.complaints(too_large, budget)
+    # Attention without a matrix product has nothing to complain of.
+    assert check.complaints(replace(good, role="decode", matrix=0), budget) == []
+
+
+def test_budget_covers_what_is_compiled() -> None:
+    check = load("compile_check")
+    known = json.loads(check.BUDGET.read_text())["kernels"]
+    roles = {"state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"}
+    assert set(known) == {f"{config}/{role}" for config in check.configs(full=False) for role in roles}
+
+
+def test_compile_check_plans_every_kernel() -> None:
+    check = load("compile_check")
+    launches = list(check.launches(check.Config("sm_90", "bf16", 128, 128, 4)))
+    roles = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
+    assert [launch.role for launch in launches] == roles
+    assert all(launch.arguments["D"] == 128 for launch in launches)
