@@ -87,7 +87,7 @@ def _sections(results: Mapping[str, Any]) -> list[Section]:
         ),
         (
             "Perplexity",
-            "Lower is better; every token is scored once, and bands are bootstrap 95% intervals over windows.",
+            "Lower is better; every token is scored once, and whiskers are bootstrap 95% intervals over windows.",
             _perplexity_pictures(results),
         ),
         (
@@ -187,18 +187,18 @@ def _perplexity_pictures(results: Mapping[str, Any]) -> list[Picture]:
         return row["length"], row["perplexity"], *row["perplexity_ci95"]
 
     def loss(row: Mapping[str, Any]) -> tuple[float, float, float | None, float | None]:
-        return (row["start"] * row["stop"]) ** 0.5, row["nll_nats"], *row["nll_nats_ci95"]
+        return row["stop"], row["nll_nats"], *row["nll_nats_ci95"]
 
     def divergence(row: Mapping[str, Any]) -> tuple[float, float, None, None] | None:
-        return None if row["kl_nats"] is None else ((row["start"] * row["stop"]) ** 0.5, row["kl_nats"], None, None)
+        return None if row["kl_nats"] is None else (row["stop"], row["kl_nats"], None, None)
 
     def agreement(row: Mapping[str, Any]) -> tuple[float, float, None, None] | None:
-        return None if row["agreement"] is None else ((row["start"] * row["stop"]) ** 0.5, row["agreement"], None, None)
+        return None if row["agreement"] is None else (row["stop"], row["agreement"], None, None)
 
     positions = found["by_position"]
     longest = max((row["window_length"] for row in positions), default=0)
     windows = f"in windows of up to {longest:,} tokens"
-    place = "position in the window"
+    place = "position in the window, up to"
     return [
         *_picture(
             "nll-by-position", "Loss by position", f"nats per token, {windows}",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,13 @@ def _is_heldout(relative_path: str) -> bool:
     """Tell whether a file is held out, from a hash of its path: the same on every machine."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELDOUT_ONE_IN == 0
+
+
+def _source_files(root: Path) -> Iterator[str]:
+    """Yield the path of every source file relative to the library's folder, never entering a skipped folder."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        yield from ((Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
 
 
 def load_stdlib_documents(split: Literal["train", "heldout"]) -> list[str]:
@@ -44,13 +53,10 @@ def load_stdlib_documents(split: Literal["train", "heldout"]) -> list[str]:
         raise ArgumentError(explain("split", "be a split", split, "Use one of those.", available=_SPLITS))
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        relative = path.relative_to(root)
-        if _SKIPPED_FOLDERS.intersection(relative.parts[:-1]):
+    for relative in sorted(_source_files(root)):
+        if _is_heldout(relative) != (split == "heldout"):
             continue
-        if _is_heldout(relative.as_posix()) != (split == "heldout"):
-            continue
-        with tokenize.open(path) as file:
+        with tokenize.open(root / relative) as file:
             text = file.read()
         if text.strip():
             documents.append(text)

@@ -123,8 +123,6 @@ class SampleStore:
         if self._folder is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
-                file.flush()
-                os.fsync(file.fileno())
 
     def merge_files(self) -> None:
         """Put the records of all processes into `samples.jsonl`."""

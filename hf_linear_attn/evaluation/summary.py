@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +29,9 @@ def summarise(results: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _reach(row: Mapping[str, Any]) -> str:
     if row["status"] == "undetermined":
-        low = f"at least {tokens(row['at_least'])}" if row["at_least"] else "below the shortest"
-        high = "the longest" if row["at_most"] == row["longest_tested"] else tokens(row["at_most"])
-        return f"to an undetermined length ({low}, at most {high} tested)"
+        if row["at_least"]:
+            return f"to {tokens(row['at_least'])} tokens, possibly {tokens(row['at_most'])} (too few samples to tell)"
+        return f"to at most {tokens(row['at_most'])} tokens (too few samples to tell)"
     if row["tokens"] is None:
         return "at no tested length"
     suffix = ", the longest tested" if row["tokens"] == row["longest_tested"] else ""
@@ -75,15 +76,34 @@ def _perplexity(results: Mapping[str, Any]) -> list[str]:
         f"Perplexity in windows of {tokens(at['length'])} tokens is {at['perplexity']:.4g}{beside}, "
         f"{at['bits_per_byte']:.3f} bits per byte"
     )
-    if at["kl_nats"] is not None:
-        sentence += f"; {at['kl_nats']:.3g} nats from the teacher, same top token {at['agreement']:.0%} of the time"
-    return [sentence + "."]
+    sentences = [sentence + "."]
+    # Beyond the length a teacher was trained for, to be near it is no merit.
+    known = [row for row in mine if row["kl_nats"] is not None]
+    losses = {row["length"]: row["nll_nats"] for row in rows if row["model"] in _teachers(results)}
+    if known and losses:
+        best = min(known, key=lambda row: losses.get(row["length"], math.inf))
+        sentences.append(
+            f"Where the teacher reads best, in windows of {tokens(best['length'])} tokens, {first} is "
+            f"{best['kl_nats']:.3g} nats from it and has the same top token {best['agreement']:.0%} of the time."
+        )
+    return sentences
+
+
+def _teachers(results: Mapping[str, Any]) -> list[str]:
+    return [model["name"] for model in results["references"] if model["role"] == "teacher"]
 
 
 def _gaps(results: Mapping[str, Any]) -> list[str]:
+    """Say how much of the gap is closed at the length the teacher reads best: elsewhere it is no goal."""
     sentences = []
+    losses = {
+        (row["model"], row["length"]): row["nll_nats"]
+        for row in (results["perplexity"] or {"windows": []})["windows"]
+        if row["status"] == "ok"
+    }
     for baseline in dict.fromkeys(row["baseline"] for row in results["gap_closed"]):
-        row = max((r for r in results["gap_closed"] if r["baseline"] == baseline), key=lambda r: r["length"])
+        rows = [row for row in results["gap_closed"] if row["baseline"] == baseline]
+        row = min(rows, key=lambda row: losses[row["teacher"], row["length"]])
         sentences.append(
             f"At {tokens(row['length'])} tokens {results['model']['name']} closes {row['gap_closed']:.0%} of the loss "
             f"between {baseline} and {row['teacher']}."
@@ -113,7 +133,7 @@ def _extras(results: Mapping[str, Any]) -> list[str]:
 def _speed(results: Mapping[str, Any]) -> list[str]:
     first = results["model"]["name"]
     cells = {(c["model"], c["length"]): c for c in results["latency"] if c["status"] == "ok"}
-    teachers = [model["name"] for model in results["references"] if model["role"] == "teacher"]
+    teachers = _teachers(results)
     other = teachers[0] if teachers else next((model["name"] for model in results["references"]), None)
     shared = [length for name, length in cells if name == first and (other, length) in cells]
     if not shared:

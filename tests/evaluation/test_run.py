@@ -29,6 +29,9 @@ from tests.evaluation.workers import run, settings
 
 ROOT = Path(__file__).parents[2]
 
+# Children that import everything anew take their time on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
@@ -66,19 +69,18 @@ def test_results_say_what_was_measured(uninterrupted):
     assert results["model"]["patched_layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert [m["role"] for m in results["references"]] == ["teacher"]
     assert results["references"][0]["patched_layers"] == []
-    # 2 models, 2 tasks, 2 lengths, 2 depths; a floor for each model and task.
-    assert (len(results["cells"]), len(results["floors"])) == (16, 4)
+    # 2 models, 2 lengths, 2 depths; a floor for each model.
+    assert (len(results["cells"]), len(results["floors"])) == (8, 2)
     assert {cell["n"] for cell in results["cells"]} == {3}
     assert len(results["latency"]) == len(results["perplexity"]["windows"]) == 4
-    assert {row["length"] for row in results["paired"]} == {320, 352}
+    assert {row["length"] for row in results["paired"]} == {300, 320}
     caches = {cell["length"]: cell["cache_bytes"] for cell in results["latency"] if cell["model"] == "model"}
-    assert caches[320] == caches[352]
+    assert caches[300] == caches[320]
     assert all(sentence.endswith(".") for part in results["summary"].values() for sentence in part)
 
 
-@pytest.mark.timeout(900)
 def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninterrupted, tmp_path):
-    for suite, count in (("latency", 2), ("retrieval", 17), ("perplexity", 5)):
+    for suite, count in (("latency", 2), ("retrieval", 11), ("perplexity", 3)):
         process = child(tmp_path, "die", suite, count)
         _, errors = process.communicate()
         assert process.returncode == -signal.SIGKILL, errors.decode()[-2000:]
@@ -94,7 +96,6 @@ def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninte
     assert len(lines) > kept
 
 
-@pytest.mark.timeout(900)
 def test_two_processes_find_what_one_finds(uninterrupted, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -134,13 +135,13 @@ def test_results_of_other_weights_are_not_resumed(uninterrupted):
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-4
     with pytest.raises(CheckpointError, match=r"must hold a run of the same models.*model was '[0-9a-f]{64}' and is"):
-        evaluate(
-            settings(uninterrupted[0], resume=True), model=other, tokenizer=byte_tokenizer(), teacher=tiny_llama()
-        )
+        evaluate(settings(uninterrupted[0], resume=True), model=other, tokenizer=byte_tokenizer(), teacher=tiny_llama())
 
 
 def test_the_fingerprint_sees_weights_and_patch_settings():
-    prints = [subject(model).fingerprint for model in (tiny_linear(), tiny_linear(), tiny_linear(window=8), tiny_llama())]
+    prints = [
+        subject(model).fingerprint for model in (tiny_linear(), tiny_linear(), tiny_linear(window=8), tiny_llama())
+    ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 
@@ -163,8 +164,18 @@ SMALL = {
 @pytest.mark.parametrize(
     ("options", "models", "error", "message"),
     [
-        ({"attn": "linear"}, {"model": tiny_llama}, UnsupportedError, r"`attn` must be 'softmax' or 'auto' for a model"),
-        ({"attn": "softmax"}, {"model": tiny_linear}, ArgumentError, r"`attn` must be 'linear' or 'auto' for a patched"),
+        (
+            {"attn": "linear"},
+            {"model": tiny_llama},
+            UnsupportedError,
+            r"`attn` must be 'softmax' or 'auto' for a model",
+        ),
+        (
+            {"attn": "softmax"},
+            {"model": tiny_linear},
+            ArgumentError,
+            r"`attn` must be 'linear' or 'auto' for a patched",
+        ),
         ({}, {}, ArgumentError, r"`model` must be a model or a path, got None"),
         ({"model": "missing/folder", "offline": True}, {}, CheckpointError, r"`model` must be a causal language model"),
         (
@@ -229,7 +240,9 @@ def test_baselines_stand_beside_and_say_how_much_of_the_gap_is_closed(tmp_path):
         assert row["gap_closed"] == pytest.approx(expected)
     else:
         assert results["gap_closed"] == []
-    assert "Switching the linear branch off costs 0.25 nats per token beyond the window." in results["summary"]["quality"]
+    assert (
+        "Switching the linear branch off costs 0.25 nats per token beyond the window." in results["summary"]["quality"]
+    )
     assert results["references"][1]["feature_map"] is None
 
 
@@ -240,8 +253,11 @@ def test_compare_puts_runs_side_by_side_and_shares_what_they_share(uninterrupted
     found = compare_command([str(folder), str(other / "results.json"), "--output-dir", str(tmp_path / "both")])
     names = [found["model"]["name"], *(model["name"] for model in found["references"])]
     assert names == [folder.name, "teacher", "other"]
-    assert len(found["cells"]) == 24
-    assert {(row["model"], row["other"]) for row in found["paired"]} == {(folder.name, "teacher"), (folder.name, "other")}
+    assert len(found["cells"]) == 12
+    assert {(row["model"], row["other"]) for row in found["paired"]} == {
+        (folder.name, "teacher"),
+        (folder.name, "other"),
+    }
     jsonschema.validate(read_results(tmp_path / "both"), schema())
     mine = [cell["score"] for cell in found["cells"] if cell["model"] == folder.name]
     assert mine == [cell["score"] for cell in results["cells"] if cell["model"] == "model"]

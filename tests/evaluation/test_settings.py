@@ -40,7 +40,8 @@ def test_help_names_every_setting(capsys):
 
 def test_where_results_go_does_not_change_what_they_are():
     one, two = (
-        EvaluationSettings(output_dir=name, resume=name == "a", progress=name == "b", plots=name == "a") for name in "ab"
+        EvaluationSettings(output_dir=name, resume=name == "a", progress=name == "b", plots=name == "a")
+        for name in "ab"
     )
     assert one.digest() == two.digest() != EvaluationSettings(seed=1).digest()
 
