@@ -314,8 +314,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-    has_state = ctx.saved_tensors[-1] is not None
-    dq, dk, dv, dkv0, dz0 = chunked_backward(do, dkv, dz, *ctx.saved_tensors, ctx.phi, ctx.causal, ctx.delay)
+    # Unpacked once: under activation checkpointing every access recomputes the forward, and a second one is refused.
+    saved = ctx.saved_tensors
+    has_state = saved[-1] is not None
+    with torch.autocast(do.device.type, enabled=False):
+        dq, dk, dv, dkv0, dz0 = chunked_backward(do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay)
     return (
         dq,
         dk,
