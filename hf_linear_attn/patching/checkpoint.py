@@ -154,7 +154,8 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         if is_main_process and getattr(self.config, "linear_attention", None) is not None:
             folder = Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
-            name = type(self).__name__
+            # torch's fully_shard puts its name before the class's.
+            name = type(self).__name__.removeprefix("FSDP")
             auto = _auto_class(name)
             self.config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{name}"}
             (folder / CODE_FILE).write_text(CODE.format(name=name))

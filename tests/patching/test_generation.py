@@ -71,6 +71,7 @@ def test_beams_over_every_cache(subject, options):
     assert torch.equal(subject.generate(ids, attention_mask=mask, num_beams=3, **options), expected)
 
 
+@pytest.mark.parametrize("subject", ["plain", "window"], indirect=True)
 def test_steps_are_compiled_once(subject):
     torch.compiler.reset()
     compiled = []

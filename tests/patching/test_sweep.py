@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "model_type": model_type, "checks": {}}
     if (task, model_type) in NOT_BUILT:
         return row | {"status": "not run", "reason": NOT_BUILT[task, model_type]}
-    build = lambda: tiny_model(task, model_type)  # noqa: E731
+    build = partial(tiny_model, task, model_type)
     model = build()
     row["class"] = type(model).__name__
     if task == "seq2seq" and not model.config.is_encoder_decoder:

@@ -178,7 +178,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
     "reformer": {
-        "is_decoder": True,
         "axial_pos_embds": False,
         "attn_layers": ["local", "lsh"],
         "attention_head_size": 8,

@@ -1,0 +1,239 @@
+"""Training habits: Trainer, checkpointing, autocast, compile, LoRA, data parallelism, packing."""
+
+import copy
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.patching import LinearAttention
+
+from .checks import Subject, close
+from .zoo import tiny_model
+
+SETTINGS = {
+    "learned": {"feature_map": "hedgehog"},
+    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "mixed": {"feature_map": "hedgehog", "layers": [1]},
+}
+
+
+def build(setting="learned", name="llama"):
+    return patch_model(tiny_model("causal", name), **SETTINGS[setting])
+
+
+def loss_and_gradients(model, ids, **kwargs):
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids, **kwargs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(
+            a[name], b[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradient_checkpointing_gives_the_same_gradients(setting):
+    model = build(setting).train()
+    ids = Subject(model, "causal").tokens()
+    expected = loss_and_gradients(model, ids)
+    # The older name is deprecated in the newest Transformers, and the only one in the oldest.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    found = loss_and_gradients(model, ids, use_cache=False)
+    assert_same_gradients(found[1], expected[1])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_autocast_stays_close_to_fp32(setting):
+    model = build(setting)
+    ids = Subject(model, "causal").tokens()
+    expected, _ = loss_and_gradients(model, ids)
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(input_ids=ids, labels=ids).loss
+    found.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    # bf16 keeps 8 bits.
+    assert abs(found - expected) < 0.05 * expected
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
+
+
+class Graphs(list):
+    """A compiler backend that collects what it is given and runs it as it is."""
+
+    def __call__(self, graph, inputs):
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.mark.parametrize("setting", ["learned", "window"])
+def test_compiled_training_has_one_graph_and_the_same_gradients(setting):
+    torch.compiler.reset()
+    model = build(setting)
+    ids = Subject(model, "causal").tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    expected = loss_and_gradients(model, ids, attention_mask=mask)
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    model.zero_grad(set_to_none=True)
+    compiled(input_ids=ids, labels=ids, attention_mask=mask).loss.backward()
+    torch.compiler.reset()
+    assert len(graphs) == 1
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
+
+
+@pytest.mark.parametrize("setting", ["learned", "mixed"])
+def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
+    torch.compiler.reset()
+    model = build(setting)
+    ids = Subject(model, "causal").tokens(8, rows=1)
+    positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        compiled = torch.compile(model, backend=Graphs())
+        found = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.compiler.reset()
+    close(found, expected, "compiled")
+
+
+def test_trainer_trains_and_saves(tmp_path):
+    model = build("window")
+    before = copy.deepcopy(model.state_dict())
+    data = [{"input_ids": row, "labels": row} for row in Subject(model, "causal").tokens(8, rows=8)]
+    settings = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        save_steps=3,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    Trainer(model=model, args=settings, train_dataset=data).train()
+    after = model.state_dict()
+    learned = [name for name in after if "linear_attention" in name and after[name].is_floating_point()]
+    assert learned
+    assert all(not torch.equal(after[name], before[name]) for name in learned)
+    assert (tmp_path / "checkpoint-3" / "modeling_linear_attention.py").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT's own call
+@pytest.mark.parametrize("setting", ["window", "mixed"])
+def test_lora_trains_on_top_and_merges(setting):
+    from peft import LoraConfig, get_peft_model
+
+    model = build(setting)
+    ids = Subject(model, "causal").tokens()
+    lora = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    )
+    lora(input_ids=ids, labels=ids).loss.backward()
+    assert any(p.grad is not None and p.grad.any() for name, p in lora.named_parameters() if "lora_" in name)
+    with torch.no_grad():
+        expected = lora(input_ids=ids).logits
+    merged = lora.merge_and_unload()
+    subject = Subject(merged, "causal")
+    close(subject.logits(ids), expected, "merged LoRA")
+    assert torch.equal(subject.generate(ids), subject.generate(ids, use_cache=False))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("flat", [False, True], ids=["position_ids", "collator"])
+def test_packed_documents_equal_separate_ones(setting, flat):
+    model = build(setting)
+    subject = Subject(model, "causal")
+    documents = [subject.tokens(n, seed=n, rows=1)[0] for n in (5, 3, 6)]
+    expected = torch.cat([subject.logits(d[None]) for d in documents], dim=1)
+    if flat:
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=True)
+        batch = dict(collator([{"input_ids": d.tolist()} for d in documents]))
+        batch.pop("labels")
+    else:
+        positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+        batch = {"input_ids": torch.cat(documents)[None], "position_ids": positions}
+    with torch.no_grad():
+        found = model(**batch, use_cache=False).logits
+    close(found, expected, "packed documents")
+    changed = dict(batch)
+    changed["input_ids"] = batch["input_ids"].clone()
+    changed["input_ids"][0, 1] = changed["input_ids"][0, 1] % 50 + 6
+    with torch.no_grad():
+        assert torch.equal(model(**changed, use_cache=False).logits[:, 5:], found[:, 5:]), "a document leaks"
+
+
+def test_packed_documents_train_as_separate_ones():
+    model = build("window")
+    subject = Subject(model, "causal")
+    documents = [subject.tokens(n, seed=n, rows=1)[0] for n in (5, 3)]
+    weights = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
+    separate = torch.cat([model(input_ids=d[None]).logits for d in documents], dim=1)
+    (separate * weights).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    packed = model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False).logits
+    (packed * weights).sum().backward()
+    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _two_processes(rank, port, expected, ids):
+    """Check data parallelism through Accelerate, then full sharding, in one of two processes."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()} | {"ACCELERATE_USE_CPU": "true"})
+    torch.set_num_threads(1)
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+
+    mine = ids[rank : rank + 1]
+    accelerator = Accelerator(cpu=True)
+    model = build("window")
+    parallel = accelerator.prepare(model)
+    accelerator.backward(parallel(input_ids=mine, labels=mine).loss)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(found, expected)
+
+    model = build("window")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    model(input_ids=mine, labels=mine).loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(found, expected)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_give_the_gradients_of_one():
+    model = build("window")
+    ids = Subject(model, "causal").tokens()
+    _, expected = loss_and_gradients(model, ids)
+    mp.spawn(_two_processes, args=(_free_port(), expected, ids), nprocs=2)
+
+
+def test_a_device_map_places_what_is_learned(tmp_path):
+    from hf_linear_attn import from_pretrained
+
+    model = build("window")
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    parts = [m for m in loaded.modules() if isinstance(m, LinearAttention)]
+    assert {p.dtype for part in parts for p in part.parameters()} == {torch.bfloat16}
+    assert {p.device.type for part in parts for p in part.parameters()} == {"cpu"}
