@@ -18,6 +18,7 @@ from hf_linear_attn.evaluation.statistics import effective_length, paired_differ
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.tasks import Sample, Task, sample_rng, score
+from hf_linear_attn.evaluation.tasks.base import bos_ids
 
 FLOOR_DEPTH = 50.0
 _TEMPLATE_MARK = "\u241e"
@@ -29,6 +30,10 @@ class Template:
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+
+    def cost(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Return the tokens it adds to a prompt, whose own BOS it replaces."""
+        return len(self.before) + len(self.after) - (len(bos_ids(tokenizer)) if self.before else 0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def check_retrieval(settings: EvaluationSettings, tokenizer: PreTrainedTokenizer
         ArgumentError: If a task cannot fit into a length, or a template leaves too few tokens.
     """
     template = make_template(tokenizer, settings)
-    spent = len(template.before) + len(template.after)
+    spent = template.cost(tokenizer)
     for spec in settings.tasks:
         task = parse_task(spec)
         for length in settings.lengths:
@@ -134,14 +139,13 @@ def build_prompt(
     """Build a sample and its prompt as a 1-D tensor of token ids."""
     at = 0.0 if depth is None else depth
     rng = sample_rng(seed, group.spec, group.length, at, index)
-    spent = len(template.before) + len(template.after)
-    sample = task.build(tokenizer, group.length - spent, at, rng)
+    sample = task.build(tokenizer, group.length - template.cost(tokenizer), at, rng)
     ids = list(sample.input_ids)
     if group.floor:
         for start, stop in sorted(sample.meta["needle_spans"], reverse=True):
             del ids[start:stop]
-    if template.before and ids[0] == tokenizer.bos_token_id:
-        ids = ids[1:]
+    if template.before:
+        ids = ids[len(bos_ids(tokenizer)) :]
     return sample, torch.tensor([*template.before, *ids, *template.after])
 
 

@@ -74,7 +74,8 @@ def results():
             nll = 2.0 + 0.1 * m + (length / 40000 if name == "teacher" else 0)
             row = {
                 "model": name, "length": length, "status": "ok", "reason": None, "windows": 9, "tokens": 40000,
-                "nll_nats": nll, "perplexity": 2.718**nll, "perplexity_ci95": [2.718 ** (nll - 0.05), 2.718 ** (nll + 0.05)],
+                "nll_nats": nll, "perplexity": 2.718**nll,
+                "perplexity_ci95": [2.718 ** (nll - 0.05), 2.718 ** (nll + 0.05)],
                 "bits_per_byte": nll / 2, "kl_nats": None if name == "teacher" else 0.05 + m / 50,
                 "agreement": None if name == "teacher" else 0.9 - m / 50,
             }  # fmt: skip
@@ -85,7 +86,8 @@ def results():
             positions.append(
                 {
                     "model": name, "window_length": 8192, "start": 64 << k, "stop": 128 << k, "windows": 5,
-                    "tokens": 5000, "nll_nats": nll, "nll_nats_ci95": [nll - 0.05, nll + 0.05], "perplexity": 2.718**nll,
+                    "tokens": 5000, "nll_nats": nll, "nll_nats_ci95": [nll - 0.05, nll + 0.05],
+                    "perplexity": 2.718**nll,
                     "kl_nats": None if name == "teacher" else 0.05 + 0.01 * k,
                     "agreement": None if name == "teacher" else 0.9 - 0.01 * k,
                 }
@@ -209,7 +211,8 @@ const errors = [];
 addEventListener("error", e => errors.push(String(e.message)));
 addEventListener("load", () => {
   document.querySelectorAll("details").forEach(d => { d.open = true; });
-  const wide = document.documentElement.clientWidth, found = {errors, wide, scroll: document.documentElement.scrollWidth};
+  const root = document.documentElement, wide = root.clientWidth;
+  const found = {errors, wide, scroll: root.scrollWidth};
   found.outside = [...document.querySelectorAll("h1,h2,p,li,figure,figcaption,summary,.scroll")].filter(e => {
     const r = e.getBoundingClientRect();
     return r.left < -0.5 || r.right > wide + 0.5 || (e.className != "scroll" && e.scrollWidth > e.clientWidth + 1);
@@ -238,7 +241,8 @@ def look(report, tmp_path, width, dark):
     # Chromium opens no window narrower than 500 pixels; a frame may be as narrow as a phone.
     page = tmp_path / "probe.html"
     page.write_text(
-        '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        '<link rel="icon" href="data:,">'
         f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{inside}"></iframe>'
     )
     found = subprocess.run(

@@ -164,10 +164,11 @@ def test_a_length_beyond_learned_positions_is_unsupported_not_zero():
 
 def test_running_out_of_memory_marks_the_cell_and_goes_on():
     class Small(ScriptedModel):
-        def forward(self, input_ids, **options):
-            if input_ids.shape[1] > 450:
+        def forward(self, input_ids, past_key_values=None, logits_to_keep=0, **options):
+            read = 0 if past_key_values is None else past_key_values.ids.shape[1]
+            if read + input_ids.shape[1] > 450:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(input_ids, **options)
+            return super().forward(input_ids, past_key_values, logits_to_keep=logits_to_keep, **options)
 
     chosen = settings(tasks=("passkey",), lengths=(400, 700), depths=(50,))
     cells, _, _ = run([subject(Small(lambda ids: 1))], chosen)
