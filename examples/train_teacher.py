@@ -7,7 +7,7 @@ tasks and some repetition, down to a low learning rate. Recall mixed into text f
 
     python examples/train_teacher.py                  # about an hour on one core; resumes where it was stopped
     python examples/train_teacher.py --export-only    # measure the last checkpoint and write it
-    python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 \
+    python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 --lengths 256 \
         --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
 """
 
@@ -51,24 +51,34 @@ LENGTHS, DEPTHS, PAIRS = (256, 512, 1024, 2048), (0, 25, 50, 75, 100), (2, 4, 8,
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: its name, its steps, the tokens of a step, and the length its contexts grow from."""
+    """A stretch of training.
+
+    Args:
+        name: What its batches are made of; see `Data.batch`.
+        steps: Optimiser steps.
+        tokens_per_step: Tokens of a batch.
+        first_length: Tokens of a context at the start; it grows to `TRAINED_LENGTH`.
+        matrix_lr: Muon's learning rate, for the matrices inside the layers.
+        other_lr: AdamW's, for the embeddings and norms.
+    """
 
     name: str
     steps: int
     tokens_per_step: int
     first_length: int
+    matrix_lr: float
+    other_lr: float
 
 
 STAGES = (
-    Stage("repeat", 500, 2048, 64),
-    Stage("recall", 550, 4096, 128),
-    Stage("mix", 950, 8192, TRAINED_LENGTH),
+    Stage("repeat", 500, 2048, 64, 0.02, 1e-3),
+    Stage("recall", 550, 4096, 128, 0.01, 5e-4),
+    Stage("mix", 1650, 8192, TRAINED_LENGTH, 0.02, 3e-3),
 )
 WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
-# Matrices inside the layers are trained with Muon, everything else with AdamW.
-MUON_LR, ADAMW_LR, FINAL_LR_SHARE = 0.02, 1e-3, 0.02
-TEXT_SHARE = 0.65
+FINAL_LR_SHARE = 0.02
+TEXT_SHARE = 0.75
 TRAINED_TASKS = {"passkey": 3, "kv_recall": 5, "niah_single": 1, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
@@ -314,14 +324,12 @@ def total_steps(scale: float) -> int:
 
 
 def lr_share(step: int, scale: float) -> float:
-    """Return the learning rate as a share of its peak: warm-up, halved after `repeat`, a cosine over `mix`."""
+    """Return the learning rate as a share of the stage's: a warm-up at the very start, a cosine over the last stage."""
     stage, progress = locate(step, scale)
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
-    if stage.name == "repeat":
+    if stage is not STAGES[-1]:
         return warm
-    if stage.name == "recall":
-        return 0.5 * warm
-    return 0.5 * warm * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return warm * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
@@ -338,8 +346,8 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="original"),
-        torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -422,7 +430,6 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run_dir / "tokenizer")
     model = make_model(tokenizer, args.seed)
     optimizers = make_optimizers(model)
-    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, tokens, elapsed_s = 0, 0, 0.0
     checkpoint = run_dir / "checkpoint.pt"
     if checkpoint.exists():
@@ -440,10 +447,10 @@ def train(args: argparse.Namespace) -> None:
 
     with (run_dir / "log.jsonl").open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
         while step < last:
+            stage, _ = locate(step, args.steps_scale)
             share = lr_share(step, args.steps_scale)
-            for optimizer, peak in zip(optimizers, peaks, strict=True):
-                for group, lr in zip(optimizer.param_groups, peak, strict=True):
-                    group["lr"] = lr * share
+            for optimizer, lr in zip(optimizers, (stage.matrix_lr, stage.other_lr), strict=True):
+                optimizer.param_groups[0]["lr"] = lr * share
             batch = data.batch(step, args.steps_scale)
             loss = weighted_loss(model, batch)
             if not torch.isfinite(loss):
@@ -460,7 +467,7 @@ def train(args: argparse.Namespace) -> None:
                 model.eval()
                 record = {
                     "step": step,
-                    "stage": locate(step - 1, args.steps_scale)[0].name,
+                    "stage": stage.name,
                     "length": batch.input_ids.shape[1],
                     "loss_nats": round(loss.item(), 4),
                     "lr_share": round(share, 4),
@@ -497,7 +504,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
     per_depth = math.ceil(args.samples / len(DEPTHS))
     passkey: dict[str, dict[str, float]] = {}
     kv_recall: dict[str, dict[str, float]] = {}
-    for length in tqdm(LENGTHS, desc="retrieval"):
+    for length in tqdm(args.lengths, desc="retrieval"):
         passkey[str(length)] = {
             str(depth): answer_accuracy(model, tokenizer, "passkey", length, depth, args.samples, seed)
             for depth in DEPTHS
@@ -632,6 +639,7 @@ def main() -> None:
     add("--steps-scale", type=float, default=1.0, help="multiply the steps of every stage; default %(default)s")
     add("--max-documents", type=int, help="use only so many files of each split; default all")
     add("--samples", type=int, default=50, help="samples of every measured cell; default %(default)s")
+    add("--lengths", type=int, nargs="+", default=LENGTHS, help="measured context lengths; default %(default)s")
     add("--seed", type=int, default=0, help="of weights, batches and samples; default %(default)s")
     add("--threads", type=int, default=1, help="CPU threads; default %(default)s")
     add("--log-every", type=int, default=100, help="steps between log lines; default %(default)s")
