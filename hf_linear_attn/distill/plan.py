@@ -110,7 +110,7 @@ def plan(
             raise ArgumentError(explain(name, "be positive, utilisation at most 1", value, "Correct it."))
     try:
         with torch.device("meta"):
-            student = AutoModelForCausalLM.from_config(config)
+            student = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise ArgumentError(
             explain("config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0])
@@ -132,7 +132,9 @@ def plan(
     layers = config.num_hidden_layers
     embeddings = sum(p.numel() for name, p in student.named_parameters() if "embed" in name or "lm_head" in name)
     layer = (parameters - embeddings) / layers
-    adapters = sum(settings.lora_rank * sum(module.weight.shape) for module in projections(student).values())
+    # A projection has one weight; its rows and columns are the sizes of the adapter's two halves.
+    shapes = [next(module.parameters()).shape for module in projections(student).values()]
+    adapters = settings.lora_rank * sum(rows + columns for rows, columns in shapes)
     stages = []
     for stage in settings.stages:
         length = settings.block_tokens * (settings.extend_factor if stage == "extend" else 1)
@@ -170,8 +172,8 @@ def plan(
 
 def _activations(config: PreTrainedConfig, tokens: int, layers: int, features: float) -> float:
     """Return the bytes of the layers' inputs, and of one layer's intermediates, for ``tokens`` tokens in bf16."""
-    hidden = config.hidden_size
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden: int = config.hidden_size
+    intermediate: int = getattr(config, "intermediate_size", None) or 4 * hidden
     # Norms, q, k, v, o and the residual twice: about 10 hidden; three of the MLP; features of q and k in fp32.
     one_layer = 2 * (10 * hidden + 3 * intermediate) + 4 * 2 * features
     return tokens * (2 * hidden * layers + one_layer)

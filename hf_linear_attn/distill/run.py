@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,9 +24,10 @@ from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, reshard
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
 
@@ -89,6 +90,15 @@ def distill(
     accelerator = Accelerator(
         mixed_precision=settings.mixed_precision, log_with=settings.trackers or None, project_dir=settings.output_dir
     )
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ArgumentError(
+            explain(
+                "distributed_type",
+                "not be FSDP",
+                "FSDP",
+                "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
+            )
+        )
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
         torch.manual_seed(settings.seed)
@@ -108,6 +118,10 @@ def distill(
             accelerator.init_trackers("hf_linear_attn")
         if settings.softmax_budget and made and teacher is not None:
             student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), accelerator.device)
+        if settings.shard:
+            for model in (student, teacher):
+                if model is not None and not is_sharded(model):
+                    shard(model, settings.mixed_precision)
         source = teacher if settings.teacher_logits is None else TeacherLogits(Path(settings.teacher_logits))
         trainer = Trainer(
             settings,
@@ -119,12 +133,14 @@ def distill(
             on_step,
         )
         trainer.run(partial(prepare_stage, settings))
-        trained = trainer.student
+        trained: Any = trainer.student
         counts = count_parameters(trained)
-        student = trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
-        student.train(False).requires_grad_(True)
+        distilled: PreTrainedModel = (
+            trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
+        )
+        distilled.train(False).requires_grad_(True)
         result = DistillResult(
-            student=student,
+            student=distilled,
             settings=settings,
             history=trainer.history,
             tokens=trainer.tokens,
@@ -142,7 +158,7 @@ def distill(
                     length=settings.block_tokens,
                     seed=settings.seed,
                 )
-                for name, model in (("teacher", teacher), ("student", student))
+                for name, model in (("teacher", teacher), ("student", distilled))
                 if model is not None
             }
         if settings.trackers:
@@ -184,7 +200,9 @@ def keep_softmax(
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
     torch.manual_seed(settings.seed)
-    return load_student(settings.with_changes(layers=kept), teacher).to(device)
+    chosen = load_student(settings.with_changes(layers=kept), teacher)
+    chosen.to(device=device)  # type: ignore[call-arg]
+    return chosen
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
@@ -323,7 +341,7 @@ def count_parameters(student: nn.Module) -> dict[str, int]:
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
     """Return a sharded model's state dict with whole tensors on the CPU, and None for any other model."""
     reshard(model)
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
+    if not is_sharded(model):
         return None
     return {name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu() for name, x in model.state_dict().items()}
 

@@ -83,6 +83,7 @@ class DistillationSettings:
         weight_decay: AdamW's.
         betas: AdamW's.
         max_grad_norm: Norm to which the gradient is clipped.
+        shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
         gradient_checkpointing: Recompute activations in the backward pass.
         mixed_precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
         seed: Of everything random.
@@ -147,6 +148,7 @@ class DistillationSettings:
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
+    shard: bool = False
     gradient_checkpointing: bool = False
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: int = 0

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, write_atomic
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
 
@@ -41,6 +41,7 @@ FREE_TO_CHANGE = frozenset(
         "accumulation",
         "heldout_rows",
         "gradient_checkpointing",
+        "shard",
     }
 )
 """Settings that a resumed run may change: the weights do not depend on them, as long as a step has as many rows."""
@@ -371,13 +372,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     for parameter in used:
         parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
     return total.item()
-
-
-def reshard(model: nn.Module) -> None:
-    """Put the parameters of a sharded model back in place: after a forward without backward the root's are whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def full_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

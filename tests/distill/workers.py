@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
@@ -50,13 +49,8 @@ def run(folder: str, accumulation: int, sharded: bool = False) -> list[float]:
     """Distil the tiny teacher; return the losses."""
     torch.set_num_threads(1)
     student = patch_model(tiny_teacher(), feature_map="hedgehog", window=4, sinks=1)
-    if sharded:
-        maps = {p for name, p in student.named_parameters() if "linear_attention" in name}
-        for layer in student.model.layers:
-            fully_shard(layer, ignored_params=maps)
-        fully_shard(student, ignored_params=maps)
     result = distill(
-        settings(folder, accumulation),
+        settings(folder, accumulation).with_changes(shard=sharded),
         teacher=tiny_teacher(),
         student=student,
         tokenizer=byte_tokenizer(),
