@@ -200,7 +200,7 @@ def plan_perplexity(settings: EvaluationSettings, corpus: Corpus) -> list[Plan]:
         windows = plan_windows(corpus, length, settings.stride) if length in reachable else []
         plans.append(Plan("windows", length, tuple(windows)))
     final = min(settings.final_tokens, reachable[0] // 2)
-    for length in settings.lengths:
+    for length in settings.lengths if settings.final_windows else ():
         windows = (
             plan_final_windows(corpus, length, reachable[-1], final, settings.final_windows)
             if length in reachable

@@ -65,7 +65,7 @@ class EvaluationSettings:
     max_text_tokens: int = _option(65536, "Tokens of text to score, 0 for all of it.")
     stride: int | None = _option(None, "Tokens between perplexity windows; without it, windows do not overlap.")
     final_tokens: int = _option(128, "Final tokens that are scored under growing context.")
-    final_windows: int = _option(16, "Places in the text where growing context is measured.")
+    final_windows: int = _option(16, "Places in the text where growing context is measured, 0 for none.")
     prefill_chunk: int = _option(2048, "Most tokens in one forward; the cache carries the rest.")
     decode_tokens: int = _option(64, "Forced tokens per decode measurement.")
     warmups: int = _option(3, "Discarded runs of each shape before timing.")
@@ -104,12 +104,12 @@ class EvaluationSettings:
                     explain(name, "be a known choice", getattr(self, name), "Use one of those.", available=allowed)
                 )
         for name in (
-            "num_samples", "batch_size", "final_tokens", "final_windows", "prefill_chunk",
+            "num_samples", "batch_size", "final_tokens", "prefill_chunk",
             "decode_tokens", "repeats", "lm_eval_samples",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ArgumentError(explain(name, "be at least 1", getattr(self, name), "Raise it."))
-        for name in ("warmups", "max_text_tokens"):
+        for name in ("warmups", "max_text_tokens", "final_windows"):
             if getattr(self, name) < 0:
                 raise ArgumentError(explain(name, "be at least 0", getattr(self, name), "Raise it."))
         if self.stride is not None and self.stride < 1:

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 
+import torch
+
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate
 from hf_linear_attn.evaluation.store import SampleStore
 from tests.evaluation.helpers import byte_tokenizer, tiny_linear, tiny_llama
@@ -30,7 +32,15 @@ def settings(folder, **options):
 
 
 def run(folder, **options):
-    return evaluate(settings(folder, **options), model=tiny_linear(), tokenizer=byte_tokenizer(), teacher=tiny_llama())
+    """Evaluate on one thread: children and parent must add up in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return evaluate(
+            settings(folder, **options), model=tiny_linear(), tokenizer=byte_tokenizer(), teacher=tiny_llama()
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def die_after(suite, count):

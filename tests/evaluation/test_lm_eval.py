@@ -1,0 +1,106 @@
+"""The bridge to lm-evaluation-harness, on tasks that need no network."""
+
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.evaluation import EvaluationSettings, evaluate
+from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval
+from tests.evaluation.helpers import EOS, ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear
+
+needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-evaluation-harness")
+
+
+def settings(**options):
+    return EvaluationSettings(
+        **{
+            "suite": ("lm-eval",),
+            "lengths": (700, 800),
+            "lm_eval_tasks": ("niah_single_1",),
+            "lm_eval_samples": 2,
+            "offline": True,
+            "progress": False,
+            **options,
+        }
+    )
+
+
+def answering(tokenizer, answer):
+    """Return a script that writes `answer(prompt)` after the prefix that the harness puts before an answer."""
+
+    def script(ids):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        end = re.search(r"mentioned in the provided text are\b", text)
+        if not end:
+            return ord(" ")
+        reply = " " + answer(text[: end.start()])
+        written = text[end.end() :]
+        return tokenizer(reply[len(written)], add_special_tokens=False)["input_ids"][0] if written != reply else EOS
+
+    return script
+
+
+@needs_harness
+@pytest.mark.optional
+@pytest.mark.timeout(900)
+def test_an_oracle_scores_one_at_every_length_and_a_blind_model_zero(monkeypatch):
+    pytest.importorskip("lm_eval.tasks.ruler.niah_utils")
+    tokenizer = byte_tokenizer()
+    oracle = ScriptedModel(answering(tokenizer, lambda text: re.search(r"is: (\d+)\.", text)[1]))
+    blind = ScriptedModel(answering(tokenizer, lambda text: "1234567"))
+    for model in (oracle, blind):
+        # The harness asks Transformers to generate.
+        monkeypatch.setattr(model, "generate", make_generate(model), raising=False)
+    results = evaluate(settings(), model=oracle, tokenizer=tokenizer, baselines={"blind": blind})
+    found = {(row["model"], row["length"]): (row["value"], row["n"]) for row in results["lm_eval"]}
+    assert found == {
+        ("model", 700): (1.0, 2), ("model", 800): (1.0, 2), ("blind", 700): (0.0, 2), ("blind", 800): (0.0, 2),
+    }  # fmt: skip
+    prompts = {row["model"]: row["prompts_sha256"] for row in results["lm_eval"] if row["length"] == 700}
+    assert prompts["model"] == prompts["blind"]
+
+
+def make_generate(model):
+    import torch
+
+    from hf_linear_attn.evaluation.generation import greedy, prefill
+
+    def generate(input_ids, attention_mask=None, max_length=None, **options):
+        rows = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            prompt = ids[mask.bool()][None]
+            new = greedy(model, *prefill(model, prompt, None, 4096), 40, frozenset([EOS]))[0]
+            rows.append(torch.cat([ids, torch.tensor(new + [EOS] * (40 - len(new)))]))
+        return torch.stack(rows)
+
+    return generate
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            tiny_linear,
+            {"lm_eval_tasks": ("piqa",)},
+            r"`lm_eval_tasks` must need no network under `offline`, got 'piqa'. Use one of those; available: niah",
+        ),
+        (tiny_linear, {"lm_eval_samples": 501}, r"`lm_eval_samples` must be at most 500, got 501"),
+        (
+            tiny_gpt2,
+            {"lengths": (300,)},
+            r"`lengths` must leave 128 of the model's 320 positions for the answer, got 300",
+        ),
+    ],
+)
+@needs_harness
+def test_what_the_harness_would_get_wrong_is_refused(model, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_lm_eval(settings(**options), [subject(model())], byte_tokenizer())
+
+
+def test_a_missing_harness_is_named(monkeypatch):
+    monkeypatch.setattr("hf_linear_attn.evaluation.lm_eval_bridge.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"Install it: pip install 'hf_linear_attn\[lm-eval\]'"):
+        check_lm_eval(settings(), [subject(tiny_linear())], byte_tokenizer())
