@@ -73,7 +73,7 @@ class Stage:
 STAGES = (
     Stage("repeat", 500, 2048, 64, 0.02, 1e-3),
     Stage("recall", 550, 4096, 128, 0.01, 5e-4),
-    Stage("mix", 1650, 8192, TRAINED_LENGTH, 0.02, 3e-3),
+    Stage("mix", 3150, 8192, TRAINED_LENGTH, 0.02, 3e-3),
 )
 WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
@@ -445,7 +445,13 @@ def train(args: argparse.Namespace) -> None:
     saved_at = time.monotonic()
     last = total_steps(args.steps_scale)
 
-    with (run_dir / "log.jsonl").open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
+    log_path = run_dir / "log.jsonl"
+    if log_path.exists():
+        # Steps after the checkpoint are taken again, and logged again.
+        lines = log_path.read_text().splitlines(keepends=True)
+        log_path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+
+    with log_path.open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
         while step < last:
             stage, _ = locate(step, args.steps_scale)
             share = lr_share(step, args.steps_scale)

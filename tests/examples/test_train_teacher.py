@@ -20,7 +20,7 @@ import train_teacher  # noqa: E402
 from ngram_baseline import NgramModel  # noqa: E402
 
 SCALE = 0.001
-SMALL = ["--steps-scale", str(SCALE), "--max-documents", "4", "--samples", "1", "--lengths", "256"]
+SMALL = ["--steps-scale", str(SCALE), "--max-documents", "4", "--samples", "1", "--lengths", "256", "--log-every", "1"]
 
 
 def command(folder, *extra):
@@ -78,6 +78,7 @@ def test_the_card_and_the_log_hold_the_measured_figures(killed_and_resumed):
     assert f"{measured['bits_per_byte']:.3f}" in card
     assert f"{measured['bits_per_byte_5gram']:.3f}" in card
     assert f"{measured['parameters']:,}" in card
+    assert [line["step"] for line in lines[:-1]] == list(range(1, measured["step"] + 1))
     assert {line["stage"] for line in lines[:-1]} <= {stage.name for stage in train_teacher.STAGES}
 
 
