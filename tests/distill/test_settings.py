@@ -77,7 +77,10 @@ def test_values_out_of_range_are_refused(changes, message):
 
 
 def test_unknown_presets_and_settings_are_refused(tmp_path):
-    with pytest.raises(ArgumentError, match=r"`preset` must be a known preset, got 'x'.*available: elu, lolcats"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"`preset` must be a known preset, got 'x'.*available: elu, finetune, lolcats, recommended.",
+    ):
         DistillationSettings.from_preset("x")
     path = tmp_path / "recipe.yaml"
     path.write_text("windw: 3")
