@@ -87,9 +87,17 @@ def distill(
         CheckpointError: If the output folder is in use, full, or holds only damaged checkpoints.
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
     """
-    accelerator = Accelerator(
-        mixed_precision=settings.mixed_precision, log_with=settings.trackers or None, project_dir=settings.output_dir
-    )
+    # Its precision is one per process; ours is one per run, so it is left to autocast.
+    accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
+    if accelerator.mixed_precision not in ("no", settings.mixed_precision):
+        raise ArgumentError(
+            explain(
+                "mixed_precision",
+                f"be the launcher's, {accelerator.mixed_precision!r}",
+                settings.mixed_precision,
+                "Pass --mixed-precision to the script; it knows 'no' and 'bf16'.",
+            )
+        )
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ArgumentError(
             explain(
@@ -112,7 +120,7 @@ def distill(
             teacher.to(accelerator.device).eval().requires_grad_(False)
         student.to(accelerator.device)
         if settings.gradient_checkpointing:
-            student.gradient_checkpointing_enable()  # type: ignore[no-untyped-call]
+            recompute_activations(student)
         train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
@@ -215,6 +223,13 @@ def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module
     trainable, total = peft_student.get_nb_trainable_parameters()
     logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
     return peft_student
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Make a model recompute activations in its backward pass."""
+    # Renamed in Transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
 
 
 def reads_teacher(settings: DistillationSettings) -> bool:

@@ -85,7 +85,7 @@ class DistillationSettings:
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
         gradient_checkpointing: Recompute activations in the backward pass.
-        mixed_precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
+        mixed_precision: ``bf16`` runs forwards in bf16 over fp32 weights, ``no`` in the weights' own dtype.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
         log_every: Steps between two log lines.
@@ -150,7 +150,7 @@ class DistillationSettings:
     max_grad_norm: float = 1.0
     shard: bool = False
     gradient_checkpointing: bool = False
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16"] = "no"
     seed: int = 0
     heldout_rows: int = 32
     log_every: int = 10
@@ -255,7 +255,7 @@ CHOICES = {
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
-    "mixed_precision": Literal["no", "bf16", "fp16"],
+    "mixed_precision": Literal["no", "bf16"],
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

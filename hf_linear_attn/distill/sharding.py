@@ -17,7 +17,7 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
 
     Args:
         model: A Transformers model, on its device.
-        mixed_precision: ``"bf16"`` or ``"fp16"`` gathers and computes in that dtype; gradients are reduced in fp32.
+        mixed_precision: ``"bf16"`` gathers and computes in bf16; gradients are reduced in fp32.
 
     Raises:
         UnsupportedError: If the model does not say which modules are its layers.
@@ -34,7 +34,7 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
                 where=type(model).__name__,
             )
         )
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     maps = {p for part in linear_attention_parts(model) for p in part.parameters()}
     for module in (*layers, model):

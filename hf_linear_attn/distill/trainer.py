@@ -191,15 +191,14 @@ class Trainer:
             compare = None
             if stage.needs_teacher and self.teacher_loss is not None:
                 compare = self.teacher_loss(batch, numbers)
-            with accelerator.autocast():
+            with torch.autocast(accelerator.device.type, torch.bfloat16, settings.mixed_precision == "bf16"):
                 losses += stage.backward(batch, compare, lambda loss: accelerator.backward(loss * scale))
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
             raise TrainingError(self._not_finite(stage, step, loss, batches))
         average_gradients(parameters, accelerator.num_processes)
-        accelerator.unscale_gradients(optimizer)
         norm = clip_gradients(parameters, settings.max_grad_norm)
-        if not math.isfinite(norm) and accelerator.scaler is None:
+        if not math.isfinite(norm):
             raise TrainingError(self._not_finite(stage, step, norm, batches))
         optimizer.step()
         optimizer.zero_grad()
@@ -220,7 +219,7 @@ class Trainer:
             "loss",
             f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not",
             value,
-            f"Lower the learning rate or use bf16 instead of fp16; last good checkpoint: {last[0] if last else None}.",
+            f"Lower the learning rate; last good checkpoint: {last[0] if last else None}.",
             where=layer,
         )
 

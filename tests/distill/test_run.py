@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import distill
@@ -256,3 +257,33 @@ def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
         go(settings, tiny_teacher(vocab_size=100), tokenizer, data)
     with pytest.raises(ArgumentError, match="`model` must be a folder or hub name, got None"):
         distill(settings, tokenizer=tokenizer, data=data)
+
+
+def test_another_architecture_is_refused(settings, teacher, tokenizer, data):
+    other = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=259))
+    patch_model(other, feature_map="hedgehog")
+    with pytest.raises(ArgumentError, match="`student` must have the teacher's architecture, 'llama', got 'gpt2'"):
+        go(settings, teacher, tokenizer, data, student=other)
+
+
+def test_recomputed_activations_train_alike(settings, teacher, tokenizer, data):
+    plain = go(settings, teacher, tokenizer, data)
+    recomputed = go(settings.with_changes(gradient_checkpointing=True), teacher, tokenizer, data)
+    expected = [record["loss_nats"] for record in plain.history]
+    assert [record["loss_nats"] for record in recomputed.history] == pytest.approx(expected, rel=1e-5)
+
+
+def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
+    plain = go(settings, teacher, tokenizer, data)
+    mixed = go(settings.with_changes(mixed_precision="bf16"), teacher, tokenizer, data)
+    assert {p.dtype for p in mixed.student.parameters()} == {torch.float32}
+    expected = [record["loss_nats"] for record in plain.history]
+    # bf16 rounds to 3 digits; the tiny model's large weights amplify that.
+    assert [record["loss_nats"] for record in mixed.history] == pytest.approx(expected, rel=0.1)
+
+
+def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
+    large = go(settings.with_changes(rows=4), teacher, tokenizer, data)
+    split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
+    expected = [record["loss_nats"] for record in large.history][-4:]
+    assert [record["loss_nats"] for record in split.history][-4:] == pytest.approx(expected, rel=1e-4)
