@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_linear_attn.errors import ArgumentError, explain
@@ -17,6 +16,7 @@ from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
+from hf_linear_attn.evaluation.subjects import process_state
 
 
 def main(
@@ -42,7 +42,7 @@ def main(
     if settings.output_dir is None:
         raise ArgumentError(explain("output_dir", "be set", None, "Name the folder for the reports."))
     results = evaluate(settings)
-    if PartialState().is_main_process:
+    if process_state().is_main_process:
         _say(results, write_report(results, settings.output_dir, plots=settings.plots))
     return results
 

@@ -38,6 +38,7 @@ from hf_linear_attn.evaluation.subjects import (
     check_tokenizer,
     gather_subjects,
     load_tokenizer,
+    process_state,
 )
 from hf_linear_attn.evaluation.tasks import sample_rng
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
@@ -74,7 +75,7 @@ def evaluate(
         UnsupportedError: If a model cannot be evaluated as asked.
     """
     begin = time.perf_counter()
-    state = PartialState()
+    state = process_state()
     rank, world = state.process_index, state.num_processes
     if world > 1 and settings.output_dir is None:
         raise ArgumentError(

@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -25,7 +27,7 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedErr
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 
-_POSITION_TABLE = re.compile(r"(^|[._])(wpe|pos|positions?|position_embeddings|embed_positions)$")
+_POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,10 @@ class Subject:
         }
 
 
-def default_device() -> torch.device:
-    """Return the accelerator if there is one, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
+def process_state() -> PartialState:
+    """Return which of how many processes this is, and its device; started by any of Accelerate's launchers or alone."""
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=on_cpu)
 
 
 def load_model(path: str, settings: EvaluationSettings) -> PreTrainedModel:
@@ -170,7 +172,7 @@ def load_model(path: str, settings: EvaluationSettings) -> PreTrainedModel:
         raise CheckpointError(
             explain("model", "be a causal language model that can be loaded", path, f"Check the path: {error}")
         ) from error
-    model.to(torch.device(settings.device) if settings.device else default_device())  # type: ignore[arg-type]
+    model.to(torch.device(settings.device) if settings.device else process_state().device)  # type: ignore[arg-type]
     return model
 
 
