@@ -117,7 +117,7 @@ def distill(
         student = student or load_student(settings, teacher)
         check_pair(teacher, student, tokenizer)
         if teacher is not None:
-            teacher.to(accelerator.device).eval().requires_grad_(False)
+            teacher.to(accelerator.device).eval()
         student.to(accelerator.device)
         if settings.gradient_checkpointing:
             recompute_activations(student)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.losses import ce_loss, output_loss, weights_loss
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.errors import ArgumentError, TrainingError, explain
+from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.patching import LinearAttention
 from hf_linear_attn.patching.attention import part_of
 
@@ -115,6 +115,8 @@ class Stage(ABC):
     name: ClassVar[str]
     needs_teacher = False
     """Whether the loss reads the teacher's logits."""
+    suspect: str | None = None
+    """The layer whose loss was not finite, where a stage can tell."""
 
     def __init__(self, settings: DistillationSettings, student: nn.Module, hidden_size: int) -> None:
         self.settings, self.student, self.hidden_size = settings, student, hidden_size
@@ -201,10 +203,7 @@ class Transfer(Stage):
 
         def observe(part: LinearAttention, output: Tensor, softmax: Tensor) -> None:
             loss = output_loss(output, softmax, weights) / layers
-            self._check(part, loss)
-            if loss.requires_grad:
-                backward(loss)
-            total.add_(loss.detach())
+            self._backward(part, loss, backward, total)
 
         context = partial(teacher_forced, observe=observe)
         if self.settings.transfer_loss == "weights":
@@ -220,17 +219,15 @@ class Transfer(Stage):
     ) -> Callable[[LinearAttention, Tensor, Tensor], None]:
         def observe(part: LinearAttention, linear: Tensor, softmax: Tensor) -> None:
             loss = weights_loss(linear, softmax, weights) / layers
-            self._check(part, loss)
-            backward(loss)
-            total.add_(loss.detach())
+            self._backward(part, loss, backward, total)
 
         return observe
 
-    def _check(self, part: LinearAttention, loss: Tensor) -> None:
-        if not torch.isfinite(loss):
-            raise TrainingError(
-                explain("loss", "be finite", loss.item(), "Lower transfer_lr.", where=f"layer {part.name}")
-            )
+    def _backward(self, part: LinearAttention, loss: Tensor, backward: Backward, total: Tensor) -> None:
+        if self.suspect is None and not torch.isfinite(loss):
+            self.suspect = f"layer {part.name}"
+        backward(loss)
+        total.add_(loss.detach())
 
 
 @contextmanager

@@ -213,7 +213,7 @@ class Trainer:
 
     def _not_finite(self, stage: Stage, step: int, value: float, batches: Iterable[tuple[Batch, list[int]]]) -> str:
         batch = next(iter(batches))[0]
-        layer = first_not_finite(self.student, batch)
+        layer = stage.suspect or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
         return explain(
             "loss",

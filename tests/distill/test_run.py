@@ -240,6 +240,17 @@ def test_a_loss_that_is_not_finite_names_step_and_layer(settings, teacher, token
         go(settings, teacher, tokenizer, data, student=student, on_step=poison)
 
 
+def test_a_transfer_loss_that_is_not_finite_names_step_and_layer(settings, teacher, tokenizer, data):
+    def poison(record):
+        with torch.no_grad():
+            student.model.layers[1].self_attn.linear_attention.feature_map.weight_k.fill_(torch.nan)
+
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    message = r"at step 2 of transfer .* got nan \(layer model.layers.1.self_attn\).*checkpoint: None"
+    with pytest.raises(TrainingError, match=message):
+        go(settings, teacher, tokenizer, data, student=student, on_step=poison)
+
+
 def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
     patched = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
     with pytest.raises(ArgumentError, match="must be a softmax model"):

@@ -8,7 +8,7 @@ import torch
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.stages import Distill, Transfer, linear_attention_parts, teacher_forced, weights_forced
-from hf_linear_attn.errors import ArgumentError, TrainingError
+from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_teacher
 
 STUDENTS = [
@@ -128,14 +128,6 @@ def test_maps_without_parameters_have_nothing_to_transfer(teacher, settings):
     student = patch_model(copy.deepcopy(teacher), feature_map="elu")
     with pytest.raises(ArgumentError, match=r"`stages` must train something, got 'transfer'. The feature map"):
         Transfer(settings, student, 16)
-
-
-def test_transfer_names_the_layer_that_is_not_finite(teacher, settings, data):
-    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
-    with torch.no_grad():
-        linear_attention_parts(student)[1].feature_map.weight_k.fill_(torch.nan)
-    with pytest.raises(TrainingError, match=r"`loss` must be finite, got nan \(layer model.layers.1.self_attn\)"):
-        transfer(student, settings, data[0])
 
 
 def test_window_dropout_falls_to_nothing(teacher):
