@@ -71,7 +71,7 @@ def decode_step_(
         ``o [B, H, T, V]`` in q's dtype.
 
     Raises:
-        ArgumentError: If shapes do not fit, or the state is not contiguous.
+        ArgumentError: If shapes or names do not fit, or the state is not contiguous.
         ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
         BackendError: If the backend asked for cannot run here.
     """
@@ -111,6 +111,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mas
     for name, x, shape in shapes:
         if x.shape != shape:
             raise ArgumentError(explain(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own."))
+    if z.ndim == 4 and not 1 <= z.shape[2] <= value_dim:
+        raise ArgumentError(
+            explain("state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state().")
+        )
     if heads % kv_heads:
         raise ArgumentError(
             explain("k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads.")

@@ -114,3 +114,31 @@ def test_compile_check_plans_every_kernel() -> None:
     roles = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
     assert [launch.role for launch in launches] == roles
     assert all(launch.arguments["D"] == 128 for launch in launches)
+
+
+def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = load("tune")
+    shipped = dict(tuner.plan.tile_table())
+    key = ("sm_90", "bf16", "dk", 64, 64, 0)
+
+    def launch_of(role: str, target: object, dtype: torch.dtype, size: int) -> object:
+        tile = tuner.plan.tile_table()["sm_90", "bf16", role, size, size, 0]
+        if tile.tokens == 64 and tile.width == 64:
+            raise RuntimeError("out of shared memory")
+        return tile
+
+    monkeypatch.setattr(tuner, "launch_of", launch_of)
+    # The best that fits is the widest with the fewest warps.
+    monkeypatch.setattr(tuner, "time_ms", lambda tile, repeats: tile.warps / (tile.tokens * tile.width * tile.stages))
+    monkeypatch.setattr(tuner.plan, "tile_table", tuner.plan.tile_table)
+    table = tuner.tune(tuner.Target("sm_90", 132), ["bf16"], [64], 1)
+    assert table[key] in (tuner.Tile(64, 32, 4, 3, 2), tuner.Tile(32, 64, 4, 3, 2))
+    assert {k: t for k, t in table.items() if k[0] != "sm_90"} == {k: t for k, t in shipped.items() if k[0] != "sm_90"}
+    assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
+
+
+def test_tuner_plans_real_launches() -> None:
+    tuner = load("tune")
+    for role in tuner.ROLES:
+        assert all(t.tokens >= 16 or role == "decode" for t in tuner.candidates(role, 64))
+        assert all(t.width <= 64 for t in tuner.candidates(role, 64))

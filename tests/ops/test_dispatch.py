@@ -109,6 +109,8 @@ def test_decode_refuses_what_does_not_fit() -> None:
         decode_step_(q, k, v, decode_state(1, 2, 5, 4, device="cpu"))
     with pytest.raises(ArgumentTypeError, match=r"`state.z` must be torch.float32, got torch.float64"):
         decode_step_(q, k, v, state._replace(z=state.z.double()))
+    with pytest.raises(ArgumentError, match=r"`state.z` must have 1 to V = 4 copies, got 5"):
+        decode_step_(q, k, v, state._replace(z=torch.zeros(1, 2, 5, 4)))
     with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous, to be updated in place"):
         decode_step_(q, k, v, state._replace(kv=state.kv.transpose(2, 3)))
     with pytest.raises(ArgumentError, match=r"`key_mask` must be bool of shape \[B, T\] = \(1, 3\)"):
