@@ -444,6 +444,7 @@ def train(args: argparse.Namespace) -> None:
     started = time.monotonic() - elapsed_s
     saved_at = time.monotonic()
     last = total_steps(args.steps_scale)
+    glances = min(20, args.samples)
 
     log_path = run_dir / "log.jsonl"
     if log_path.exists():
@@ -479,9 +480,9 @@ def train(args: argparse.Namespace) -> None:
                     "lr_share": round(share, 4),
                     "tokens": tokens,
                     "elapsed_s": round(time.monotonic() - started, 1),
-                    "passkey_512": answer_accuracy(model, tokenizer, "passkey", 512, 50, 20, args.seed + 1),
+                    "passkey_512": answer_accuracy(model, tokenizer, "passkey", 512, 50, glances, args.seed + 1),
                     "kv_recall_4_512": answer_accuracy(
-                        model, tokenizer, "kv_recall", 512, 50, 20, args.seed + 1, pairs=4
+                        model, tokenizer, "kv_recall", 512, 50, glances, args.seed + 1, pairs=4
                     ),
                 }
                 model.train()
