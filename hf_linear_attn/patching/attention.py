@@ -504,6 +504,7 @@ def linear_attention_forward(
         start=0 if layer is None else layer.length,
         causal=causal,
         mixed=attention.mixed,
+        strict=not attention.settings.allow_approximate,
         name=attention.name,
     )
     if cu_seqlens is None and layer is None:

@@ -156,12 +156,12 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             folder.mkdir(parents=True, exist_ok=True)
             # torch's fully_shard puts its name before the class's.
             name = type(self).__name__.removeprefix("FSDP")
-            auto = _auto_class(name)
-            self.config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{name}"}
+            autos = _auto_classes(name)
+            self.config.auto_map = dict.fromkeys(autos, f"{Path(CODE_FILE).stem}.{name}")
             (folder / CODE_FILE).write_text(CODE.format(name=name))
             if not (folder / "README.md").exists():
                 settings = json.dumps(self.config.linear_attention, indent=2, sort_keys=True)
-                (folder / "README.md").write_text(CARD.format(name=name, auto=auto, settings=settings))
+                (folder / "README.md").write_text(CARD.format(name=name, auto=autos[0], settings=settings))
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -196,19 +196,20 @@ def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return cls.__bases__[1] if PatchedModel in cls.__bases__ else cls
 
 
-def _auto_class(name: str) -> str:
-    """Return the Auto class that loads the model class of that name."""
-    for mapping, auto in (
-        ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
-        ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
-        ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
-        ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForSequenceClassification"),
-        ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "AutoModelForTokenClassification"),
-        ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "AutoModelForQuestionAnswering"),
-    ):
-        if name in getattr(modeling_auto, mapping).values():
-            return auto
-    return "AutoModel"
+def _auto_classes(name: str) -> list[str]:
+    """Return the Auto classes that load the model class of that name."""
+    tasks = {
+        "CAUSAL_LM": "CausalLM",
+        "SEQ_TO_SEQ_CAUSAL_LM": "Seq2SeqLM",
+        "MASKED_LM": "MaskedLM",
+        "SEQUENCE_CLASSIFICATION": "SequenceClassification",
+        "TOKEN_CLASSIFICATION": "TokenClassification",
+        "QUESTION_ANSWERING": "QuestionAnswering",
+    }
+    mappings = {
+        f"AutoModelFor{auto}": getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task, auto in tasks.items()
+    }
+    return [auto for auto, names in mappings.items() if name in names.values()] or ["AutoModel"]
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:

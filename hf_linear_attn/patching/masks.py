@@ -83,17 +83,21 @@ def _segments(
     i = (torch.arange(tokens, device=device) + q_offset)[None]
     settings = getattr(config, "linear_attention", None) or {}
     if not settings.get("allow_approximate") and bool(mask_function(rows, head, i[:, :-1], i[:, 1:]).any()):
-        raise UnsupportedError(
-            explain(
-                "attention_mask",
-                "be causal or bidirectional, with padding or packing",
-                "a pattern of the model's own (a prefix, blocks or images)",
-                "Linear attention sums over all earlier keys; pass allow_approximate=True to patch_model to drop it.",
-                where=type(config).__name__,
-            )
-        )
+        raise _pattern(type(config).__name__)
     starts = ~mask_function(rows, head, i[:, 1:], i[:, :-1])
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
+
+
+def _pattern(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        explain(
+            "attention_mask",
+            "be causal or bidirectional, with padding or packing",
+            "another pattern (a prefix, blocks or images)",
+            "Linear attention sums over all earlier keys; pass allow_approximate=True to patch_model to drop it.",
+            where=where,
+        )
+    )
 
 
 def padding_of(
@@ -104,6 +108,7 @@ def padding_of(
     start: int | Tensor,
     causal: bool,
     mixed: bool,
+    strict: bool,
     name: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Read padding and packing of the new tokens off the mask that an attention layer was given.
@@ -119,6 +124,7 @@ def padding_of(
         start: Number of earlier tokens, a tensor where the cache is static.
         causal: Whether the layer attends causally.
         mixed: Whether softmax layers share the mask.
+        strict: Whether a causal layer refuses a mask that shows it later tokens, instead of attending causally.
         name: The attention layer's name, for messages.
 
     Returns:
@@ -137,6 +143,10 @@ def padding_of(
         most = visible.shape[2] - tokens
         past = torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most)
         real = visible[:, i, past + i].expand(batch, -1)
+        if strict and causal and tokens > 1 and not torch.compiler.is_compiling():
+            later = torch.arange(visible.shape[2], device=visible.device) > (past + i)[:, None]
+            if bool((visible & later).any()):
+                raise _pattern(name)
         if tokens > 1 and visible.shape[2] == tokens:
             starts = real[:, :-1] & ~visible[:, i[1:], i[:-1]]
             if bool(starts.any()):

@@ -151,6 +151,30 @@ def _refuse_special(layer: AttentionLayer) -> None:
             raise _unsupported(layer, f"{meaning} ({part})")
 
 
+def _refuse_split_sharing(model: nn.Module, chosen: Iterable[AttentionLayer]) -> None:
+    """Raise where one of several layers that share keys and values would be converted and another not."""
+    converted = {id(layer.module) for layer in chosen}
+    groups: dict[tuple[int, str], list[AttentionLayer]] = defaultdict(list)
+    for layer in attention_layers(model):
+        config, index = layer.module.config, getattr(layer.module, "layer_idx", None)
+        modes = getattr(config, "kv_sharing_modes", None)
+        if modes is not None and isinstance(index, int) and modes[index] is not None:
+            groups[id(config), config.layer_types[index]].append(layer)  # type: ignore[union-attr, index]
+    for group in groups.values():
+        states = [id(layer.module) in converted for layer in group]
+        if any(states) and not all(states):
+            left = next(layer for layer, state in zip(group, states, strict=True) if not state)
+            raise UnsupportedError(
+                explain(
+                    "layers",
+                    f"hold all layers that share keys and values, {[layer.index for layer in group]}, or none of them",
+                    [layer.index for layer, state in zip(group, states, strict=True) if state],
+                    "A layer that reads another's keys cannot read them off its state.",
+                    where=left.name,
+                )
+            )
+
+
 def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]:
     """Resolve a choice of layers.
 
@@ -303,6 +327,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
         )
     chosen = choose_layers(model, config.layers if layers is None else layers)
     # Everything that can fail comes before the first change.
+    _refuse_split_sharing(model, chosen)
     parts: list[tuple[AttentionLayer, LinearAttention]] = []
     for layer in chosen:
         if not config.allow_approximate:

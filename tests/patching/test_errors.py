@@ -1,0 +1,170 @@
+"""Bad input gets an error of one form, and never a wrong answer."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from hf_linear_attn import from_pretrained, patch_model, unpatch_model
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
+from hf_linear_attn.patching import disable_branch
+
+from .checks import Subject
+from .zoo import tiny_model
+
+
+def llama():
+    return tiny_model("causal", "llama")
+
+
+@pytest.fixture
+def plain():
+    return Subject(patch_model(llama(), "elu"), "causal")
+
+
+@pytest.fixture
+def mixed():
+    return Subject(patch_model(llama(), "elu", layers=[1]), "causal")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"feature_map": "elo"}, r"`feature_map` must be a registered name, got 'elo'\. .*; available: .*elu"),
+        ({"layers": "some"}, r"`layers` must be 'all', indices, a callable or None, got 'some'\. Use 'all'\."),
+        ({"layers": [0, 7]}, r"`layers` must be indices from 0 to 1, got \[7\]\. Leave those out\."),
+        ({"layers": []}, r"`layers` must choose at least one layer, got \[\] \(LlamaForCausalLM\)\. Name at least"),
+        ({"layers": lambda *_: False}, r"`layers` must choose at least one layer, .* chose none of the 2"),
+        ({"window": 0}, r"`window` must be at least 1 token, or None, got 0\."),
+        ({"sinks": 2}, r"`sinks` must be >= 0, and 0 without a window, got 2\."),
+        ({"window": 4, "mix": "sum"}, r"`mix` must be a known rule, got 'sum'\. .*; available: gate, shared, window\."),
+        ({"mix": "window"}, r"`mix` must come with a window, got 'window'\."),
+        ({"eps": 0.0}, r"`eps` must be greater than 0, got 0\.0\."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings(settings, message):
+    model = llama()
+    before = list(model.state_dict())
+    with pytest.raises(ArgumentError, match=message):
+        patch_model(model, **settings)
+    assert list(model.state_dict()) == before
+    assert model.config._attn_implementation != "hf_linear_attn"
+
+
+def test_models(plain):
+    with pytest.raises(ArgumentTypeError, match=r"`model` must be a Transformers PreTrainedModel, got 'Linear'\."):
+        patch_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match=r"`model` must be a softmax model, got 'a patched LlamaForCausalLM'\."):
+        patch_model(plain.model)
+    with pytest.raises(ArgumentError, match=r"`model` must be patched, got 'LlamaForCausalLM'\."):
+        unpatch_model(llama())
+    with pytest.raises(ArgumentError, match=r"`window` must be None for bidirectional attention, got 4 \(bert\.enc"):
+        patch_model(tiny_model("masked", "bert"), window=4)
+    softmax = llama()
+    softmax.set_attn_implementation("hf_linear_attn")
+    with pytest.raises(UnsupportedError, match=r"`attn_implementation` must be set by patch_model, got 'hf_lin"):
+        Subject(softmax, "causal").logits(plain.tokens())
+
+
+def test_masks(plain, mixed):
+    ids = plain.tokens(6)
+    with pytest.raises(
+        ArgumentError, match=r"`attention_mask` must cover the 0 earlier and 6 new tokens, got \(2, 9\)"
+    ):
+        plain.logits(ids, attention_mask=torch.tensor([[0] + [1] * 8] * 2))
+    with pytest.raises(
+        ArgumentError, match=r"`attention_mask` must cover the 0 earlier and 6 new tokens, got \(2, 4\)"
+    ):
+        plain.logits(ids, attention_mask=torch.ones(2, 4, dtype=torch.long))
+    custom = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    custom[:, :, :3, :3] = True
+    with pytest.raises(
+        UnsupportedError, match=r"`attention_mask` must be a padding mask \[B, T >= 6\], got \(2, 1, 6, 6"
+    ):
+        plain.logits(ids, attention_mask=custom)
+    with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .*\(model.layers.1"):
+        mixed.logits(ids, attention_mask=custom)
+
+
+def test_attention_weights_do_not_exist(plain):
+    with pytest.raises(UnsupportedError, match=r"`output_attentions` must be False, got True .*hf-linear-attn inspect"):
+        plain.logits(plain.tokens(), output_attentions=True)
+
+
+def test_a_short_cache_is_refused(plain):
+    cache = DynamicCache(config=plain.model.config)
+    cache.layers.pop()
+    with pytest.raises(ArgumentError, match=r"`past_key_values` must have a layer 1, got 'a DynamicCache of 1 layers'"):
+        plain.logits(plain.tokens(), past_key_values=cache)
+
+
+def test_branches(plain):
+    with pytest.raises(
+        ArgumentError, match=r"`branch` must be a branch .*, got 'far'\. .*; available: linear, sinks, w"
+    ):
+        disable_branch(plain.model, "far").__enter__()
+    with pytest.raises(ArgumentError, match=r"`model` must be patched with a window, got 'LlamaForCausalLM'"):
+        disable_branch(plain.model, "window").__enter__()
+
+
+@pytest.fixture
+def saved(plain, tmp_path):
+    plain.model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["linear_attention"] |= changes
+    path.write_text(json.dumps(config))
+
+
+def test_checkpoints_of_newer_versions(saved):
+    change_config(saved, format_version=99)
+    with pytest.raises(CheckpointError, match=r"`format_version` must be at most 1, got 99\. Update hf_linear_attn"):
+        from_pretrained(saved)
+
+
+def test_checkpoints_with_unknown_settings(saved):
+    change_config(saved, surprise=1)
+    with pytest.raises(CheckpointError, match=r"`linear_attention` must hold known settings only, got \['surprise'\]"):
+        from_pretrained(saved)
+
+
+def test_truncated_weights(saved):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"`path` must hold whole safetensors files"):
+        from_pretrained(saved)
+
+
+def test_tampered_weights(saved):
+    path = saved / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.linear_attention.format_version"
+    assert name in tensors
+    save_file({k: v for k, v in tensors.items() if k != name}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"`path` must hold the tensors of every .*without missing keys.*{name}"):
+        from_pretrained(saved)
+    save_file(tensors | {name.replace("format_version", "x"): torch.ones(1)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"without unexpected keys"):
+        from_pretrained(saved)
+
+
+def test_folders_that_hold_no_patched_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"`path` must be a folder or hub name with a config.json"):
+        from_pretrained(tmp_path / "nowhere")
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"`path` must hold a patched model, .*call patch_model"):
+        from_pretrained(tmp_path)
+
+
+def test_nothing_in_a_folder_is_executed(saved):
+    with pytest.raises(ArgumentError, match=r"`trust_remote_code` must not be set, got True"):
+        from_pretrained(saved, trust_remote_code=True)
+    (saved / "modeling_linear_attention.py").write_text("raise SystemExit")
+    from_pretrained(saved)

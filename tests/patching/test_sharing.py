@@ -1,0 +1,162 @@
+"""Saving, sharing and loading, by every way that Transformers' users take."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+
+from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn.patching import is_patched
+
+from .checks import Subject, close
+from .zoo import VOCAB, tiny_model
+
+WINDOW = {"feature_map": "hedgehog", "window": 3, "sinks": 2}
+
+
+@pytest.fixture
+def patched():
+    return patch_model(tiny_model("causal", "gpt2"), **WINDOW)
+
+
+def tokenizer_for(folder):
+    """Write a tokenizer of one word per token, and load it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{i}" for i in range(len(special), VOCAB))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_what_a_saved_folder_holds(patched, tmp_path):
+    patched.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["model_type"] == "gpt2"
+    assert config["linear_attention"]["window"] == 3
+    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_linear_attention.GPT2LMHeadModel"}
+    assert "hf_linear_attn import from_pretrained" in (tmp_path / "README.md").read_text()
+    assert not list(tmp_path.glob("*.bin"))
+    code = (tmp_path / "modeling_linear_attention.py").read_text()
+    assert len([line for line in code.splitlines() if line and '"""' not in line]) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "auto", "settings"),
+    [
+        ("causal", "gpt2", AutoModelForCausalLM, WINDOW),
+        ("causal", "llama", AutoModelForCausalLM, {"feature_map": "elu", "layers": [1]}),
+        ("masked", "bert", AutoModelForMaskedLM, {"feature_map": "hedgehog"}),
+        ("seq2seq", "bart", AutoModelForSeq2SeqLM, {"feature_map": "elu"}),
+    ],
+)
+def test_auto_classes_load_it_with_the_folders_code(task, name, auto, settings, tmp_path):
+    model = patch_model(tiny_model(task, name), **settings)
+    model.save_pretrained(tmp_path)
+    loaded, info = auto.from_pretrained(tmp_path, trust_remote_code=True, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert is_patched(loaded)
+    ids = Subject(model, task).tokens()
+    close(Subject(loaded.eval(), task).logits(ids), Subject(model, task).logits(ids), "logits by an Auto class")
+
+
+def test_sharded_files(patched, tmp_path):
+    patched.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded, info = from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    ids = Subject(patched, "causal").tokens()
+    close(Subject(loaded.eval(), "causal").logits(ids), Subject(patched, "causal").logits(ids), "sharded")
+
+
+def test_a_loaded_model_saves_again(patched, tmp_path):
+    patched.save_pretrained(tmp_path / "a")
+    from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    for name in ("config.json", "modeling_linear_attention.py", "README.md"):
+        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
+
+
+def test_load_in_half_precision_keeps_everything(patched, tmp_path):
+    patched.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, dtype=torch.bfloat16)
+    part = next(module for module in loaded.modules() if type(module).__name__ == "LinearAttention")
+    assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
+    expected = patched.transformer.h[0].attn.linear_attention.gate_bias.bfloat16()
+    assert torch.equal(loaded.transformer.h[0].attn.linear_attention.gate_bias, expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_are_independent(patched, duplicate):
+    ids = Subject(patched, "causal").tokens()
+    expected = Subject(patched, "causal").logits(ids)
+    twin = duplicate(patched)
+    assert torch.equal(Subject(twin, "causal").logits(ids), expected)
+    with torch.no_grad():
+        twin.transformer.h[0].attn.linear_attention.gate_bias.add_(1)
+    assert torch.equal(Subject(patched, "causal").logits(ids), expected)
+
+
+def test_without_the_package_nothing_is_silent(patched, tmp_path):
+    patched.save_pretrained(tmp_path)
+    _, info = type(tiny_model("causal", "gpt2")).from_pretrained(tmp_path, output_loading_info=True)
+    assert any("linear_attention" in str(key) for key in info["unexpected_keys"])
+
+
+def test_a_text_generation_pipeline(patched, tmp_path):
+    patched.save_pretrained(tmp_path)
+    tokenizer = tokenizer_for(tmp_path)
+    generate = pipeline("text-generation", model=str(tmp_path), tokenizer=tokenizer, trust_remote_code=True)
+    assert is_patched(generate.model)
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    texts = generate(["w5 w6 w7", "w9 w10 w11 w12 w13"], batch_size=2, **options)
+    assert texts[0] == generate("w5 w6 w7", **options)
+
+
+@pytest.mark.optional
+def test_lm_eval_scores_a_folder(patched, tmp_path):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    patched.save_pretrained(tmp_path)
+    tokenizer_for(tmp_path)
+    lm = HFLM(pretrained=str(tmp_path), trust_remote_code=True, device="cpu", batch_size=2)
+    assert is_patched(lm.model)
+    asked = [("w5 w6", " w7 w8"), ("w9 w10 w11", " w12")]
+    scores = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
+    for (context, continuation), (score, _) in zip(asked, scores, strict=True):
+        ids = torch.tensor([[int(word[1:]) for word in (context + continuation).split()]])
+        start = len(context.split())
+        logits = Subject(patched, "causal").logits(ids)[0, start - 1 : -1].log_softmax(-1)
+        expected = logits.gather(1, ids[0, start:, None]).sum()
+        assert score == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.optional
+@pytest.mark.filterwarnings("default")
+def test_trl_fine_tunes_it(patched, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = tokenizer_for(tmp_path)
+    data = Dataset.from_list([{"text": " ".join(f"w{5 + (i + j) % 50}" for j in range(12))} for i in range(8)])
+    settings = SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        max_length=16,
+        save_strategy="no",
+    )
+    before = patched.transformer.h[0].attn.linear_attention.gate_bias.detach().clone()
+    SFTTrainer(model=patched, args=settings, train_dataset=data, processing_class=tokenizer).train()
+    assert not torch.equal(patched.transformer.h[0].attn.linear_attention.gate_bias, before)

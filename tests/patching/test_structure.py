@@ -1,0 +1,127 @@
+"""Special structure: what is honoured, what is refused by name, and layers that stay softmax."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.patching import LinearAttention, attention_layers
+
+from . import checks
+from .checks import Subject, close
+from .zoo import tiny_config, tiny_model
+
+
+def parts_of(model):
+    return [m for m in model.modules() if isinstance(m, LinearAttention)]
+
+
+@pytest.mark.parametrize("setting", [{}, {"feature_map": "hedgehog", "window": 3, "sinks": 1}], ids=["plain", "window"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "diffllama", "zamba", "falcon_h1"])
+def test_unusual_layers_decode_as_they_read(model_type, setting):
+    """Latent attention with v wider than q; two calls per layer; one block at two depths; a cache that also recurs."""
+    subject = Subject(patch_model(tiny_model("causal", model_type), **setting), "causal")
+    checks.cached_decoding(subject)
+    checks.causality(subject)
+
+
+def test_latent_attention_keeps_its_sizes():
+    config = tiny_config("deepseek_v3")
+    model = patch_model(tiny_model("causal", "deepseek_v3"))
+    cache = DynamicCache(config=model.config)
+    Subject(model, "causal").logits(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    state = cache.layers[0].state
+    assert state.kv.shape == (1, 4, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+
+
+def test_the_layers_own_scaling_is_used():
+    model = tiny_model("causal", "granite", attention_multiplier=0.7)
+    parts = parts_of(patch_model(model, "hedgehog", window=2))
+    assert {part.geometry.scaling for part in parts} == {0.7}
+    assert {part.feature_map.scaling for part in parts} == {0.7}
+
+
+def shared():
+    return tiny_model("causal", "gemma3n_text", num_kv_shared_layers=2)
+
+
+def test_layers_that_share_keys_are_converted_together():
+    model = patch_model(shared())
+    assert model.config.linear_attention["layers"] == [1, 3]
+    checks.cached_decoding(Subject(model, "causal"))
+    with pytest.raises(
+        UnsupportedError, match=r"`layers` must hold all layers that share .*\[1, 3\], .*, got \[1\] \("
+    ):
+        patch_model(shared(), layers=[1])
+
+
+@pytest.mark.parametrize(
+    ("task", "model_type", "layers", "reason"),
+    [
+        ("causal", "gemma2", None, r"a soft-cap on the scores \(attn_logit_softcapping\)"),
+        ("causal", "gpt_oss", None, r"a learned attention sink \(sinks\)"),
+        ("causal", "deepseek_v32", None, r"an indexer that selects keys for each query \(indexer\)"),
+        ("causal", "llama4_text", "all", r"a restart of attention at each chunk \(attention_chunk_size\)"),
+        ("seq2seq", "t5", None, r"a relative position bias on the scores"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(task, model_type, layers, reason):
+    with pytest.raises(UnsupportedError, match=rf"`model` must have attention that linear .* There is {reason}: leave"):
+        patch_model(tiny_model(task, model_type), layers=layers)
+
+
+def test_a_bias_on_the_scores_is_refused_when_it_comes():
+    subject = Subject(patch_model(tiny_model("causal", "inkling_text")), "causal")
+    with pytest.raises(
+        UnsupportedError, match=r"`position_bias` must be None, got 'Tensor' \(model.layers.1.self_attn\)"
+    ):
+        subject.logits(subject.tokens())
+
+
+def test_it_can_be_dropped_on_request():
+    subject = Subject(patch_model(tiny_model("causal", "gemma2"), allow_approximate=True), "causal")
+    checks.cached_decoding(subject)
+
+
+def test_a_model_without_attention_is_refused_with_what_was_looked_at():
+    with pytest.raises(
+        UnsupportedError, match=r"`model` must have self-attention layers .*'BloomForCausalLM'.*BloomAtt"
+    ):
+        patch_model(tiny_model("causal", "bloom"))
+    with pytest.raises(UnsupportedError, match=r"classes looked at: none named \*Attention\*"):
+        patch_model(tiny_model("causal", "mamba"))
+    with pytest.raises(UnsupportedError, match=r"`model` must have a language model whose .*first: git.image_encoder"):
+        patch_model(tiny_model("causal", "git"))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_layers_that_stay_softmax_are_exact(model_type, cached):
+    """A converted layer whose output projection is zero has no effect: the logits must be the softmax model's."""
+
+    def build():
+        model = tiny_model("causal", model_type)
+        converted = next(layer for layer in attention_layers(model) if layer.kind == "full")
+        torch.nn.init.zeros_(converted.module.o_proj.weight)
+        return model, converted.index
+
+    (softmax, index), (mixed, _) = build(), build()
+    patch_model(mixed, layers=[index])
+    ids = Subject(mixed, "causal").tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for model in (softmax, mixed):
+        model.generation_config.pad_token_id = 0
+    if cached:
+        kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+        a, b = (Subject(m, "causal").generate(ids, **kwargs).logits for m in (mixed, softmax))
+        close(torch.stack(a), torch.stack(b), "generated logits")
+    else:
+        a, b = (Subject(m, "causal").logits(ids, attention_mask=mask) for m in (mixed, softmax))
+        close(a[mask.bool()], b[mask.bool()], "logits")
+
+
+def test_towers_are_left_alone():
+    model = patch_model(tiny_model("causal", "gemma3"))
+    assert {part.name.split(".")[1] for part in parts_of(model)} == {"language_model"}
