@@ -132,8 +132,6 @@ def _unsupported(layer: AttentionLayer, reason: str) -> UnsupportedError:
 def _refuse_special(layer: AttentionLayer) -> None:
     """Raise where a layer has something that acts on the matrix of scores."""
     config = getattr(layer.module, "config", None)
-    if layer.kind == "chunked":
-        raise _unsupported(layer, "a restart of attention at each chunk (attention_chunk_size)")
     for holder in (layer.module, config):
         if getattr(holder, "attn_logit_softcapping", None) is not None:
             raise _unsupported(layer, "a soft-cap on the scores (attn_logit_softcapping)")
@@ -330,6 +328,17 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     _refuse_split_sharing(model, chosen)
     parts: list[tuple[AttentionLayer, LinearAttention]] = []
     for layer in chosen:
+        if layer.kind == "chunked":
+            # Not to be dropped either: the masks of a chunk's start and of a packed document's look alike.
+            raise UnsupportedError(
+                explain(
+                    "layers",
+                    "leave layers out whose attention restarts at each chunk (attention_chunk_size)",
+                    layer.index,
+                    "The default leaves them softmax.",
+                    where=layer.name,
+                )
+            )
         if not config.allow_approximate:
             _refuse_special(layer)
         if config.window is not None and not attends_causally(layer.module):

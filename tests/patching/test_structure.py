@@ -62,13 +62,20 @@ def test_layers_that_share_keys_are_converted_together():
         ("causal", "gemma2", None, r"a soft-cap on the scores \(attn_logit_softcapping\)"),
         ("causal", "gpt_oss", None, r"a learned attention sink \(sinks\)"),
         ("causal", "deepseek_v32", None, r"an indexer that selects keys for each query \(indexer\)"),
-        ("causal", "llama4_text", "all", r"a restart of attention at each chunk \(attention_chunk_size\)"),
         ("seq2seq", "t5", None, r"a relative position bias on the scores"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(task, model_type, layers, reason):
     with pytest.raises(UnsupportedError, match=rf"`model` must have attention that linear .* There is {reason}: leave"):
         patch_model(tiny_model(task, model_type), layers=layers)
+
+
+@pytest.mark.parametrize("allow_approximate", [False, True])
+def test_chunked_layers_are_never_converted(allow_approximate):
+    with pytest.raises(
+        UnsupportedError, match=r"`layers` must leave layers out whose attention restarts at each chunk"
+    ):
+        patch_model(tiny_model("causal", "llama4_text"), layers="all", allow_approximate=allow_approximate)
 
 
 def test_a_bias_on_the_scores_is_refused_when_it_comes():
