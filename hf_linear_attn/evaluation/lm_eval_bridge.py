@@ -19,6 +19,7 @@ from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
+from hf_linear_attn.evaluation.tasks.base import bos_ids
 
 # These make their own data; every other task of the harness downloads some.
 OFFLINE_TASKS = ("niah_single_1", "ruler_cwe", "ruler_fwe", "ruler_vt")
@@ -168,6 +169,8 @@ def _run_task(
         pretrained=subject.model,
         tokenizer=tokenizer,
         batch_size=settings.batch_size,
+        # The harness leaves BOS out unless told; everywhere else a text begins as the tokenizer begins it.
+        add_bos_token=bool(bos_ids(tokenizer)),
         max_length=max(settings.lengths) + _RULER_BUDGET if ruler else None,
     )
     with _offline(settings.offline):
