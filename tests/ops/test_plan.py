@@ -153,3 +153,24 @@ def test_table_of_another_version_is_refused() -> None:
 
 def test_table_survives_its_file() -> None:
     assert plan.parse_table(plan.format_table(plan.tile_table())) == dict(plan.tile_table())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "setting", "precision"),
+    [
+        (torch.float32, 128, "highest", "tf32x3"),
+        (torch.float32, 256, "highest", "ieee"),
+        (torch.float32, 256, "high", "tf32"),
+        (torch.float16, 128, "highest", "tf32"),
+        (torch.bfloat16, 128, "highest", "ieee"),
+    ],
+)
+def test_precision_of_products(
+    dtype: torch.dtype, D: int, setting: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
+    x = torch.empty(1, 1, 64, D, dtype=dtype, device="meta")
+    p = Problem(H200, x, x, x, None, None, None, None, "elu", True, 0)
+    assert p.sizes()["PRECISION"] == precision
+    # AMD has no tf32.
+    assert p._replace(target=Target("gfx942", 304)).sizes()["PRECISION"] == "ieee"
