@@ -34,7 +34,7 @@ from hf_linear_attn.distill.picture import draw_losses
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
     "recommended": {},
-    "no window dropout": {"window_dropout": 0.0},
+    "window dropout": {"window_dropout": 0.5},
     "no sinks": {"sinks": 0},
     "no window": {"window": None, "sinks": 0, "window_dropout": 0.0},
     "shared denominator": {"mix": "shared", "window_dropout": 0.0},
@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--block-tokens", type=int, default=512, help="tokens of a sequence (%(default)s)")
     found.add_argument("--window", type=int, default=32, help="window of the recipes that have one (%(default)s)")
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
+    found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
     found.add_argument("--report", type=Path, help="page to write from the result, Markdown")
@@ -89,14 +90,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows=arguments.heldout_rows,
             length=arguments.block_tokens,
             seed=1000,
-            samples=100,
+            samples=arguments.samples,
         )
 
     recommended = settings_of(arguments, "recommended", 0, 1)
     window = equal_cache_window(patched(teacher, recommended))
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items())))
     recipe = hashlib.sha256(
-        json.dumps([digest.hexdigest(), recommended.to_dict(), arguments.heldout_rows], sort_keys=True).encode()
+        json.dumps(
+            [digest.hexdigest(), recommended.to_dict(), arguments.heldout_rows, arguments.samples], sort_keys=True
+        ).encode()
     ).hexdigest()[:12]
     folder = arguments.work_dir / recipe
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,17 +201,23 @@ def provenance(
         "teacher": str(arguments.teacher),
         "teacher_sha256": teacher_sha256,
         "seeds": arguments.seeds,
+        "samples": arguments.samples,
         "equal_cache_window": window,
         "recommended": recommended.to_dict(),
     }
 
 
-def gap_closed(value: float, teacher: float, baseline: float) -> float | None:
-    """Return the share of the way from baseline to teacher, None where they do not differ."""
-    return None if teacher == baseline else (value - baseline) / (teacher - baseline)
+def gap_closed(value: float | None, teacher: float | None, baseline: float | None) -> float | None:
+    """Return the share of the way from baseline to teacher, None where they do not differ or were not measured."""
+    if value is None or teacher is None or baseline is None or teacher == baseline:
+        return None
+    return (value - baseline) / (teacher - baseline)
 
 
-def _mean(values: Sequence[float], digits: int = 3) -> str:
+def _mean(values: Sequence[float | None], digits: int = 3) -> str:
+    values = [value for value in values if value is not None]
+    if not values:
+        return "-"
     text = f"{statistics.fmean(values):.{digits}f}"
     return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
@@ -225,8 +234,8 @@ def report(results: Mapping[str, Any]) -> str:
         f"of {settings['block_tokens']} tokens, seeds {facts['seeds']}, window {settings['window']}, a window alone of "
         f"equal cache bytes {facts['equal_cache_window']}. Each recipe below the first two changes one thing in the "
         "recommended one. Mean ± standard deviation where there are several seeds. Recall: one of 4 or 8 pairs "
-        "in as many tokens, asked for from well beyond any window, 100 samples. *Off*: the same with the linear "
-        f"branch switched off. Measured {facts['date']} at commit `{str(facts['commit'])[:12]}`, torch "
+        f"in as many tokens, asked for from well beyond any window, {facts['samples']} samples; - where the task does "
+        f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at commit `{str(facts['commit'])[:12]}`, torch "
         f"{facts['torch']}, {facts['threads']} thread(s), load average {facts['load_average'][0]:.1f}.",
         "",
         f"Made by `{facts['command']}`.",
@@ -234,8 +243,8 @@ def report(results: Mapping[str, Any]) -> str:
         "| recipe | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
         "| recall 8, off |",
         "| --- " * 9 + "|",
-        f"| teacher | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | | {teacher['recall']['4']:.2f} "
-        f"| {teacher['recall']['8']:.2f} | | |",
+        f"| teacher | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
+        f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | |",
     ]
     for name, runs in recipes.items():
         found = [run["figures"] for run in runs.values()]

@@ -135,7 +135,7 @@ class DistillationSettings:
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
-    window_dropout: float = 0.5
+    window_dropout: float = 0.0
     trainable: Trainable = "full"
     train_feature_maps: bool = True
     lora_rank: int = 8
