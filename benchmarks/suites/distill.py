@@ -235,7 +235,8 @@ def report(results: Mapping[str, Any]) -> str:
         f"equal cache bytes {facts['equal_cache_window']}. Each recipe below the first two changes one thing in the "
         "recommended one. Mean ± standard deviation where there are several seeds. Recall: one of 4 or 8 pairs "
         f"in as many tokens, asked for from well beyond any window, {facts['samples']} samples; - where the task does "
-        f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at commit `{str(facts['commit'])[:12]}`, torch "
+        f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at "
+        f"commit `{str(facts['commit'])[:12]}`, torch "
         f"{facts['torch']}, {facts['threads']} thread(s), load average {facts['load_average'][0]:.1f}.",
         "",
         f"Made by `{facts['command']}`.",
