@@ -32,7 +32,7 @@ def answering(tokenizer, answer):
 
     def script(ids):
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        end = re.search(r"mentioned in the provided text are\b", text)
+        end = re.search(r"mentioned in the provided text is\b", text)
         if not end:
             return ord(" ")
         reply = " " + answer(text[: end.start()])
