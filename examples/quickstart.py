@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.utils import logging
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.errors import ArgumentError, HFLinearAttnError, explain
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate, write_report
@@ -33,9 +33,9 @@ class Arguments:
     feature_map: str = field(default="hedgehog", metadata={"help": "See `hf-linear-attn maps`."})
     window: int = field(default=32, metadata={"help": "Last tokens that are attended to exactly."})
     sinks: int = field(default=4, metadata={"help": "First tokens that are attended to exactly."})
-    transfer_steps: int = field(default=40, metadata={"help": "Steps of attention transfer."})
-    distill_steps: int = field(default=160, metadata={"help": "Steps of logit distillation."})
-    rows: int = field(default=8, metadata={"help": "Sequences per step."})
+    transfer_steps: int = field(default=60, metadata={"help": "Steps of attention transfer."})
+    distill_steps: int = field(default=300, metadata={"help": "Steps of logit distillation."})
+    rows: int = field(default=4, metadata={"help": "Sequences per step."})
     block_tokens: int = field(default=512, metadata={"help": "Tokens per sequence."})
     lengths: list[int] = field(
         default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "Context lengths to evaluate."}
@@ -68,13 +68,14 @@ def main() -> None:
     patched = patch_model(copy.deepcopy(teacher), **conversion)
 
     print("1/3 Distilling the linear-attention student", flush=True)
-    distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer)
+    data = load_data(settings, tokenizer)
+    distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer, data=data)
     student, measured = distilled.student, distilled.metrics["student"]
 
     window = equal_cache_window(patched)
     print(f"2/3 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
     local = settings.with_changes(mix="window", window=window, stages=["distill"], window_dropout=0.0, heldout_rows=0)
-    baseline = distill(local, teacher=teacher, tokenizer=tokenizer).student
+    baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
 
     print("3/3 Evaluating all of them beside the teacher", flush=True)
     # The earlier report is whole until this one is ready to take its place.
