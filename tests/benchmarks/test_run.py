@@ -113,7 +113,7 @@ def test_compile_check_plans_every_kernel() -> None:
     launches = list(check.launches(check.Config("sm_90", "bf16", 128, 128, 4)))
     roles = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
     assert [launch.role for launch in launches] == roles
-    assert all(launch.arguments["D"] == 128 for launch in launches)
+    assert all(launch.arguments["D"] == 128 for launch in launches if launch.role != "delta")
 
 
 def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
