@@ -10,6 +10,7 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--heldout-rows", type=int, default=16, help="held-out sequences of each kind (%(default)s)")
     found.add_argument("--repeats", type=int, default=3, help="timings of which the median counts; 0 for none (3)")
     found.add_argument("--work-dir", type=Path, default=Path("runs/maps"), help="finished runs (%(default)s)")
+    found.add_argument("--finished-only", action="store_true", help="run nothing, write what is finished in --work-dir")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
     return found
 
@@ -74,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     def data_of(seed: int) -> tuple[Data, Data]:
         return load_data(settings_of(arguments, BLIND, seed), tokenizer)
 
-    heldout = data_of(0)[1]
     fingerprint = weights_hash(teacher)
     facts = json.dumps([fingerprint, asdict(base), arguments.heldout_rows, arguments.transfer_steps])
     recipe = hashlib.sha256(facts.encode()).hexdigest()[:12]
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def once(key: str, make: Callable[[], Any], folder: Path = folder) -> Any:
         path = folder / f"{key}.json"
+        if not path.exists() and arguments.finished_only:
+            return None
         if not path.exists():
             started = time.perf_counter()
             value = make()
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return json.loads(path.read_text())
 
     def loss(model: PreTrainedModel) -> dict[str, float]:
-        return losses(model, heldout, arguments.heldout_rows, arguments.block_tokens)
+        return losses(model, data_of(0)[1], arguments.heldout_rows, arguments.block_tokens)
 
     def distilled(name: str, seed: int) -> dict[str, float]:
         settings = settings_of(arguments, name, seed)
@@ -106,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "transformers": transformers.__version__,
             "teacher": arguments.teacher,
             "teacher_sha256": fingerprint,
-            "seeds": arguments.seeds,
             "heldout_rows": arguments.heldout_rows,
             "transfer_steps": arguments.transfer_steps,
             "distillation": asdict(base),
@@ -114,22 +116,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "teacher": once("teacher", lambda: loss(teacher)),
         "maps": {},
     }
-    errors = once("errors", lambda: approximation(teacher, tokenizer, heldout, names, arguments.block_tokens))
+    errors = once("errors", lambda: approximation(teacher, tokenizer, data_of(0)[1], names, arguments.block_tokens))
     for name in [BLIND, *names]:
         entry: dict[str, Any] = {"patched": once(f"{name}-patched", lambda name=name: loss(patched(teacher, name)))}
         if name != BLIND:
-            entry["output_error"] = errors[name]
+            entry["output_error"] = errors and errors.get(name)
         results["maps"][name] = entry
     results["times"] = {}
     if arguments.repeats:
         # They do not depend on the teacher.
         key = hashlib.sha256(f"{names}{arguments.repeats}{torch.__version__}".encode()).hexdigest()[:12]
-        results["times"] = once(f"times-{key}", lambda: times(names, arguments.repeats), arguments.work_dir)
+        results["times"] = once(f"times-{key}", lambda: times(names, arguments.repeats), arguments.work_dir) or {}
     # Seed by seed, so that an interrupted suite has measured all maps alike.
     for seed in arguments.seeds:
         for name, entry in results["maps"].items():
             run = once(f"{name}-distilled-{seed}", lambda name=name, seed=seed: distilled(name, seed))
-            entry.setdefault("distilled", []).append(run)
+            if run is not None:
+                entry.setdefault("distilled", []).append(run)
     results |= table(results)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
@@ -224,15 +227,16 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 TEXT = """\
 All maps on the embedded teacher, without a window, merely patched and after the same short distillation ({steps} steps
-of {tokens} tokens, {transfer} of them attention transfer where the map has weights; mean ± standard deviation over
-{seeds} seeds). *Gap closed* is `1 - (L - L_teacher) / (L_blind - L_teacher)`, L in nats per token of held-out
-{what}, {length} tokens at a time. The baseline is the teacher with a window of one token, so that no token sees
-another, distilled alike: 0 = the map carries nothing from token to token, 1 = the teacher; below 0, it harms. *Answers*
-is the same for the answers to recall questions. So short a distillation ranks maps by how soon they learn, not by how
-far they come. *Output error* is that of `hf-linear-attn inspect`, before any training.
+of {tokens} tokens, {transfer} of them attention transfer where the map has weights; {seeds}).
+*Gap closed* is `1 - (L - L_teacher) / (L_blind - L_teacher)`, L in nats per token of held-out {what}, {length} tokens
+at a time. The baseline is the teacher with a window of one token, so that no token sees another, treated alike: merely
+patched in the first column, distilled with the same data in the others. 0 = the map carries nothing from token to
+token, 1 = the teacher; below 0, it harms. *Answers* is the same for the answers to recall questions. So short a
+distillation ranks maps by how soon they learn, not by how far they come. *Output error* is that of
+`hf-linear-attn inspect`, before any training.
 
-Losses: teacher {teacher:.3f} (answers {teacher_answers:.3f}), own token only {blind:.3f} (answers
-{blind_answers:.3f})."""
+Losses: teacher {teacher:.3f} (answers {teacher_answers:.3f}); own token only, merely patched {blind_patched:.3f},
+distilled {blind:.3f} (answers {blind_answers:.3f})."""
 
 TIMES = """\
 Speed-ups are those of one causal forward in fp32 on a CPU ({threads} of {cpus} cores, load average {load:.1f}), {heads}
@@ -244,10 +248,14 @@ def gap_closed(loss: float, teacher: float, baseline: float) -> float:
     return 1 - (loss - teacher) / (baseline - teacher)
 
 
-def _cell(values: Sequence[float]) -> dict[str, float | None]:
+def _cell(values: Sequence[float | None]) -> dict[str, float | None] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
     return {
-        "mean": statistics.fmean(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "mean": statistics.fmean(known),
+        "sd": statistics.stdev(known) if len(known) > 1 else None,
+        "seeds": len(known),
     }
 
 
@@ -256,8 +264,8 @@ def table(results: Mapping[str, Any]) -> dict[str, Any]:
     teacher, maps, facts = results["teacher"], results["maps"], results["provenance"]
     blind = {kind: statistics.fmean(run[kind] for run in maps[BLIND]["distilled"]) for kind in teacher}
 
-    def gaps(runs: Sequence[Mapping[str, float]], kind: str) -> dict[str, float | None]:
-        return _cell([gap_closed(run[kind], teacher[kind], blind[kind]) for run in runs])
+    def gaps(runs: Sequence[Mapping[str, float] | None], kind: str, baseline: Mapping[str, float]) -> Any:
+        return _cell([run and gap_closed(run[kind], teacher[kind], baseline[kind]) for run in runs])
 
     columns = {
         "error": "output error, untrained",
@@ -269,26 +277,27 @@ def table(results: Mapping[str, Any]) -> dict[str, Any]:
     for name, entry in maps.items():
         if name == BLIND:
             continue
+        runs = entry.get("distilled", [])
         rows[name] = {
             "error": _cell([entry["output_error"]]),
-            "patched": gaps([entry["patched"]], "text"),
-            "distilled": gaps(entry["distilled"], "text"),
-            "answers": gaps(entry["distilled"], "answers"),
+            "patched": gaps([entry["patched"]], "text", maps[BLIND]["patched"]),
+            "distilled": gaps(runs, "text", blind),
+            "answers": gaps(runs, "answers", blind),
         }
         for tokens, taken in results["times"].get("ms", {}).items():
             columns[tokens] = f"speed-up at {int(tokens) // 1024}k"
             rows[name][tokens] = _cell([taken[EXACT] / taken[name]])
-    recipe = facts["distillation"]
-    steps = recipe["distill_steps"]
+    recipe, counts = facts["distillation"], sorted({len(entry.get("distilled", [])) for entry in maps.values()})
     text = TEXT.format(
-        steps=steps,
+        steps=recipe["distill_steps"],
         what=recipe["dataset"] or "Python source",
         transfer=facts["transfer_steps"],
         tokens=recipe["rows"] * recipe["block_tokens"],
         length=recipe["block_tokens"],
-        seeds=len(facts["seeds"]),
+        seeds="one seed" if counts == [1] else f"mean ± standard deviation over {' or '.join(map(str, counts))} seeds",
         teacher=teacher["text"],
         teacher_answers=teacher["answers"],
+        blind_patched=maps[BLIND]["patched"]["text"],
         blind=blind["text"],
         blind_answers=blind["answers"],
     )
@@ -301,7 +310,7 @@ def table(results: Mapping[str, Any]) -> dict[str, Any]:
             dim=TIMED_DIM,
             repeats=results["times"]["repeats"],
         )
-    order = sorted(rows, key=lambda name: -rows[name]["distilled"]["mean"])
+    order = sorted(rows, key=lambda name: -rows[name]["distilled"]["mean"] if rows[name]["distilled"] else math.inf)
     digits = {tokens: 1 for tokens in columns if tokens.isdigit()}
     return {"columns": columns, "digits": digits, "rows": {name: rows[name] for name in order}, "text": text}
 
