@@ -233,7 +233,7 @@ at a time. The baseline is the teacher with a window of one token, so that no to
 patched in the first column, distilled with the same data in the others. 0 = the map carries nothing from token to
 token, 1 = the teacher; below 0, it harms. *Answers* is the same for the answers to recall questions. So short a
 distillation ranks maps by how soon they learn, not by how far they come. *Output error* is that of
-`hf-linear-attn inspect`, before any training.
+`hf-linear-attn inspect`, before any training.{missing}
 
 Losses: teacher {teacher:.3f} (answers {teacher_answers:.3f}); own token only, merely patched {blind_patched:.3f},
 distilled {blind:.3f} (answers {blind_answers:.3f})."""
@@ -294,7 +294,8 @@ def table(results: Mapping[str, Any]) -> dict[str, Any]:
         transfer=facts["transfer_steps"],
         tokens=recipe["rows"] * recipe["block_tokens"],
         length=recipe["block_tokens"],
-        seeds="one seed" if counts == [1] else f"mean ± standard deviation over {' or '.join(map(str, counts))} seeds",
+        seeds=f"mean ± standard deviation over at most {counts[-1]} seeds" if counts[-1] > 1 else "one seed",
+        missing=" A dash stands for runs that were not made." if counts[0] == 0 else "",
         teacher=teacher["text"],
         teacher_answers=teacher["answers"],
         blind_patched=maps[BLIND]["patched"]["text"],
