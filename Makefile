@@ -31,7 +31,11 @@ format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-# Every configuration that Transformers registers: an hour on two cores; writes docs/results/architectures.md.
+# Compile the sizes that matter for five GPU architectures, without one, and hold them to benchmarks/compile_budget.json.
+kernels-check: $(INSTALLED)
+	$(RUN) benchmarks/compile_check.py --jobs 2
+
+# Every configuration that Transformers registers: half an hour on two cores; writes docs/results/architectures.md.
 sweep: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep
 
