@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices.add_parser(name, help=command.help, add_help=False)
     chosen = parser.parse_args(argv[:1]).command
     command = COMMANDS[chosen]
-    function: Callable[[Sequence[str]], object] = getattr(
-        importlib.import_module(command.module), command.function
-    )
+    function: Callable[[Sequence[str]], object] = getattr(importlib.import_module(command.module), command.function)
     try:
         function(argv[1:])
     except HFLinearAttnError as error:

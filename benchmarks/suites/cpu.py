@@ -28,6 +28,9 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 OURS, SOFTMAX = "linear attention", "softmax (SDPA)"
 
 
+BENCHMARKS = Path(__file__).parents[1]
+
+
 def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend with PyTorch's own kernel."""
     return scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -111,8 +114,8 @@ def measure_memory(longest: int) -> list[dict[str, Any]]:
     for tokens in (n for n in LENGTHS if 4096 <= n <= longest):
         row: dict[str, Any] = {"tokens": tokens, "qkvo_mib": 4 * HEADS * tokens * DIM * 4 / 2**20}
         for name in ("forward", "forward + backward"):
-            command = [sys.executable, __file__, "--peak-of", str(tokens), name]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            command = [sys.executable, "-m", "suites.cpu", "--peak-of", str(tokens), name]
+            out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=BENCHMARKS).stdout
             row[f"{name}, MiB"] = json.loads(out) / 2**20
             row[f"{name}, times q, k, v, o"] = row[f"{name}, MiB"] / row["qkvo_mib"]
         rows.append(row)

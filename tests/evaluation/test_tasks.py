@@ -287,7 +287,7 @@ def test_a_wrong_number_of_pairs_is_refused(pairs):
 
 
 def test_an_unknown_task_is_refused_with_the_names():
-    with pytest.raises(ArgumentError, match="`name` must be a registered task, got 'nope'.*cwe, fwe, kv_recall"):
+    with pytest.raises(ArgumentError, match=r"`name` must be a registered task, got 'nope'.*cwe, fwe, kv_recall"):
         get_task("nope")
 
 
