@@ -44,6 +44,8 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher
 
 
 def test_seeds_decide_everything(settings, teacher, tokenizer, data):
+    # The data are drawn already, with a seed of their own: window dropout is what is left to chance.
+    settings = settings.with_changes(window_dropout=0.5)
     state = torch.get_rng_state()
     first, second = (go(settings, teacher, tokenizer, data).student for _ in range(2))
     assert same(first, second)
