@@ -1,7 +1,7 @@
 """Finetune a patched model on your own text, all weights or LoRA, with cross-entropy.
 
-With no argument, the student that `python examples/distill.py` left in runs/distill is finetuned on the source text of
-Python's standard library, into runs/finetune. A run that was stopped goes on where it was when the same command is
+With no argument, the student that `python examples/distill.py` left in runs/distill, or else the one that `make demo`
+left in runs/quickstart, is finetuned on the source text of Python's standard library, into runs/finetune. A run that was stopped goes on where it was when the same command is
 given again.
 
     python examples/finetune.py --student runs/gpt2 --dataset my.jsonl --text-column body
@@ -9,11 +9,19 @@ given again.
     python examples/finetune.py --student runs/gpt2 --trainable lora --no-merge-lora --output-dir runs/adapter
 """
 
+import sys
+from pathlib import Path
+
 from hf_linear_attn.distill.cli import main
 
+STUDENTS = ("runs/distill", "runs/quickstart/student")
+
 if __name__ == "__main__":
+    student = next((path for path in STUDENTS if Path(path).is_dir()), None)
+    if student is None and not sys.argv[1:]:
+        sys.exit(f"finetune.py: none of {', '.join(STUDENTS)} is here; run `make demo` first, or pass --student.")
     main(
         description=__doc__,
-        defaults={"student": "runs/distill", "output_dir": "runs/finetune"},
+        defaults={"student": student, "output_dir": "runs/finetune"},
         start="finetune",
     )

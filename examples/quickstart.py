@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 from transformers.utils import logging
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.run import load_teacher
 from hf_linear_attn.errors import ArgumentError, HFLinearAttnError, explain
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate, write_report
 
@@ -53,11 +54,10 @@ def main() -> None:
         raise ArgumentError(
             explain("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
         )
-    teacher = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     conversion = {"feature_map": arguments.feature_map, "window": arguments.window, "sinks": arguments.sinks}
     settings = DistillationSettings(
         **conversion,
+        model=arguments.model,
         block_tokens=arguments.block_tokens,
         rows=arguments.rows,
         transfer_steps=arguments.transfer_steps,
@@ -65,6 +65,8 @@ def main() -> None:
         heldout_rows=16,
         seed=arguments.seed,
     )
+    teacher = load_teacher(settings).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     patched = patch_model(copy.deepcopy(teacher), **conversion)
 
     print("1/3 Distilling the linear-attention student", flush=True)
