@@ -1,8 +1,8 @@
 """Finetune a patched model on your own text, all weights or LoRA, with cross-entropy.
 
 With no argument, the student that `python examples/distill.py` left in runs/distill, or else the one that `make demo`
-left in runs/quickstart, is finetuned on the source text of Python's standard library, into runs/finetune. A run that was stopped goes on where it was when the same command is
-given again.
+left in runs/quickstart, is finetuned on the source text of Python's standard library, into runs/finetune. A run that
+was stopped goes on where it was when the same command is given again.
 
     python examples/finetune.py --student runs/gpt2 --dataset my.jsonl --text-column body
     python examples/finetune.py --student runs/gpt2 --dataset texts/ --trainable lora --output-dir runs/merged
