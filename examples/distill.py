@@ -12,9 +12,11 @@ runs/distill. A run that was stopped goes on where it was when the same command 
 from pathlib import Path
 
 from hf_linear_attn.distill.cli import main
+from hf_linear_attn.errors import one_line_errors
 
 if __name__ == "__main__":
-    main(
-        description=__doc__,
-        defaults={"model": str(Path(__file__).parent / "teacher"), "output_dir": "runs/distill"},
-    )
+    with one_line_errors("distill.py"):
+        main(
+            description=__doc__,
+            defaults={"model": str(Path(__file__).parent / "teacher"), "output_dir": "runs/distill"},
+        )

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from hf_linear_attn.distill.cli import main
+from hf_linear_attn.errors import one_line_errors
 
 STUDENTS = ("runs/distill", "runs/quickstart/student")
 
@@ -20,8 +21,9 @@ if __name__ == "__main__":
     student = next((path for path in STUDENTS if Path(path).is_dir()), None)
     if student is None and not sys.argv[1:]:
         sys.exit(f"finetune.py: none of {', '.join(STUDENTS)} is here; run `make demo` first, or pass --student.")
-    main(
-        description=__doc__,
-        defaults={"student": student, "output_dir": "runs/finetune"},
-        start="finetune",
-    )
+    with one_line_errors("finetune.py"):
+        main(
+            description=__doc__,
+            defaults={"student": student, "output_dir": "runs/finetune"},
+            start="finetune",
+        )

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attn.errors import HFLinearAttnError
+from hf_linear_attn.errors import one_line_errors
 from hf_linear_attn.evaluation.cli import main
 
 TEACHER = Path(__file__).parent / "teacher"
@@ -38,7 +38,5 @@ def small_models() -> dict[str, Any]:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    try:
+    with one_line_errors("long_context_eval.py"):
         main(arguments, prog="long_context_eval.py", defaults={} if arguments else SMALL_RUN | small_models())
-    except HFLinearAttnError as error:
-        sys.exit(f"long_context_eval.py: {error}")

@@ -6,7 +6,6 @@ other causal language model, a folder or a hub name, takes its place with --mode
 
 import copy
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.run import load_teacher
-from hf_linear_attn.errors import ArgumentError, HFLinearAttnError, explain
+from hf_linear_attn.errors import ArgumentError, explain, one_line_errors
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate, write_report
 
 TEACHER = Path(__file__).parent / "teacher"
@@ -112,7 +111,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(min(torch.get_num_threads(), 2))
-    try:
+    with one_line_errors("quickstart.py"):
         main()
-    except HFLinearAttnError as error:
-        sys.exit(f"quickstart.py: {error}")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hf_linear_attn.errors import HFLinearAttnError
+from hf_linear_attn.errors import one_line_errors
 
 
 class Command(NamedTuple):
@@ -33,24 +33,24 @@ COMMANDS = {
 
 def list_maps(argv: Sequence[str]) -> None:
     """Print each registered feature map with its formula."""
-    from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class
+    from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class, load_feature_maps
 
     parser = argparse.ArgumentParser(prog="hf-linear-attn maps", description="List the feature maps.")
-    parser.parse_args(argv)
+    parser.add_argument("--feature-map-file", help="Python file that registers feature maps of your own")
+    arguments = parser.parse_args(argv)
+    if arguments.feature_map_file is not None:
+        load_feature_maps(arguments.feature_map_file)
     for name in available_feature_maps():
         cls = feature_map_class(name)
         learned = "learned" if cls.learned else ""
         sys.stdout.write(f"{name:16} {learned:8} {cls.formula}  [{cls.paper}]\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that ``argv`` names; return the process's exit status.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the subcommand that ``argv`` names; exit with status 2 where an argument is wrong or a run cannot go on.
 
     Args:
         argv: Arguments without the program's name; those of the process where None.
-
-    Returns:
-        0, or 2 where an argument was wrong or a run could not go on.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -62,13 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv[:1]).command
     command = COMMANDS[chosen]
     function: Callable[[Sequence[str]], object] = getattr(importlib.import_module(command.module), command.function)
-    try:
+    with one_line_errors(f"hf-linear-attn {chosen}"):
         function(argv[1:])
-    except HFLinearAttnError as error:
-        sys.stderr.write(f"hf-linear-attn {chosen}: {error}\n")
-        return 2
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

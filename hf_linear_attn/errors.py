@@ -4,7 +4,9 @@ Each is also a built-in exception, so that callers who catch ``ValueError``, ``T
 working. Messages have one form: the argument, the rule it broke, its value, where, and what to do about it.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class HFLinearAttnError(Exception):
@@ -66,3 +68,17 @@ def explain(
     if available is not None:
         message = f"{message.rstrip('.')}; available: {', '.join(sorted(available))}."
     return message
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """End a program with status 2 and one line where an error of this package stops it; bugs keep their traceback.
+
+    Args:
+        program: Its name, which the line begins with.
+    """
+    try:
+        yield
+    except HFLinearAttnError as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        raise SystemExit(2) from error

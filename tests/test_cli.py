@@ -4,12 +4,67 @@ import pytest
 
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.cli import COMMANDS, main
+from hf_linear_attn.feature_maps import base as registry
+from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 
 def test_maps_are_listed(capsys):
-    assert main(["maps"]) == 0
+    main(["maps"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(available_feature_maps())
+
+
+MINE = """
+import torch
+from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
+
+@register_feature_map
+class Quartic(FeatureMap):
+    name, formula, paper = "quartic", "max(x, 0)^4", "none"
+
+    @property
+    def feature_dim(self):
+        return self.head_dim
+
+    def phi(self, x):
+        return torch.relu(x) ** 4
+"""
+
+
+def test_a_map_of_the_user_is_listed_distilled_and_evaluated(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    (tmp_path / "mine.py").write_text(MINE)
+    mine = ["--feature-map-file", str(tmp_path / "mine.py")]
+    main(["maps", *mine])
+    assert "quartic" in capsys.readouterr().out
+
+    def forget():
+        monkeypatch.setattr(registry, "_REGISTRY", {k: v for k, v in registry._REGISTRY.items() if k != "quartic"})
+
+    forget()
+    tiny_teacher().save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text("one two three four " * 60)
+    short = [
+        "--stages",
+        "distill",
+        "--distill-steps",
+        "2",
+        "--block-tokens",
+        "16",
+        "--rows",
+        "1",
+        "--heldout-rows",
+        "0",
+    ]
+    paths = ["--model", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "text.txt")]
+    paths += ["--output-dir", str(tmp_path / "student")]
+    main(["distill", *mine, *paths, *short, "--feature-map", "quartic", "--window", "4", "--no-progress"])
+    forget()
+    evaluation = ["--suite", "perplexity", "--lengths", "32", "--text-file", str(tmp_path / "text.txt"), "--no-plots"]
+    evaluation += ["--final-windows", "0", "--no-progress", "--output-dir", str(tmp_path / "out")]
+    main(["evaluate", *mine, "--model", str(tmp_path / "student"), *evaluation])
+    assert (tmp_path / "out" / "results.json").exists()
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -35,7 +90,9 @@ def test_an_unknown_command_is_refused_with_the_list(capsys):
 
 
 def test_errors_are_one_line_and_status_2(capsys, tmp_path):
-    assert main(["evaluate", "--model", str(tmp_path / "absent"), "--output-dir", str(tmp_path / "out")]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", "--model", str(tmp_path / "absent"), "--output-dir", str(tmp_path / "out")])
+    assert stop.value.code == 2
     err = capsys.readouterr().err
     assert "absent" in err
     assert "Traceback" not in err

@@ -351,10 +351,11 @@ def load_data(
     elif settings.streaming:
         texts = _read_dataset(settings)
         first = list(itertools.islice(texts, HELDOUT_ONE_IN))
+        check_not_empty(settings, first)
         heldout = DocumentBlocks(encode(first), bos, settings.seed)
         training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos)
     else:
-        documents = encode(list(_read_dataset(settings)), needed)
+        documents = encode(check_not_empty(settings, list(_read_dataset(settings))), needed)
         if len(documents) < HELDOUT_ONE_IN:
             # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
             cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]
@@ -384,6 +385,20 @@ def load_data(
         Data(training, RecallRows(tokenizer, settings.seed), **shares),
         Data(heldout, RecallRows(tokenizer, settings.seed + 1), **shares),
     )
+
+
+def check_not_empty(settings: DistillationSettings, texts: list[str]) -> list[str]:
+    """Return the texts, or raise an ArgumentError if there are none."""
+    if not texts:
+        raise ArgumentError(
+            explain(
+                "dataset",
+                f"hold text in the column {settings.text_column!r}",
+                settings.dataset,
+                "It is empty: check the path, the split and the column.",
+            )
+        )
+    return texts
 
 
 class _Reread:

@@ -29,6 +29,7 @@ from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, p
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ def distill(
                 "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
             )
         )
+    if settings.feature_map_file is not None:
+        load_feature_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
         torch.manual_seed(settings.seed)

@@ -37,6 +37,7 @@ class DistillationSettings:
         teacher_dtype: Dtype in which the teacher is loaded and run, such as ``bfloat16``; None for that of ``model``.
         output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
         feature_map: As in :func:`patch_model`.
+        feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
         feature_map_options: The map's own settings, a JSON object; the value ``"head_dim"`` stands for the model's.
         window: As in :func:`patch_model`; None for no window.
         sinks: As in :func:`patch_model`.
@@ -110,6 +111,7 @@ class DistillationSettings:
     teacher_dtype: str | None = None
     output_dir: str | None = None
     feature_map: str = "hedgehog"
+    feature_map_file: str | None = None
     feature_map_options: str = "{}"
     window: int | None = 64
     sinks: int = 4

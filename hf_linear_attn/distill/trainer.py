@@ -32,6 +32,7 @@ OnStep = Callable[[dict[str, Any]], None]
 FREE_TO_CHANGE = frozenset(
     {
         "output_dir",
+        "feature_map_file",
         "progress",
         "trackers",
         "log_every",

@@ -42,6 +42,7 @@ from hf_linear_attn.evaluation.subjects import (
 )
 from hf_linear_attn.evaluation.tasks import sample_rng
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
+from hf_linear_attn.feature_maps import load_feature_maps
 
 _CALIBRATION_TOKENS = 256
 
@@ -75,6 +76,8 @@ def evaluate(
         UnsupportedError: If a model cannot be evaluated as asked.
     """
     begin = time.perf_counter()
+    if settings.feature_map_file is not None:
+        load_feature_maps(settings.feature_map_file)
     state = process_state()
     rank, world = state.process_index, state.num_processes
     if world > 1 and settings.output_dir is None:

@@ -23,7 +23,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DOCUMENT_RULES = ("separate", "joined")
 
 # Settings that cannot change a figure: a run may be resumed with other values of these.
-_FREE_SETTINGS = frozenset({"output_dir", "resume", "overwrite", "plots", "progress"})
+_FREE_SETTINGS = frozenset({"output_dir", "resume", "overwrite", "plots", "progress", "feature_map_file"})
 
 
 def _option(default: Any, text: str) -> Any:
@@ -58,6 +58,7 @@ class EvaluationSettings:
         "auto",
         "linear aborts unless the model is patched, softmax undoes the patch, auto takes the model as it is.",
     )
+    feature_map_file: str | None = _option(None, "Python file that registers the feature maps of your own models.")
     text_file: str | None = _option(
         None, "UTF-8 text for the perplexity suite; without it, held-out source of the standard library."
     )

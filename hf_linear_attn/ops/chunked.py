@@ -1,18 +1,22 @@
-"""The PyTorch backend: a walk over chunks that carries the state, with a backward of its own.
+"""The PyTorch backend: a walk over spans of chunks that carries the state, with a backward of its own.
 
 Within a chunk of C tokens the quadratic form is used, across chunks the state::
 
     o_c = (tril(phi(q_c) phi(k_c)^T) [v_c, 1] + phi(q_c) [S, z]),  [S, z] += phi(k_c)^T [v_c, 1]
 
-so the normaliser is one more column of the values. The backward walks twice, forwards for dq and in reverse for
-dk and dv; each recomputes features and states, so that memory stays O(T (D + V)): nothing of size ``[T, C]`` or
-``[T / C, F, V]`` is ever kept (keeping each chunk's state is bound by memory traffic and three times slower).
+so the normaliser is one more column of the values. A span of a few chunks goes through one batched product each, as
+many calls as a single chunk would need. The backward walks twice, forwards for dq and in reverse for dk and dv; each
+recomputes features and states, so that memory stays O(T (D + V)): nothing of size ``[T, C]`` or ``[T / C, F, V]`` is
+ever kept (keeping each chunk's state is bound by memory traffic and three times slower).
 All sums are fp32, fp64 for fp64 input.
+
+A delay shifts keys against queries: the first queries read the initial state alone, the last keys are never read, and
+in between query t meets key t - delay, as without one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,9 @@ from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
 CHUNK = 64
 """Tokens per chunk; on CPUs 64 takes a sixth less time than 128 and half that of 256 (D = V = 64, fp32)."""
+
+SPAN = 256
+"""Tokens per span; so many that calls are few, so few that a span stays in a core's cache."""
 
 
 def linear_attention_chunked(
@@ -46,74 +53,155 @@ def linear_attention_chunked(
     return o, LinearAttentionState(kv, z)
 
 
-def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Yield, per independent sequence, rows and tokens of q, then rows of its state and tokens of k."""
+def _sequences(queries: int, keys: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield, per independent sequence, the rows of its state and its tokens of q and of k."""
     if cu_seqlens is None:
-        yield slice(None), slice(0, q.shape[2]), slice(None), slice(0, k.shape[2])
+        yield slice(None), slice(0, queries), slice(0, keys)
         return
-    bounds = cu_seqlens.tolist()
-    for n, (a, b) in enumerate(pairwise(bounds)):
-        yield slice(None), slice(a, b), slice(n, n + 1), slice(a, b)
+    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
+        yield slice(n, n + 1), slice(a, b), slice(a, b)
+
+
+class _Span(NamedTuple):
+    """Tokens [a, b), in chunks of C = (b - a) / n."""
+
+    a: int
+    b: int
+    n: int
+
+
+def _spans(tokens: int) -> list[_Span]:
+    """Cut tokens into spans of whole chunks, and a last chunk that may be shorter."""
+    whole = tokens - tokens % CHUNK
+    spans = [_Span(a, b, (b - a) // CHUNK) for a in range(0, whole, SPAN) for b in [min(a + SPAN, whole)]]
+    return [*spans, _Span(whole, tokens, 1)] if tokens > whole else spans
+
+
+def _pieces(tokens: int) -> list[_Span]:
+    """Cut tokens into spans of one chunk each, for products without causality."""
+    return [_Span(a, min(a + SPAN, tokens), 1) for a in range(0, tokens, SPAN)]
 
 
 class _Walk:
-    """The tensors of one sequence (or one padded batch), cut into chunks on demand."""
+    """Queries and keys of one sequence (or one padded batch), cut into chunks on demand.
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, phi: ElementwiseMap, delay: int
-    ) -> None:
-        self.q, self.k, self.v, self.mask, self.phi, self.delay = q, k, v, key_mask, phi, delay
-        self.rows = k.shape[0] * k.shape[1]
+    ``[rows, ...]`` is ``[B HKV n, ...]``: the chunks of a span are rows of their own. The G heads of a group share
+    their keys, so their queries are rows of the same matrix, ``[G C, F]``.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, phi: ElementwiseMap) -> None:
+        self.q, self.k, self.v, self.phi = q, k, v, phi
+        self.mask = None if key_mask is None else key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
 
-    def queries(self, a: int, b: int) -> Tensor:
-        """Return phi(q) of tokens [a, b) as ``[B HKV, G C, F]``: the heads of a group share their keys."""
-        return self.phi.phi(self.q[:, :, a:b]).reshape(self.rows, -1, self.q.shape[3])
+    def cut(self, x: Tensor, span: _Span) -> Tensor:
+        """View a span's tokens of ``x [B, heads, T, E]`` as ``[B, HKV, n, G, C, E]``."""
+        return _split(_split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1]).transpose(2, 3)
 
-    def keys(self, a: int, b: int) -> Tensor:
-        """Return phi(k) of tokens [a, b), masked, as ``[B HKV, C, F]``."""
-        phi_k = self.phi.phi(self.k[:, :, a:b])
-        if self.mask is not None:
-            phi_k = phi_k * self.mask[:, None, a:b, None]
-        return phi_k.reshape(self.rows, b - a, self.k.shape[3])
+    def paste(self, x: Tensor, span: _Span, y: Tensor) -> None:
+        """Write ``y``, shaped as :meth:`cut` shapes it or as rows, over a span's tokens of ``x``."""
+        to = self.cut(x, span)
+        to.copy_(y.view(to.shape))
 
-    def values(self, a: int, b: int) -> Tensor:
-        """Return [v, 1] of tokens [a, b) as ``[B HKV, C, V + 1]``."""
-        v = self.v[:, :, a:b]
-        v1 = torch.empty(self.rows, b - a, v.shape[3] + 1, dtype=self.dtype, device=v.device)
-        v1.view(*v.shape[:3], -1)[..., :-1] = v
+    def queries(self, span: _Span) -> Tensor:
+        """Return phi(q) as ``[rows, G C, F]``."""
+        return _rows(self.phi.phi(self.cut(self.q, span)))
+
+    def keys(self, span: _Span) -> Tensor:
+        """Return phi(k), masked, as ``[rows, C, F]``."""
+        phi_k = _rows(self.phi.phi(self.cut(self.k, span)))
+        return phi_k if self.mask is None else phi_k * _rows(self.cut(self.mask, span))
+
+    def masked_(self, x: Tensor, span: _Span) -> Tensor:
+        """Zero the rows of masked keys, in place."""
+        return x if self.mask is None else x.mul_(_rows(self.cut(self.mask, span)))
+
+    def values(self, span: _Span) -> Tensor:
+        """Return [v, 1] as ``[rows, C, V + 1]``."""
+        v = self.cut(self.v, span)
+        v1 = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=self.dtype, device=v.device)
+        v1[..., :-1] = v
         v1[..., -1] = 1
-        return v1
+        return _rows(v1)
 
-    def weighted(self, do: Tensor, h: Tensor, inverse: Tensor, a: int, b: int) -> Tensor:
-        """Return [G, h] of tokens [a, b) as ``[B HKV, G C, V + 1]``, G = do / den."""
-        g1 = torch.empty(*do.shape[:2], b - a, do.shape[3] + 1, dtype=self.dtype, device=do.device)
-        torch.mul(do[:, :, a:b], inverse[:, :, a:b, None], out=g1[..., :-1])
-        g1[..., -1] = h[:, :, a:b]
-        return g1.view(self.rows, -1, g1.shape[-1])
+    def weighted(self, errors: Sequence[Tensor], span: _Span) -> Tensor:
+        """Return [G, h] as ``[rows, G C, V + 1]``, G = do / den, given do, h and 1 / den."""
+        do, h, inverse = (self.cut(x, span) for x in errors)
+        g1 = torch.empty(*do.shape[:-1], do.shape[-1] + 1, dtype=self.dtype, device=do.device)
+        torch.mul(do, inverse, out=g1[..., :-1])
+        g1[..., -1:] = h
+        return _rows(g1)
 
-    def lagged(self, a: int, b: int) -> tuple[int, int]:
-        """Return the range of keys that comes into sight of queries [a, b)."""
-        return max(a - self.delay, 0), max(b - self.delay, 0)
+    def derive(self, dx: Tensor, x: Tensor, span: _Span, dphi: Tensor, features: Tensor | None = None) -> None:
+        """Write ``dphi phi'(x)`` over a span's tokens of ``dx``; ``features`` are phi(x) where they are at hand."""
+        x = upcast(self.cut(x, span))
+        features = self.phi.phi(x) if features is None else features.view(x.shape)
+        self.paste(dx, span, dphi.view(x.shape).mul_(self.phi.derivative(x, features)))
 
-    def causal_(self, scores: Tensor, a: int, b: int) -> Tensor:
-        """Zero the scores ``[B HKV, G C, C']`` of keys that a query cannot see yet, in place."""
-        lo, hi = self.lagged(a, b)
-        scores.view(self.rows, -1, b - a, hi - lo).tril_(a - self.delay - lo)
-        return scores
-
-    def initial(self, kv: Tensor | None, z: Tensor | None) -> Tensor:
+    def state(self, kv: Tensor | None, z: Tensor | None) -> Tensor:
         """Return [S, z] as ``[B HKV, F, V + 1]``, zeros where there is none; always a new tensor."""
         if kv is None or z is None:
-            shape = (self.rows, self.k.shape[3], self.v.shape[3] + 1)
+            shape = (self.k.shape[0] * self.k.shape[1], self.k.shape[3], self.v.shape[3] + 1)
             return torch.zeros(shape, dtype=self.dtype, device=self.k.device)
-        return torch.cat([kv, z[..., None]], dim=-1).reshape(self.rows, *kv.shape[2:-1], kv.shape[3] + 1)
+        return torch.cat([kv, z[..., None]], dim=-1).flatten(0, 1)
 
 
-def _chunks(tokens: int) -> list[tuple[int, int]]:
-    return [(a, min(a + CHUNK, tokens)) for a in range(0, tokens, CHUNK)]
+def _walks(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, phi: ElementwiseMap, causal: bool, delay: int
+) -> tuple[_Walk, _Walk, int]:
+    """Part the tokens of a sequence.
+
+    Returns:
+        All keys with the queries that read one state and no key of their own: the first ``delay`` ones, or all of
+        them where attention is not causal. Then the other queries, each beside the last key that it sees. And the
+        number of the former.
+    """
+    lead = min(delay, q.shape[2]) if causal else q.shape[2]
+    near = max(q.shape[2] - lead, 0)
+    mask = None if key_mask is None else key_mask[:, :near]
+    return (
+        _Walk(q[:, :, :lead], k, v, key_mask, phi),
+        _Walk(q[:, :, lead:], k[:, :, :near], v[:, :, :near], mask, phi),
+        lead,
+    )
+
+
+def _split(x: Tensor, dim: int, parts: int) -> Tensor:
+    """View dimension ``dim`` as two, the first of that size."""
+    return x.view(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Reshape ``[B, HKV, n, G, C, E]`` to ``[B HKV n, G C, E]``."""
+    return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
+
+
+def _causal_(scores: Tensor) -> Tensor:
+    """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, in place."""
+    _split(scores, 1, scores.shape[1] // scores.shape[2]).tril_()
+    return scores
+
+
+def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False) -> Tensor:
+    """Return the state before each chunk of a span, and add the span's changes to ``state``.
+
+    Args:
+        state: ``[B HKV, F, V + 1]``, updated in place.
+        changes: What each chunk adds, ``[rows, F, V + 1]``.
+        n: Chunks of the span.
+        reverse: Whether the walk comes from behind, so that a chunk follows the later ones.
+
+    Returns:
+        ``[rows, F, V + 1]``.
+    """
+    before = torch.empty_like(changes)
+    steps, added = (_split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
+    order = range(n)[::-1] if reverse else range(n)
+    steps[order[0]].copy_(state)
+    for i, j in pairwise(order):
+        torch.add(steps[i], added[i], out=steps[j])
+    torch.add(steps[order[-1]], added[order[-1]], out=state)
+    return before
 
 
 @torch.library.custom_op("hf_linear_attn::chunked_forward", mutates_args=())
@@ -133,34 +221,35 @@ def chunked_forward(
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
     feature_map = elementwise_map(phi)
     o, den, kv, z = _allocate(q, k, v, cu_seqlens)
-    for rows, q_tokens, state_rows, k_tokens in _sequences(q, k, v, key_mask, cu_seqlens):
-        walk = _Walk(
-            q[rows, :, q_tokens],
-            k[rows, :, k_tokens],
-            v[rows, :, k_tokens],
-            None if key_mask is None else key_mask[rows, k_tokens],
-            feature_map,
-            delay,
+
+    def divide(walk: _Walk, o: Tensor, den: Tensor, span: _Span, o1: Tensor) -> None:
+        o, d = walk.cut(o, span), walk.cut(den[..., None], span)
+        o1 = o1.view(*o.shape[:-1], -1)
+        if feature_map.non_negative:
+            torch.add(o1[..., -1:], eps, out=d)
+        else:
+            d.copy_(guarded(o1[..., -1:], eps))
+        torch.div(o1[..., :-1], d, out=o)
+
+    for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
+        mask = None if key_mask is None else key_mask[:, k_tokens]
+        far, near, lead = _walks(
+            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay
         )
-        s1 = walk.initial(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
-        o_rows, den_rows = o[rows, :, q_tokens], den[rows, :, q_tokens]
+        o_rows, den_rows = o[:, :, q_tokens], den[:, :, q_tokens]
+        s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
         if not causal:
-            for a, b in _chunks(walk.k.shape[2]):
-                s1.baddbmm_(walk.keys(a, b).transpose(1, 2), walk.values(a, b))
-        for a, b in _chunks(walk.q.shape[2]):
-            phi_q = walk.queries(a, b)
-            o1 = torch.bmm(phi_q, s1)
-            lo, hi = walk.lagged(a, b)
-            if causal and hi > lo:
-                phi_k, v1 = walk.keys(lo, hi), walk.values(lo, hi)
-                o1.baddbmm_(walk.causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), a, b), v1)
-                s1.baddbmm_(phi_k.transpose(1, 2), v1)
-            o1 = o1.view(*q.shape[:2] if cu_seqlens is None else (1, q.shape[1]), b - a, -1)
-            d = o1[..., -1]
-            d = d + eps if feature_map.non_negative else guarded(d, eps)
-            den_rows[:, :, a:b] = d
-            torch.div(o1[..., :-1], d[..., None], out=o_rows[:, :, a:b])
-        s1 = s1.view(-1, k.shape[1], *s1.shape[1:])
+            for span in _pieces(far.k.shape[2]):
+                s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
+        for span in _pieces(lead):
+            divide(far, o_rows[:, :, :lead], den_rows[:, :, :lead], span, torch.bmm(far.queries(span), s1))
+        for span in _spans(near.q.shape[2]):
+            phi_q, phi_k, v1 = near.queries(span), near.keys(span), near.values(span)
+            before = _running_(s1, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
+            o1 = torch.bmm(phi_q, before)
+            o1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2))), v1)
+            divide(near, o_rows[:, :, lead:], den_rows[:, :, lead:], span, o1)
+        s1 = _split(s1, 0, s1.shape[0] // k.shape[1])
         kv[state_rows], z[state_rows] = s1[..., :-1], s1[..., -1]
     return o, den, kv, z
 
@@ -223,59 +312,53 @@ def chunked_backward(
     dkv0, dz0 = torch.empty_like(dkv), torch.empty_like(dz)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
-    for rows, q_tokens, state_rows, k_tokens in _sequences(q, k, v, key_mask, cu_seqlens):
-        walk = _Walk(
-            q[rows, :, q_tokens],
-            k[rows, :, k_tokens],
-            v[rows, :, k_tokens],
-            None if key_mask is None else key_mask[rows, k_tokens],
-            feature_map,
-            delay,
+    for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
+        mask = None if key_mask is None else key_mask[:, k_tokens]
+        far, near, lead = _walks(
+            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay
         )
-        errors = do[rows, :, q_tokens], h[rows, :, q_tokens], inverse[rows, :, q_tokens]
-        s1 = walk.initial(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
-        if not causal:
-            for a, b in _chunks(walk.k.shape[2]):
-                s1.baddbmm_(walk.keys(a, b).transpose(1, 2), walk.values(a, b))
-        for a, b in _chunks(walk.q.shape[2]):
-            g1 = walk.weighted(*errors, a, b)
-            dphi = torch.bmm(g1, s1.transpose(1, 2))
-            lo, hi = walk.lagged(a, b)
-            if causal and hi > lo:
-                phi_k, v1 = walk.keys(lo, hi), walk.values(lo, hi)
-                dphi.baddbmm_(walk.causal_(torch.bmm(g1, v1.transpose(1, 2)), a, b), phi_k)
-                s1.baddbmm_(phi_k.transpose(1, 2), v1)
-            x = upcast(walk.q[:, :, a:b])
-            dq[rows, :, q_tokens][:, :, a:b] = dphi.view(x.shape).mul_(feature_map.derivative(x, feature_map.phi(x)))
+        all_errors = [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
+        far_errors, near_errors = [x[:, :, :lead] for x in all_errors], [x[:, :, lead:] for x in all_errors]
+        dq_far, dq_near = dq[:, :, q_tokens][:, :, :lead], dq[:, :, q_tokens][:, :, lead:]
+        dk_rows, dv_rows = dk[:, :, k_tokens], dv[:, :, k_tokens]
 
-        r1 = walk.initial(dkv[state_rows], dz[state_rows])
+        s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
+        if not causal:
+            for span in _pieces(far.k.shape[2]):
+                s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
+        for span in _pieces(lead):
+            dphi = torch.bmm(far.weighted(far_errors, span), s1.transpose(1, 2))
+            far.derive(dq_far, far.q, span, dphi)
+        for span in _spans(near.q.shape[2]):
+            phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
+            before = _running_(s1, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
+            dphi = torch.bmm(g1, before.transpose(1, 2))
+            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2))), phi_k)
+            near.derive(dq_near, near.q, span, dphi)
+
+        r1 = far.state(dkv[state_rows], dz[state_rows])
+        for span in reversed(_spans(near.q.shape[2])):
+            phi_q, phi_k = near.queries(span), near.keys(span)
+            v1, g1 = near.values(span), near.weighted(near_errors, span)
+            after = _running_(r1, torch.bmm(phi_q.transpose(1, 2), g1), span.n, reverse=True)
+            dphi, dv1 = torch.bmm(v1, after.transpose(1, 2)), torch.bmm(phi_k, after)
+            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2))).transpose(1, 2), phi_q)
+            dv1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2))).transpose(1, 2), g1)
+            near.derive(dk_rows, near.k, span, near.masked_(dphi, span), phi_k)
+            near.paste(dv_rows, span, dv1[..., :-1])
+        for span in _pieces(lead):
+            r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
         if causal:
-            tail = max(walk.k.shape[2] - delay, 0)
-            dk[rows, :, k_tokens][:, :, tail:] = 0
-            dv[rows, :, k_tokens][:, :, tail:] = 0
+            unread = near.k.shape[2]
+            dk_rows[:, :, unread:] = 0
+            dv_rows[:, :, unread:] = 0
         else:
-            for a, b in _chunks(walk.q.shape[2]):
-                r1.baddbmm_(walk.queries(a, b).transpose(1, 2), walk.weighted(*errors, a, b))
-        for a, b in reversed(_chunks(walk.q.shape[2] if causal else walk.k.shape[2])):
-            lo, hi = walk.lagged(a, b) if causal else (a, b)
-            if causal:
-                phi_q, g1 = walk.queries(a, b), walk.weighted(*errors, a, b)
-            if hi > lo:
-                phi_k, v1 = walk.keys(lo, hi), walk.values(lo, hi)
-                dphi, dv1 = torch.bmm(v1, r1.transpose(1, 2)), torch.bmm(phi_k, r1)
-                if causal:
-                    dphi.baddbmm_(walk.causal_(torch.bmm(g1, v1.transpose(1, 2)), a, b).transpose(1, 2), phi_q)
-                    dv1.baddbmm_(walk.causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), a, b).transpose(1, 2), g1)
-                x = upcast(walk.k[:, :, lo:hi])
-                dphi, dv1 = dphi.view(x.shape), dv1.view(*x.shape[:3], -1)
-                dphi.mul_(feature_map.derivative(x, phi_k.view(x.shape)))
-                if walk.mask is not None:
-                    dphi.mul_(walk.mask[:, None, lo:hi, None])
-                dk[rows, :, k_tokens][:, :, lo:hi] = dphi
-                dv[rows, :, k_tokens][:, :, lo:hi] = dv1[..., :-1]
-            if causal:
-                r1.baddbmm_(phi_q.transpose(1, 2), g1)
-        r1 = r1.view(-1, k.shape[1], *r1.shape[1:])
+            for span in _pieces(far.k.shape[2]):
+                phi_k, v1 = far.keys(span), far.values(span)
+                dphi = torch.bmm(v1, r1.transpose(1, 2))
+                far.derive(dk_rows, far.k, span, far.masked_(dphi, span), phi_k)
+                far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
+        r1 = _split(r1, 0, r1.shape[0] // k.shape[1])
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
     return dq, dk, dv, dkv0, dz0
 

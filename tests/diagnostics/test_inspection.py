@@ -65,11 +65,11 @@ def test_a_patched_model_shows_its_branches(llama, tokenizer, tmp_path):
 
 def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer, tmp_path, capsys):
     arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
-    assert main(["inspect", str(saved), *arguments, "--maps", "elu", "hedgehog"]) == 0
+    main(["inspect", str(saved), *arguments, "--maps", "elu", "hedgehog"])
     assert "| hedgehog |" in capsys.readouterr().out
     patch_model(llama, window=8).save_pretrained(tmp_path / "patched")
     tokenizer.save_pretrained(tmp_path / "patched")
-    assert main(["inspect", str(tmp_path / "patched"), *arguments]) == 0
+    main(["inspect", str(tmp_path / "patched"), *arguments])
     assert "| linear |" in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").is_file()
 
@@ -94,7 +94,7 @@ class Cubed(FeatureMap):
 def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys):
     (tmp_path / "maps.py").write_text(CUBED)
     arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "20"]
-    assert main(["inspect", str(saved), *arguments, "--feature-map-file", str(tmp_path / "maps.py")]) == 0
+    main(["inspect", str(saved), *arguments, "--feature-map-file", str(tmp_path / "maps.py")])
     assert "| cubed |" in capsys.readouterr().out
 
 
@@ -109,7 +109,8 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys):
     ],
 )
 def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
-    assert main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), *change]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), *change])
     assert message in capsys.readouterr().err
 
 

@@ -124,3 +124,12 @@ def test_bad_datasets_are_refused(tmp_path, tokenizer):
         load_data(settings.with_changes(block_tokens=500), tokenizer)
     with pytest.raises(ArgumentError, match="`rows` must leave every one of 10 processes a row"):
         load_data(settings, tokenizer, processes=10)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.txt", " \n\n"), ("a.jsonl", '{"text": ""}\n')])
+def test_empty_datasets_are_named(tmp_path, tokenizer, name, content, streaming):
+    (tmp_path / name).write_text(content)
+    settings = DistillationSettings(dataset=str(tmp_path / name), streaming=streaming)
+    with pytest.raises(ArgumentError, match=r"`dataset` must hold text in the column 'text', got '.*'\. It is empty"):
+        load_data(settings, tokenizer)
