@@ -18,7 +18,7 @@ from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.run import load_teacher
 from hf_linear_attn.errors import ArgumentError, explain, one_line_errors
-from hf_linear_attn.evaluation import EvaluationSettings, evaluate, write_report
+from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
 
 TEACHER = Path(__file__).parent / "teacher"
 
@@ -67,9 +67,23 @@ def main() -> None:
     teacher = load_teacher(settings).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     patched = patch_model(copy.deepcopy(teacher), **conversion)
+    # The earlier report is whole until this one is ready to take its place.
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    evaluation = EvaluationSettings(
+        tasks=("passkey", "kv_recall"),
+        lengths=tuple(arguments.lengths),
+        num_samples=arguments.samples,
+        batch_size=8,
+        max_text_tokens=16384,
+        repeats=3,
+        seed=arguments.seed,
+        output_dir=str(fresh),
+    )
+    check_evaluation(evaluation, model=patched, tokenizer=tokenizer, teacher=teacher)
+    data = load_data(settings, tokenizer)
 
     print("1/3 Distilling the linear-attention student", flush=True)
-    data = load_data(settings, tokenizer)
     distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer, data=data)
     student, measured = distilled.student, distilled.metrics["student"]
 
@@ -79,20 +93,8 @@ def main() -> None:
     baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
 
     print("3/3 Evaluating all of them beside the teacher", flush=True)
-    # The earlier report is whole until this one is ready to take its place.
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
     results = evaluate(
-        EvaluationSettings(
-            tasks=("passkey", "kv_recall"),
-            lengths=tuple(arguments.lengths),
-            num_samples=arguments.samples,
-            batch_size=8,
-            max_text_tokens=16384,
-            repeats=3,
-            seed=arguments.seed,
-            output_dir=str(fresh),
-        ),
+        evaluation,
         model=student,
         tokenizer=tokenizer,
         teacher=teacher,

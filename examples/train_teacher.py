@@ -5,7 +5,7 @@ long dependencies tells linear attention methods apart. It is trained in three s
 twice or more, which forms induction heads; `recall` asks for the values of keys; `mix` is source text with recall
 tasks and some repetition, down to a low learning rate. Recall mixed into text from scratch is not learned.
 
-    python examples/train_teacher.py                  # about an hour on one core; resumes where it was stopped
+    python examples/train_teacher.py                  # about two hours on one core; resumes where it was stopped
     python examples/train_teacher.py --export-only    # measure the last checkpoint and write it
     python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 --lengths 256 \
         --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
@@ -571,7 +571,7 @@ thread(s). Contexts are {TRAINED_LENGTH} tokens, in one batch of the last stage 
 Text: the standard library of Python {record["python"]} without tests and tables, {record["train_bytes"]:,} bytes.
 Recall: generated samples of {", ".join(TRAINED_TASKS)}, key-value pairs of random tokens, and repeated random
 segments.
-
+{f"{chr(10)}{record['remark']}{chr(10)}" if record["remark"] else ""}
 ## Held-out text
 
 {record["heldout_bytes"]:,} bytes of standard-library files that were not trained on:
@@ -619,6 +619,7 @@ def export(args: argparse.Namespace) -> None:
         "elapsed_s": round(state["elapsed_s"], 1),
         "threads": args.threads,
         "python": platform.python_version(),
+        "remark": args.remark,
         "parameters": sum(p.numel() for p in model.parameters()),
         **measure(model, tokenizer, args),
     }
@@ -650,6 +651,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="of weights, batches and samples; default %(default)s")
     add("--threads", type=int, default=1, help="CPU threads; default %(default)s")
     add("--log-every", type=int, default=100, help="steps between log lines; default %(default)s")
+    add("--remark", help="a paragraph for the card: what was different about this run, such as a change on the way")
     add("--save-every-s", type=float, default=60.0, help="seconds between checkpoints; default %(default)s")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -2,11 +2,12 @@
 
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import read_results, schema, without_times
-from hf_linear_attn.evaluation.run import compare, estimate_cost, evaluate
+from hf_linear_attn.evaluation.run import check_evaluation, compare, estimate_cost, evaluate
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 
 __all__ = [
     "EvaluationSettings",
+    "check_evaluation",
     "compare",
     "estimate_cost",
     "evaluate",

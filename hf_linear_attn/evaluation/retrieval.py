@@ -114,7 +114,17 @@ def check_retrieval(settings: EvaluationSettings, tokenizer: PreTrainedTokenizer
         task = parse_task(spec)
         for length in settings.lengths:
             shortest = task.min_length(tokenizer)
-            if spent and length - spent < shortest <= length:
+            if length < shortest:
+                raise ArgumentError(
+                    explain(
+                        "lengths",
+                        f"be at least {shortest + spent} tokens",
+                        length,
+                        "Ask for a longer context or leave the task out.",
+                        where=f"task {spec!r}",
+                    )
+                )
+            if length - spent < shortest:
                 raise ArgumentError(
                     explain(
                         "chat_template",
@@ -124,7 +134,6 @@ def check_retrieval(settings: EvaluationSettings, tokenizer: PreTrainedTokenizer
                         where=f"task {spec!r} at {length} tokens",
                     )
                 )
-            task.check(tokenizer, length - spent, 0)
 
 
 def build_prompt(

@@ -76,21 +76,9 @@ def evaluate(
         UnsupportedError: If a model cannot be evaluated as asked.
     """
     begin = time.perf_counter()
-    if settings.feature_map_file is not None:
-        load_feature_maps(settings.feature_map_file)
+    subjects, tokenizer, corpus = _prepare(settings, model, tokenizer, teacher, baselines or {})
     state = process_state()
-    rank, world = state.process_index, state.num_processes
-    if world > 1 and settings.output_dir is None:
-        raise ArgumentError(
-            explain("output_dir", "be set when several processes share the work", None, "Name a folder.")
-        )
-    subjects = gather_subjects(settings, model, teacher, baselines or {})
-    if tokenizer is None:
-        if settings.model is None:
-            raise ArgumentError(explain("tokenizer", "be given with a model in memory", None, "Pass tokenizer=..."))
-        tokenizer = load_tokenizer(settings.model, settings)
-    check_tokenizer(tokenizer)
-    corpus = _check(settings, subjects, tokenizer)
+    rank = state.process_index
     store = _open_store(settings, subjects, state)
     with torch.inference_mode():
         cost = estimate_cost(settings, subjects, tokenizer, corpus)
@@ -106,6 +94,52 @@ def evaluate(
     if settings.output_dir is not None and rank == 0:
         write_results(results, Path(settings.output_dir))
     return results
+
+
+def check_evaluation(
+    settings: EvaluationSettings,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    teacher: PreTrainedModel | None = None,
+) -> None:
+    """Refuse at once what `evaluate` would refuse, for those who train for hours before they evaluate.
+
+    Args:
+        settings: As for `evaluate`.
+        model: A model like the one to evaluate, trained or not.
+        tokenizer: As for `evaluate`.
+        teacher: As for `evaluate`.
+
+    Raises:
+        ArgumentError: As `evaluate` does.
+        CheckpointError: As `evaluate` does.
+        UnsupportedError: As `evaluate` does.
+    """
+    _prepare(settings, model, tokenizer, teacher, {})
+
+
+def _prepare(
+    settings: EvaluationSettings,
+    model: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    teacher: PreTrainedModel | None,
+    baselines: Mapping[str, PreTrainedModel],
+) -> tuple[list[Subject], PreTrainedTokenizerBase, Corpus | None]:
+    """Load what is to be loaded, and check it all."""
+    if settings.feature_map_file is not None:
+        load_feature_maps(settings.feature_map_file)
+    if process_state().num_processes > 1 and settings.output_dir is None:
+        raise ArgumentError(
+            explain("output_dir", "be set when several processes share the work", None, "Name a folder.")
+        )
+    subjects = gather_subjects(settings, model, teacher, baselines)
+    if tokenizer is None:
+        if settings.model is None:
+            raise ArgumentError(explain("tokenizer", "be given with a model in memory", None, "Pass tokenizer=..."))
+        tokenizer = load_tokenizer(settings.model, settings)
+    check_tokenizer(tokenizer)
+    return subjects, tokenizer, _check(settings, subjects, tokenizer)
 
 
 def _check(

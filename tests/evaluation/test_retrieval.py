@@ -207,7 +207,7 @@ def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
 @pytest.mark.parametrize(
     ("tokenizer", "options", "message"),
     [
-        (byte_tokenizer(), {"lengths": (100,)}, r"`length` must be at least \d+ tokens, got 100 \(task 'passkey'\)"),
+        (byte_tokenizer(), {"lengths": (100,)}, r"`lengths` must be at least \d+ tokens, got 100 \(task 'passkey'\)"),
         (
             byte_tokenizer(),
             {"chat_template": True},
