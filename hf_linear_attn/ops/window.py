@@ -26,15 +26,18 @@ class _Blocks:
     ) -> None:
         batch, heads, tokens, _ = q.shape
         past = k.shape[2] - tokens
-        self.block = min(max(window, MIN_BLOCK), tokens)
         self.shape, self.tokens = (batch, heads), tokens
+        if key_mask is None:
+            key_mask = torch.ones(batch, k.shape[2], dtype=torch.bool, device=q.device)
+        if tokens == 1 and past >= window - 1:
+            self._decode(q, k, v, window, key_mask, sinks)
+            return
+        self.block = min(max(window, MIN_BLOCK), tokens)
         pad = -tokens % self.block
         self.number = (tokens + pad) // self.block
         groups = heads // k.shape[1]
         # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
         lead = window - 1 - past
-        if key_mask is None:
-            key_mask = torch.ones(batch, k.shape[2], dtype=torch.bool, device=q.device)
         self.q = self._split(F.pad(q, (0, 0, 0, pad)), self.block, self.block)
         span = self.block + window - 1
         k, v = (self._split(F.pad(x, (0, 0, lead, pad)), span, self.block) for x in (k, v))
@@ -50,6 +53,28 @@ class _Blocks:
             sink_visible = F.pad(sink_visible, (0, 0, 0, pad)).reshape(-1, 1, self.block, sink_k.shape[2])
             visible = torch.cat([sink_visible, visible], dim=-1)
         self.k, self.v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        self.visible = visible
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int,
+        key_mask: Tensor,
+        sinks: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Take one query and the last keys as they are: a single block, without the cutting."""
+        self.block = self.number = 1
+        k, v, visible = k[:, :, -window:], v[:, :, -window:], key_mask[:, None, None, -window:]
+        itself = torch.arange(window, device=q.device) == window - 1
+        visible = visible | itself
+        if sinks is not None:
+            sink_k, sink_v, sink_visible = sinks
+            k, v = torch.cat([sink_k, k], dim=2), torch.cat([sink_v, v], dim=2)
+            visible = torch.cat([sink_visible[:, None], visible], dim=-1)
+        groups = q.shape[1] // k.shape[1]
+        self.q, self.k, self.v = q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         self.visible = visible
 
     def _split(self, x: Tensor, size: int, step: int) -> Tensor:

@@ -203,16 +203,19 @@ class LinearAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layer: LinearAttentionCacheLayer
     ) -> Tensor:
         seen = layer.tensors["seen"]
-        phi = self.feature_map.kernel
-        if phi is None:
+        if self.feature_map.kernel is None:
             positions = _positions(q, key_mask, seen)
             q, k = (x.to(q.dtype) for x in (self.feature_map.phi_q(q, positions), self.feature_map.phi_k(k, positions)))
-        step = decode_opaque_ if torch.compiler.is_compiling() else _decode_step_
-        kv, z = layer.tensors["kv"], layer.tensors["z"]
-        o = step(q, k, v, kv, z, key_mask, phi or "identity", self.settings.eps, self.settings.backend)
+        o = self._step_(q, k, v, key_mask, layer.tensors)
         seen += q.shape[2] if key_mask is None else key_mask.sum(1)
         layer.advance(q.shape[2], q.device)
         return o
+
+    def _step_(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: Mapping[str, Tensor]) -> Tensor:
+        """Fold new tokens into ``state`` in place; q and k are features where the kernels cannot compute them."""
+        step = decode_opaque_ if torch.compiler.is_compiling() else _decode_step_
+        phi = self.feature_map.kernel or "identity"
+        return step(q, k, v, state["kv"], state["z"], key_mask, phi, self.settings.eps, self.settings.backend)
 
     def _hybrid(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scaling: float, window: int) -> Tensor:
         layer, tokens = self.cache, q.shape[2]
@@ -242,7 +245,8 @@ class LinearAttention(nn.Module):
             # A sink is shown apart once it has left the window.
             slots = start + torch.arange(tokens, device=q.device)
             visible_sinks = sinks[0], sinks[1], sinks[2][:, None] <= (slots - window)[None, :, None]
-        o, kept = self._mix(q, (k, v, mask, visible_sinks), far, positions, old, scaling, delay)
+        in_place = layer is not None and self._decodes_in_place(q, layer)
+        o, kept = self._mix(q, (k, v, mask, visible_sinks), far, positions, old, scaling, delay, in_place)
         if layer is not None:
             ring = {"ring_k": k, "ring_v": v}
             rows = {"ring_mask": mask, "ring_far": far_mask, "ring_position": far_positions}
@@ -282,8 +286,9 @@ class LinearAttention(nn.Module):
         old: Mapping[str, Tensor],
         scaling: float,
         delay: int,
+        in_place: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Join the exact and the linear branch; return the output and the linear branch's new state."""
+        """Join the exact and the linear branch; return the output and what is new in the linear branch's state."""
         settings = self.settings
         window = settings.window or 0
         k, v, mask, sinks = near
@@ -298,21 +303,25 @@ class LinearAttention(nn.Module):
             far_q = self.feature_map.phi_q(q, positions).to(q.dtype)
             far_k = self.feature_map.phi_k(far_k, far_positions).to(q.dtype)
             phi = None
-        o_far, final = linear_attention(
-            far_q,
-            far_k,
-            far_v,
-            phi,
-            key_mask=far_mask,
-            state=state,
-            delay=delay,
-            eps=settings.eps,
-            backend=settings.backend,
-        )
         counts = far_mask.cumsum(1) if not delay else _lag(far_mask.cumsum(1), delay)
         if old:
             counts = counts + old["far_count"][:, None]
-        kept = {"kv": final.kv, "z": final.z, "far_count": counts[:, -1].clone()}
+        kept = {"far_count": counts[:, -1].clone()}
+        if in_place and settings.mix == "gate":
+            o_far = self._step_(far_q, far_k, far_v, far_mask, old)
+        else:
+            o_far, final = linear_attention(
+                far_q,
+                far_k,
+                far_v,
+                phi,
+                key_mask=far_mask,
+                state=state,
+                delay=delay,
+                eps=settings.eps,
+                backend=settings.backend,
+            )
+            kept |= {"kv": final.kv, "z": final.z}
         if "window" in self.disabled:
             return o_far, kept
         if "linear" in self.disabled:

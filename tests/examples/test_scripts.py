@@ -66,7 +66,7 @@ def test_the_demo_in_small(run, tmp_path):
         (["--feature_map", "elo"], "`feature_map` must be a registered name, got 'elo'"),
         (["--window", "0"], "`window` must be at least 1"),
         (["--lengths", "16"], "`lengths`"),
-        (["--block_tokens", "100000000"], "`block_tokens` must be at most"),
+        (["--block_tokens", "100000000", "--lengths", "400"], "`block_tokens` must be at most"),
     ],
 )
 def test_the_demo_refuses_before_it_trains_and_keeps_what_was_there(run, tiny, tmp_path, arguments, message):
