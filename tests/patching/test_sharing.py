@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,31 @@ def test_sharded_files(patched, tmp_path):
     assert not info["missing_keys"]
     ids = Subject(patched, "causal").tokens()
     close(Subject(loaded.eval(), "causal").logits(ids), Subject(patched, "causal").logits(ids), "sharded")
+
+
+def test_push_to_hub_uploads_what_loads_again(patched, tmp_path, monkeypatch):
+    """The upload itself is the hub's; what would go there is a whole folder."""
+    uploaded = {}
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+        def create_commit(self, repo_id, operations, **options):
+            assert repo_id == "user/converted"
+            for operation in operations:
+                with operation.as_file() as file:
+                    uploaded[operation.path_in_repo] = file.read()
+
+    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
+    patched.push_to_hub("converted")
+    assert {"config.json", "model.safetensors", "modeling_linear_attention.py", "README.md"} <= uploaded.keys()
+    for name, content in uploaded.items():
+        (tmp_path / name).write_bytes(content)
+    ids = torch.randint(3, VOCAB, (1, 9))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    with torch.no_grad():
+        close(loaded(ids).logits, patched.eval()(ids).logits, "uploaded")
 
 
 def test_a_loaded_model_saves_again(patched, tmp_path):
