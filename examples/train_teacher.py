@@ -73,13 +73,13 @@ class Stage:
 STAGES = (
     Stage("repeat", 500, 2048, 64, 0.02, 1e-3),
     Stage("recall", 550, 4096, 128, 0.01, 5e-4),
-    Stage("mix", 4350, 8192, TRAINED_LENGTH, 0.02, 3e-3),
+    Stage("mix", 5000, 8192, TRAINED_LENGTH, 0.02, 3e-3),
 )
 WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
 FINAL_LR_SHARE = 0.02
 TEXT_SHARE = 0.75
-TRAINED_TASKS = {"passkey": 6, "kv_recall": 5, "niah_single": 1, "niah_multikey": 1}
+TRAINED_TASKS = {"passkey": 6, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.

@@ -7,7 +7,8 @@ import pytest
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate
-from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval
+from hf_linear_attn.evaluation.lm_eval_bridge import _build_task, check_lm_eval
+from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from tests.evaluation.helpers import EOS, ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear
 
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-evaluation-harness")
@@ -60,6 +61,27 @@ def test_an_oracle_scores_one_at_every_length_and_a_blind_model_zero(monkeypatch
     }  # fmt: skip
     prompts = {row["model"]: row["prompts_sha256"] for row in results["lm_eval"] if row["length"] == 700}
     assert prompts["model"] == prompts["blind"]
+
+
+@needs_harness
+@pytest.mark.optional
+def test_our_needle_prompt_reads_as_the_harness_has_it():
+    pytest.importorskip("lm_eval.tasks.ruler.niah_utils")
+    tokenizer = byte_tokenizer()
+    task, _ = _build_task("niah_single_1", tokenizer, settings())
+    theirs = task.dataset["test"][0]
+    ours = get_task("niah_single").build(tokenizer, 800, 50, sample_rng(0, "niah_single", 800, 50, 0))
+
+    def lines(text):
+        text = re.sub(r"\b[a-z]+(-[a-z]+)+\b", "KEY", re.sub(r"\b\d{7}\b", "NUMBER", text))
+        return text.splitlines()
+
+    found = lines(tokenizer.decode(ours.input_ids, skip_special_tokens=True))
+    expected = lines(f"{task.doc_to_text(theirs)} {theirs['gen_prefix']}")
+    # Ours are of an exact length, so that the first line of noise is cut.
+    assert found[0] == expected[0]
+    assert set(found[2:]) == set(expected[1:])
+    assert found[-1] == expected[-1]
 
 
 def make_generate(model):

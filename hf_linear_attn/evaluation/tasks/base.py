@@ -26,6 +26,9 @@ NOISE_SENTENCES = (
     "There and back again.\n",
 )
 
+# RULER writes the same sentences into one line.
+RULER_NOISE = (" ".join(sentence.strip() for sentence in NOISE_SENTENCES) + "\n",)
+
 # A prompt with less filler than this is refused: a depth would have no meaning in it.
 MIN_FILLER_TOKENS = 16
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.evaluation.tasks.base import (
     MIN_FILLER_TOKENS,
-    NOISE_SENTENCES,
+    RULER_NOISE,
     Sample,
     Task,
     answer_budget,
@@ -148,7 +148,7 @@ class NeedleTask(Task):
         self, tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: set[str], values: set[str]
     ) -> Iterator[tuple[int, ...]]:
         if self.haystack != "needles":
-            yield from noise_lines(tokenizer, NOISE_SENTENCES if self.haystack == "noise" else self.haystack)
+            yield from noise_lines(tokenizer, RULER_NOISE if self.haystack == "noise" else self.haystack)
         while True:
             key, value = word_pair(rng), number(rng, DIGITS)
             if key not in keys and value not in values:
