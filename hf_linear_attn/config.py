@@ -33,6 +33,7 @@ class LinearAttentionConfig:
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
             sinks, custom masks) instead of raising.
+        trained_length: Tokens of the longest sequences that the converted model was trained on; None where unknown.
         format_version: Version of the saved form.
 
     Raises:
@@ -53,6 +54,7 @@ class LinearAttentionConfig:
     eps: float = 1e-6
     backend: str = "auto"
     allow_approximate: bool = False
+    trained_length: int | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

@@ -150,6 +150,7 @@ def distill(
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
         distilled.train(False).requires_grad_(True)
+        student.config.linear_attention["trained_length"] = trained_length(settings)
         result = DistillResult(
             student=distilled,
             settings=settings,
@@ -226,6 +227,11 @@ def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module
     trainable, total = peft_student.get_nb_trainable_parameters()
     logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
     return peft_student
+
+
+def trained_length(settings: DistillationSettings) -> int:
+    """Return the tokens of the longest sequences that a run trains on."""
+    return settings.block_tokens * (settings.extend_factor if "extend" in settings.stages else 1)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

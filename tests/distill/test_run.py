@@ -59,6 +59,7 @@ def test_saved_students_load_with_log_picture_and_card(settings, teacher, tokeni
     loaded = from_pretrained(tmp_path)
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(loaded(ids).logits, result.student(ids).logits)
+    assert loaded.config.linear_attention["trained_length"] == 16
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log == result.history
     card = (tmp_path / "README.md").read_text()
@@ -72,6 +73,7 @@ def test_extension_reads_longer_sequences(settings, teacher, tokenizer, data):
     settings = settings.with_changes(stages=["extend"], extend_factor=3, extend_steps=2)
     result = go(settings, teacher, tokenizer, data)
     assert result.tokens == 2 * 2 * 48
+    assert result.student.config.linear_attention["trained_length"] == 48
 
 
 class StoppedError(Exception):
