@@ -23,6 +23,12 @@ REFERENCE_WIDTH = 4096
 REFERENCE_LR = 1e-4
 """Adam's learning rate of the attention modules at :data:`REFERENCE_WIDTH`."""
 
+REFERENCE_HEAD_DIM = 128
+"""Head dim at which :data:`REFERENCE_MAP_LR` is right."""
+
+REFERENCE_MAP_LR = 1e-2
+"""Adam's learning rate of feature maps and gates at :data:`REFERENCE_HEAD_DIM` (as LoLCATs, arXiv:2410.10254)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
@@ -60,9 +66,10 @@ class DistillationSettings:
         rows: Sequences per process and forward, B.
         accumulation: Forwards per optimiser step.
         transfer_steps: Steps of attention transfer.
-        transfer_lr: Its learning rate.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
+        map_lr: Learning rate of feature maps and gates, in every stage; None for ``1e-2 * 128 / head_dim``, since so
+            many numbers add up in each of their outputs.
         distill_steps: Steps of logit distillation.
         distill_lr: Learning rate of the attention modules; None for ``1e-4 * 4096 / hidden_size``, since Adam's best
             rate goes as one over the width (Yang et al., 2022, arXiv:2203.03466).
@@ -130,7 +137,7 @@ class DistillationSettings:
     rows: int = 4
     accumulation: int = 1
     transfer_steps: int = 100
-    transfer_lr: float = 1e-2
+    map_lr: float | None = None
     transfer_loss: TransferLoss = "output"
     distill_steps: int = 600
     distill_lr: float | None = None
@@ -172,7 +179,7 @@ class DistillationSettings:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ArgumentError(explain(name, "lie in 0..1", value, "It is a share."))
-        for name in ("transfer_lr", "distill_lr", "extend_lr"):
+        for name in ("map_lr", "distill_lr", "extend_lr"):
             lr = getattr(self, name)
             if lr is not None and not 0 < lr < math.inf:
                 raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
@@ -227,6 +234,10 @@ class DistillationSettings:
     def learning_rate(self, hidden_size: int) -> float:
         """Return the attention modules' learning rate for a model of that width."""
         return self.distill_lr or REFERENCE_LR * REFERENCE_WIDTH / hidden_size
+
+    def map_learning_rate(self, head_dim: int) -> float:
+        """Return the learning rate of feature maps and gates for that head dim."""
+        return self.map_lr or REFERENCE_MAP_LR * REFERENCE_HEAD_DIM / head_dim
 
     def map_options(self, head_dim: int) -> dict[str, Any]:
         """Return the feature map's settings for a model of that head dim."""
@@ -285,7 +296,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sinks": 0,
         "mix": "shared",
         "transfer_loss": "output",
-        "transfer_lr": 1e-2,
+        "map_lr": 1e-2,
         "distill_loss": "ce",
         "window_dropout": 0.0,
         "trainable": "lora",

@@ -148,6 +148,13 @@ class Stage(ABC):
     def trained(self) -> list[Group]:
         """Return parameter groups with ``params`` and their peak ``lr``."""
 
+    def map_groups(self) -> list[Group]:
+        """Return the groups of feature maps and gates."""
+        return [
+            {"params": list(part.parameters()), "lr": self.settings.map_learning_rate(part.geometry.head_dim)}
+            for part in linear_attention_parts(self.student)
+        ]
+
     def begin_step(self, step: int) -> None:  # noqa: B027 - most stages have nothing to prepare
         """Prepare a step; whatever is random depends on the seed and the step alone."""
 
@@ -188,8 +195,7 @@ class Transfer(Stage):
 
     @override
     def trained(self) -> list[Group]:
-        parameters = [p for part in linear_attention_parts(self.student) for p in part.parameters()]
-        return [{"params": parameters, "lr": self.settings.transfer_lr}]
+        return self.map_groups()
 
     @override
     def weight(self, batch: Batch) -> Tensor:
@@ -298,7 +304,9 @@ class Distill(Stage):
                 },
             ]
         if settings.train_feature_maps:
-            groups.append({"params": [p for _, p in named if id(p) in maps], "lr": lr})
+            # A stage with gentler steps is gentler to the maps too.
+            share = lr / settings.learning_rate(self.hidden_size)
+            groups += [group | {"lr": group["lr"] * share} for group in self.map_groups()]
         return groups
 
     @override

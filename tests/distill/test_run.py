@@ -218,8 +218,8 @@ def test_only_so_many_checkpoints_are_kept(settings, teacher, tokenizer, data, t
 
 def test_changed_settings_are_refused_on_resume(settings, teacher, tokenizer, data, tmp_path):
     settings = stopped_run(settings, teacher, tokenizer, data, tmp_path)
-    with pytest.raises(ArgumentError, match=r"same settings.*Changed: transfer_lr 0.01 -> 0.02. Restore"):
-        go(settings.with_changes(transfer_lr=0.02), teacher, tokenizer, data)
+    with pytest.raises(ArgumentError, match=r"same settings.*Changed: map_lr None -> 0.02. Restore"):
+        go(settings.with_changes(map_lr=0.02), teacher, tokenizer, data)
     with pytest.raises(ArgumentError, match=r"Changed: rows_per_step 2 -> 4"):
         go(settings.with_changes(rows=4), teacher, tokenizer, data)
     go(settings.with_changes(log_every=2), teacher, tokenizer, data)
