@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jsonschema
@@ -25,7 +26,7 @@ from hf_linear_attn.evaluation.cli import compare as compare_command
 from hf_linear_attn.evaluation.cli import main
 from hf_linear_attn.evaluation.store import SampleStore
 from tests.evaluation.helpers import byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
-from tests.evaluation.workers import run, settings
+from tests.evaluation.workers import LM_EVAL, run, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +95,20 @@ def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninte
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len((uninterrupted[0] / "samples.jsonl").read_text().splitlines())
     assert len(lines) > kept
+
+
+@pytest.mark.optional
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-evaluation-harness")
+def test_killed_in_the_harness_and_resumed_the_results_are_byte_identical(tmp_path):
+    pytest.importorskip("lm_eval.tasks.ruler.niah_utils")
+    whole = run(tmp_path / "whole", **LM_EVAL)
+    assert {row["model"] for row in whole["lm_eval"]} == {"model", "teacher"}
+    process = child(tmp_path / "killed", "die", "lm-eval", 1)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()[-2000:]
+    assert not (tmp_path / "killed" / "results.json").exists()
+    run(tmp_path / "killed", resume=True, **LM_EVAL)
+    assert comparable(tmp_path / "killed") == comparable(tmp_path / "whole")
 
 
 def test_two_processes_find_what_one_finds(uninterrupted, tmp_path):

@@ -10,25 +10,33 @@ from hf_linear_attn.evaluation import EvaluationSettings, evaluate
 from hf_linear_attn.evaluation.store import SampleStore
 from tests.evaluation.helpers import byte_tokenizer, tiny_linear, tiny_llama
 
+LM_EVAL = {
+    "suite": ("lm-eval",),
+    "lengths": (700,),
+    "lm_eval_tasks": ("niah_single_1",),
+    "lm_eval_samples": 2,
+    "offline": True,
+}
+
 
 def settings(folder, **options):
-    return EvaluationSettings(
-        suite=("retrieval", "perplexity", "latency"),
-        tasks=("passkey",),
-        lengths=(300, 320),
-        depths=(0, 100),
-        num_samples=3,
-        batch_size=2,
-        max_text_tokens=700,
-        final_tokens=16,
-        final_windows=2,
-        decode_tokens=2,
-        warmups=0,
-        repeats=1,
-        output_dir=str(folder),
-        progress=False,
-        **options,
-    )
+    chosen = {
+        "suite": ("retrieval", "perplexity", "latency"),
+        "tasks": ("passkey",),
+        "lengths": (300, 320),
+        "depths": (0, 100),
+        "num_samples": 3,
+        "batch_size": 2,
+        "max_text_tokens": 700,
+        "final_tokens": 16,
+        "final_windows": 2,
+        "decode_tokens": 2,
+        "warmups": 0,
+        "repeats": 1,
+        "output_dir": str(folder),
+        "progress": False,
+    }
+    return EvaluationSettings(**{**chosen, **options})
 
 
 def run(folder, **options):
@@ -63,4 +71,4 @@ if __name__ == "__main__":
     folder, mode = sys.argv[1:3]
     if mode == "die":
         die_after(sys.argv[3], int(sys.argv[4]))
-    run(folder, resume=mode == "die")
+    run(folder, resume=mode == "die", **(LM_EVAL if "lm-eval" in sys.argv else {}))
