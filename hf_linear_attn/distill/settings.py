@@ -20,7 +20,7 @@ Trainable = Literal["full", "lora"]
 REFERENCE_WIDTH = 4096
 """Hidden size at which :data:`REFERENCE_LR` is right."""
 
-REFERENCE_LR = 1e-4
+REFERENCE_LR = 5e-5
 """Adam's learning rate of the attention modules at :data:`REFERENCE_WIDTH`."""
 
 REFERENCE_HEAD_DIM = 128
@@ -71,7 +71,7 @@ class DistillationSettings:
         map_lr: Learning rate of feature maps and gates, in every stage; None for ``1e-2 * 128 / head_dim``, since so
             many numbers add up in each of their outputs.
         distill_steps: Steps of logit distillation.
-        distill_lr: Learning rate of the attention modules; None for ``1e-4 * 4096 / hidden_size``, since Adam's best
+        distill_lr: Learning rate of the attention modules; None for ``5e-5 * 4096 / hidden_size``, since Adam's best
             rate goes as one over the width (Yang et al., 2022, arXiv:2203.03466).
         rest_lr_share: Learning rate of all other parameters, as a share of the attention modules'; 0 freezes them.
         distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
