@@ -44,6 +44,7 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "LoRA for all weights": {"trainable": "lora"},
     "frozen feature maps": {"train_feature_maps": False},
     "text only": {"recall_share": 0.0},
+    "norm-preserving features": {"feature_map": "norm_preserving"},
     "elu with window": {"feature_map": "elu", "stages": ["distill"]},
     "elu alone": {**ELU, "stages": ["distill"]},
 }
