@@ -26,9 +26,16 @@ def test_every_preset_builds():
 
 def test_learning_rate_goes_as_one_over_the_width():
     settings = DistillationSettings()
-    assert settings.learning_rate(4096) == pytest.approx(1e-4)
-    assert settings.learning_rate(128) == pytest.approx(3.2e-3)
+    assert settings.learning_rate(4096) == pytest.approx(5e-5)
+    assert settings.learning_rate(128) == pytest.approx(1.6e-3)
     assert DistillationSettings(distill_lr=0.5).learning_rate(128) == 0.5
+
+
+def test_maps_learn_the_slower_the_more_numbers_add_up():
+    settings = DistillationSettings()
+    assert settings.map_learning_rate(128) == pytest.approx(1e-2)
+    assert settings.map_learning_rate(32) == pytest.approx(4e-2)
+    assert DistillationSettings.from_preset("lolcats").map_learning_rate(32) == 1e-2
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

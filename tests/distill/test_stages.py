@@ -7,7 +7,14 @@ import torch
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.stages import Distill, Transfer, linear_attention_parts, teacher_forced, weights_forced
+from hf_linear_attn.distill.stages import (
+    Distill,
+    Extend,
+    Transfer,
+    linear_attention_parts,
+    teacher_forced,
+    weights_forced,
+)
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_teacher
 
@@ -146,11 +153,16 @@ def test_window_dropout_falls_to_nothing(teacher):
 
 def test_groups_have_the_settings_rates(teacher):
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
-    stage = Distill(DistillationSettings(distill_lr=0.5, rest_lr_share=0.1), student, 16)
+    settings = DistillationSettings(distill_lr=0.5, rest_lr_share=0.1, map_lr=2.0, extend_lr=0.25)
+    stage = Distill(settings, student, 16)
     rates = {id(p): group["lr"] for group in stage.groups for p in group["params"]}
     assert len(rates) == sum(1 for _ in student.parameters())
     for name, parameter in student.named_parameters():
-        assert rates[id(parameter)] == (0.5 if "self_attn" in name else 0.05), name
+        expected = 2.0 if "linear_attention" in name else 0.5 if "self_attn" in name else 0.05
+        assert rates[id(parameter)] == expected, name
+    gentler = {group["lr"] for group in Extend(settings, student, 16).groups}
+    assert gentler == {1.0, 0.25, 0.025}
+    assert {group["lr"] for group in Transfer(settings, student, 16).groups} == {2.0}
     frozen = Distill(DistillationSettings(rest_lr_share=0, train_feature_maps=False), student, 16)
     names = {name for name, p in student.named_parameters() if p.requires_grad}
     assert names == {f"model.layers.{n}.self_attn.{x}_proj.weight" for n in (0, 1) for x in "qkvo"}
