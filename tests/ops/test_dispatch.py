@@ -35,6 +35,34 @@ def test_refuses_what_kernels_do_not_hold(arguments: dict[str, object], reason: 
     linear_attention(*tensors(**arguments), backend="auto")
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"k": (1, 2, 3)}, ArgumentError, r"`k` must have 4 dimensions \[B, heads, tokens, dim\], got \(1, 2, 3\)"),
+        ({"k": (2, 2, 3, 4), "v": (2, 2, 3, 4)}, ArgumentError, "`k` must have q's batch size 1"),
+        ({"k": (1, 2, 3, 5)}, ArgumentError, "`k` must have q's head dim 4"),
+        ({"q": (1, 3, 3, 4)}, ArgumentError, "`k` must have a head count that divides q's 3, got 2"),
+        ({"v": (1, 2, 5, 4)}, ArgumentError, r"`v` must match k's \[B, HKV, S\] = \(1, 2, 3\), got \(1, 2, 5, 4\)"),
+        ({"q": (1, 2, 5, 4)}, ArgumentError, "`k` must have q's 5 tokens where causal, got 3"),
+        ({"v": (1, 2, 0, 4), "k": (1, 2, 0, 4)}, ArgumentError, "`k` must not be empty"),
+        ({"k": {"device": "meta"}}, ArgumentError, "`k` must be on q's device cpu, got 'meta'. Move k or q"),
+        (
+            {"v": {"dtype": torch.float16}},
+            ArgumentTypeError,
+            "`v` must have q's dtype torch.float32, got torch.float16",
+        ),
+        ({"q": {"dtype": torch.int64}}, ArgumentTypeError, "`q` must be bf16, fp16, fp32 or fp64, got torch.int64"),
+    ],
+)
+@pytest.mark.parametrize("name", ["torch", "triton", "reference"])
+def test_refuses_tensors_that_do_not_fit(changes: dict, error: type[Exception], message: str, name: str) -> None:
+    given = dict(zip("qkv", tensors(), strict=True))
+    for which, change in changes.items():
+        given[which] = given[which].to(**change) if isinstance(change, dict) else torch.randn(change)
+    with pytest.raises(error, match=message):
+        linear_attention(**given, backend=name)
+
+
 def test_refuses_features_wider_than_kernels_hold() -> None:
     with pytest.raises(BackendError, match=refusal("q has head size 320")):
         linear_attention(*tensors(160), feature_map="hedgehog", backend="triton")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
@@ -63,6 +63,10 @@ def test_models(plain):
         unpatch_model(llama())
     with pytest.raises(ArgumentError, match=r"`window` must be None for bidirectional attention, got 4 \(bert\.enc"):
         patch_model(tiny_model("masked", "bert"), window=4)
+    with pytest.raises(
+        UnsupportedError, match=r"`model` must have self-attention .*'MambaForCausalLM'\. There is nothing"
+    ):
+        patch_model(MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)))
     softmax = llama()
     softmax.set_attn_implementation("hf_linear_attn")
     with pytest.raises(UnsupportedError, match=r"`attn_implementation` must be set by patch_model, got 'hf_lin"):
