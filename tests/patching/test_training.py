@@ -68,6 +68,23 @@ def test_autocast_stays_close_to_fp32(setting):
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_half_precision_weights_train(setting, dtype, error):
+    model = build(setting)
+    ids = Subject(model, "causal").tokens()
+    expected = loss_and_gradients(model, ids)
+    found = loss_and_gradients(model.to(dtype), ids)
+    assert abs(found[0] - expected[0]) < error * expected[0]
+    for name, gradient in expected[1].items():
+        assert found[1][name].dtype == dtype, name
+        assert (found[1][name] - gradient).norm() < 5 * error * gradient.norm() + 1e-4, name
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    after, _ = loss_and_gradients(model, ids)
+    assert after < found[0]
+
+
 class Graphs(list):
     """A compiler backend that collects what it is given and runs it as it is."""
 
