@@ -2,15 +2,19 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate
 from hf_linear_attn.evaluation.lm_eval_bridge import _build_task, check_lm_eval
-from hf_linear_attn.evaluation.tasks import get_task, sample_rng
+from hf_linear_attn.evaluation.statistics import wilson_interval
+from hf_linear_attn.evaluation.tasks import get_task, niah, sample_rng
 from tests.evaluation.helpers import EOS, ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear
 
+TEACHER = Path(__file__).parents[2] / "examples" / "teacher"
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-evaluation-harness")
 
 
@@ -82,6 +86,32 @@ def test_our_needle_prompt_reads_as_the_harness_has_it():
     assert found[0] == expected[0]
     assert set(found[2:]) == set(expected[1:])
     assert found[-1] == expected[-1]
+
+
+@needs_harness
+@pytest.mark.optional
+@pytest.mark.timeout(900)
+def test_our_score_agrees_with_the_harness_on_a_model_that_is_neither_perfect_nor_blind(monkeypatch):
+    """With RULER's words for keys: the small teacher knows ours, and does better with them."""
+    prepare = pytest.importorskip("lm_eval.tasks.ruler.prepare_niah")
+    monkeypatch.setattr(niah, "word_pair", lambda rng: rng.choice(prepare.WORDS))
+    monkeypatch.setattr(niah, "longest_pair", lambda tokenizer: max(prepare.WORDS, key=len))
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER).eval()
+    both = settings(
+        suite=("retrieval", "lm-eval"),
+        tasks=("niah_single",),
+        lengths=(512,),
+        num_samples=10,
+        lm_eval_samples=50,
+        batch_size=10,
+    )
+    results = evaluate(both, model=teacher, tokenizer=AutoTokenizer.from_pretrained(TEACHER))
+    ours = wilson_interval(sum(cell["score"] * cell["n"] for cell in results["cells"]), 50)
+    (row,) = results["lm_eval"]
+    assert row["n"] == 50
+    assert ours[0] < row["ci95"][1]
+    assert row["ci95"][0] < ours[1]
+    assert 0.2 < row["value"] < 0.9
 
 
 def make_generate(model):
