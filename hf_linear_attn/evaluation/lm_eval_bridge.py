@@ -138,6 +138,18 @@ def _build_task(name: str, tokenizer: PreTrainedTokenizerBase, settings: Evaluat
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+    # Where a prompt does not fit, the harness's generators leave out the very words that are asked for.
+    short = [doc["max_length"] for doc in task.dataset["test"] if not doc["outputs"]] if is_ruler(name) else []
+    if short:
+        raise ArgumentError(
+            explain(
+                "lengths",
+                "leave the harness room for what it asks for",
+                min(short),
+                "Ask for a longer context or leave the task out.",
+                where=f"task {name!r}",
+            )
+        )
     return task, manager
 
 

@@ -90,6 +90,14 @@ def test_our_needle_prompt_reads_as_the_harness_has_it():
 
 @needs_harness
 @pytest.mark.optional
+def test_a_length_that_the_harness_cannot_fill_is_named():
+    pytest.importorskip("lm_eval.tasks.ruler.cwe_utils")
+    with pytest.raises(ArgumentError, match=r"`lengths` must leave the harness room .* got 700 \(task 'ruler_cwe'\)"):
+        _build_task("ruler_cwe", byte_tokenizer(), settings())
+
+
+@needs_harness
+@pytest.mark.optional
 @pytest.mark.timeout(900)
 def test_our_score_agrees_with_the_harness_on_a_model_that_is_neither_perfect_nor_blind(monkeypatch):
     """With RULER's words for keys: the small teacher knows ours, and does better with them."""
