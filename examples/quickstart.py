@@ -30,9 +30,13 @@ class Arguments:
     model: str = field(default=str(TEACHER), metadata={"help": "Softmax checkpoint: a folder or a hub name."})
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Where report, results and student go."})
     overwrite: bool = field(default=False, metadata={"help": "Replace what an earlier run left there."})
-    feature_map: str = field(default="hedgehog", metadata={"help": "See `hf-linear-attn maps`."})
-    window: int = field(default=64, metadata={"help": "Last tokens that are attended to exactly."})
-    sinks: int = field(default=4, metadata={"help": "First tokens that are attended to exactly."})
+    feature_map: str = field(default=DistillationSettings.feature_map, metadata={"help": "See `hf-linear-attn maps`."})
+    window: int | None = field(
+        default=DistillationSettings.window, metadata={"help": "Last tokens that are attended to exactly."}
+    )
+    sinks: int = field(
+        default=DistillationSettings.sinks, metadata={"help": "First tokens that are attended to exactly."}
+    )
     transfer_steps: int = field(default=100, metadata={"help": "Steps of attention transfer."})
     distill_steps: int = field(default=300, metadata={"help": "Steps of logit distillation."})
     rows: int = field(default=4, metadata={"help": "Sequences per step."})
