@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
     found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
+    found.add_argument("--finished-only", action="store_true", help="run nothing, write what is finished in --work-dir")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
     found.add_argument("--report", type=Path, help="page to write from the result, Markdown")
     return found
@@ -107,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def once(key: str, make: Any) -> Any:
         path = folder / f"{key.replace(' ', '-')}.json"
+        if not path.exists() and arguments.finished_only:
+            return None
         if not path.exists():
             temporary = path.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(make()))
@@ -136,9 +139,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seed in arguments.seeds:
         for name in arguments.recipes:
             start = settings_of(arguments, name, 0, window)
-            results["patched"][name] = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
+            before = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
             found = once(f"{name} {seed}", lambda name=name, seed=seed: run(name, seed))
-            results["recipes"].setdefault(name, {})[str(seed)] = found
+            if found is not None:
+                results["patched"][name] = before
+                results["recipes"].setdefault(name, {})[str(seed)] = found
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.report is not None:
