@@ -273,12 +273,15 @@ CHOICES = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "recommended": {},
-    # Nothing is learned in phi, so there is nothing to transfer, and no window.
+    # Nothing is learned in phi, so there is nothing to transfer, and no window. All weights have to learn anew, and no
+    # step is spent on recall, of which it is hardly capable.
     "elu": {
         "feature_map": "elu",
         "window": None,
         "sinks": 0,
         "stages": ["distill"],
+        "recall_share": 0.0,
+        "rest_lr_share": 1.0,
         "window_dropout": 0.0,
     },
     # Cross-entropy alone, on the user's own data.
