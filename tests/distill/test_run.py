@@ -298,6 +298,8 @@ def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
 
 
 def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
+    # Heads as small as these learn so fast that rounding grows with every step.
+    settings = settings.with_changes(map_lr=1e-2)
     large = go(settings.with_changes(rows=4), teacher, tokenizer, data)
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in large.history][-4:]
