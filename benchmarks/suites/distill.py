@@ -265,6 +265,8 @@ def report(results: Mapping[str, Any]) -> str:
             *(_mean([f["recall"][pairs] for f in off], 2) if off else "" for pairs in ("4", "8")),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    missing = [name for name in NAMES if name not in recipes]
+    lines += ["", f"Rows without ± are one seed. Not run: {', '.join(missing) or 'nothing'}."]
     lines += ["", *_claims(results), "", "![Loss against training tokens](distillation.svg)", ""]
     return "\n".join(lines)
 
