@@ -39,7 +39,6 @@ class Arguments:
     )
     transfer_steps: int = field(default=100, metadata={"help": "Steps of attention transfer."})
     distill_steps: int = field(default=300, metadata={"help": "Steps of logit distillation."})
-    extend_steps: int = field(default=50, metadata={"help": "Steps on sequences four times as long."})
     rows: int = field(default=4, metadata={"help": "Sequences per step."})
     block_tokens: int = field(default=512, metadata={"help": "Tokens per sequence."})
     lengths: list[int] = field(
@@ -66,8 +65,6 @@ def main() -> None:
         rows=arguments.rows,
         transfer_steps=arguments.transfer_steps,
         distill_steps=arguments.distill_steps,
-        extend_steps=arguments.extend_steps,
-        stages=["transfer", "distill", "extend"],
         heldout_rows=16,
         seed=arguments.seed,
     )
@@ -96,7 +93,7 @@ def main() -> None:
 
     window = equal_cache_window(patched)
     print(f"2/3 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
-    local = settings.with_changes(mix="window", window=window, stages=["distill", "extend"], heldout_rows=0)
+    local = settings.with_changes(mix="window", window=window, stages=["distill"], window_dropout=0.0, heldout_rows=0)
     baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
 
     print("3/3 Evaluating all of them beside the teacher", flush=True)

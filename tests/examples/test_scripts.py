@@ -12,20 +12,7 @@ from hf_linear_attn.patching import is_patched
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FEW = [
-    "--transfer_steps",
-    "1",
-    "--distill_steps",
-    "1",
-    "--extend_steps",
-    "1",
-    "--rows",
-    "1",
-    "--block_tokens",
-    "64",
-    "--samples",
-    "1",
-]
+FEW = ["--transfer_steps", "1", "--distill_steps", "1", "--rows", "1", "--block_tokens", "64", "--samples", "1"]
 
 
 @pytest.fixture
