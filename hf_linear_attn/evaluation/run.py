@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,8 @@ def evaluate(
     _run_suites(settings, subjects, tokenizer, corpus, store, state, cost)
     results = _collect(settings, subjects, corpus, store, extras or {})
     results["timing"] = {
+        "command": " ".join(sys.argv),
+        "commit": source_commit(),
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "estimated_s": cost.seconds,
         "wall_s": time.perf_counter() - begin,
@@ -339,6 +342,23 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def source_commit() -> str | None:
+    """Return the commit of this package's source, marked where it was changed, or None where it is no checkout."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        # A package installed inside of somebody's repository is not that repository's commit.
+        subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
+        found = subprocess.run(
+            [*here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool = True) -> dict[str, Any]:

@@ -65,6 +65,11 @@ def test_results_follow_the_published_schema(uninterrupted):
 
 def test_results_say_what_was_measured(uninterrupted):
     _, results = uninterrupted
+    assert results["timing"]["command"] == " ".join(sys.argv)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    # None where the tests do not run from a checkout.
+    assert commit.startswith((results["timing"]["commit"] or "").removesuffix("-dirty"))
+    assert bool(results["timing"]["commit"]) == bool(commit)
     assert results["model"]["attention"] == "linear"
     assert results["model"]["feature_map"] == "elu"
     assert results["model"]["patched_layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
