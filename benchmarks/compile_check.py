@@ -32,7 +32,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_linear_attn.ops.triton.backward import backward_launches
+from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target
@@ -103,19 +103,19 @@ def problem(config: Config, *, split: bool) -> Problem:
 def launches(config: Config) -> Iterator[Launch]:
     """Yield one launch per role: the split walk, whose states come from memory, and the decode step."""
     p = problem(config, split=True)
-    saved, forward = forward_launches(p, 1e-6)
-    do = torch.empty_like(saved.o)
-    _, backward = backward_launches(p, saved, do, saved.kv, saved.z)
+    out, forward = forward_launches(p, 1e-6)
+    _, backward = backward_launches(p, save(p, out), torch.empty_like(out.o), out.kv, out.z)
     yield from forward
     yield from (launch for launch in backward if launch.role != "scan")
     # Sequences that are not split get their deltas from a kernel of its own.
     whole = problem(config, split=False)
-    saved, _ = forward_launches(whole, 1e-6)
-    yield backward_launches(whole, saved, torch.empty_like(saved.o), saved.kv, saved.z)[1][0]
+    of_whole, _ = forward_launches(whole, 1e-6)
+    do = torch.empty_like(of_whole.o)
+    yield backward_launches(whole, save(whole, of_whole), do, of_whole.kv, of_whole.z)[1][0]
     q, k, v = (x[:, :, :1] for x in (p.q, p.k, p.v))
     tiles = -(-config.V // 32)
     z = torch.empty(1, 2, tiles, config.D, device="meta")
-    yield decode_launch(p.target, q, k, v, saved.kv, z, None, "elu", 1e-6)[1]
+    yield decode_launch(p.target, q, k, v, out.kv, z, None, "elu", 1e-6)[1]
 
 
 def signature(launch: Launch) -> ASTSource:

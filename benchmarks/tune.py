@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hf_linear_attn.ops.triton import plan
-from hf_linear_attn.ops.triton.backward import backward_launches
+from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
@@ -53,7 +53,8 @@ def launch_of(role: str, target: Target, dtype: torch.dtype, size: int) -> Launc
     out, forward = forward_launches(p, 1e-6)
     for launch in forward:
         launch.run()
-    _, backward = backward_launches(p, out, torch.randn_like(out.o), torch.zeros_like(out.kv), torch.zeros_like(out.z))
+    do, dkv, dz = torch.randn_like(out.o), torch.zeros_like(out.kv), torch.zeros_like(out.z)
+    _, backward = backward_launches(p, save(p, out), do, dkv, dz)
     for launch in backward:
         launch.run()
     found = {launch.role: launch for launch in (*forward, *backward)}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.forward import Forward, scan_launch
-from hf_linear_attn.ops.triton.plan import Launch, Problem, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
     derivative,
     dot,
@@ -331,6 +331,62 @@ def dv_kernel(
         store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)
 
 
+class Saved(NamedTuple):
+    """What the backward needs of the forward's results.
+
+    Attributes:
+        o: Outputs ``[B, H, T, V]``.
+        den: Guarded normalisers ``[B, H, T]``, fp32.
+        kv: Final state ``[B or N, HKV, D, V]`` where not causal.
+        z: Its normaliser.
+        prefixes: Where dq walks segments, what they start from: ``[segments, HKV, D V + D]`` of packed sequences,
+            else ``[B, segments - 1, HKV, D V + D]``, since the first one starts from the initial state.
+    """
+
+    o: Tensor
+    den: Tensor
+    kv: Tensor | None
+    z: Tensor | None
+    prefixes: Tensor | None
+
+
+def query_segments(p: Problem) -> Segments:
+    """Cut the sequences for dq: where causal, at some of the forward's cuts, since there prefixes are known."""
+    tokens = p.q.shape[2]
+    if not p.causal:
+        return p.segments("dq", tokens)
+    forwards = p.segments("forward", tokens)
+    return p.coarser("dq", tokens, forwards) if forwards.split else forwards
+
+
+def save(p: Problem, out: Forward) -> Saved:
+    """Pick what the backward needs; dq has more programs per segment than the forward, so it needs fewer prefixes."""
+    if not p.causal:
+        return Saved(out.o, out.den, out.kv, out.z, None)
+    coarse = query_segments(p)
+    prefixes: Tensor | None = None
+    if coarse.split:
+        fine = p.segments("forward", p.q.shape[2])
+        if coarse.table is None or coarse.bounds is None or fine.bounds is None:
+            every = coarse.length // fine.length
+            prefixes = out.prefixes.unflatten(0, (p.rows, fine.per_row))[:, every::every].contiguous()
+        else:
+            n, first, start, _ = coarse.table.unbind(1)
+            index = fine.bounds[n] + (start - first) // fine.length
+            prefixes = out.prefixes[index.clamp_(max=fine.count - 1)]
+    return Saved(out.o, out.den, None, None, prefixes)
+
+
+def query_starts(p: Problem, prefixes: Tensor) -> Tensor:
+    """Return what each of dq's segments starts from, ``[segments, HKV, D V + D]``."""
+    if p.cu_seqlens is not None:
+        return prefixes
+    first = torch.zeros_like(prefixes[:, 0])
+    if p.kv0 is not None and p.z0 is not None:
+        torch.cat([p.kv0.flatten(2), p.z0], 2, out=first)
+    return torch.cat([first[:, None], prefixes], 1).flatten(0, 1)
+
+
 class Backward(NamedTuple):
     """Gradients of q, k, v and of the initial state."""
 
@@ -357,12 +413,12 @@ def allocate_backward(p: Problem) -> Backward:
     )
 
 
-def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: Tensor) -> tuple[Backward, list[Launch]]:
+def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Tensor) -> tuple[Backward, list[Launch]]:
     """Plan the backward.
 
     Args:
         p: The problem of the forward.
-        saved: The forward's results.
+        saved: What :func:`save` kept of its results.
         do: Gradient of o.
         dkv: Gradient of the final state, fp32, contiguous.
         dz: Gradient of its normaliser.
@@ -374,16 +430,15 @@ def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: T
     (_, H, T, D), (_, HKV, S, V), G = q.shape, v.shape, p.group
     out = allocate_backward(p)
     delta = torch.empty_like(den)
-    split = p.causal and saved.prefixes.numel() > 0
-    # Prefixes belong to the forward's cut; reverse sums need the same one only to share its table.
-    forwards = p.segments("forward", T)
+    # dv has the fewest programs per segment of the two that walk keys.
+    of_keys = p.segments("dv", S)
     launches = []
     states: Tensor | None = None
     seed = dkv, dz
-    if split or not p.causal:
+    if of_keys.split or not p.causal:
         chosen = p.tile("reverse_state")
-        of_queries = forwards if split else p.segments("reverse_state", T)
-        states = p.states(of_queries)
+        summed = of_keys if p.causal else p.segments("reverse_state", T)
+        states = p.states(summed)
         arguments = {
             **{"q": q, "o": o, "do": do, "den": den, "delta": delta, "states": states, "T": T, "HKV": HKV},
             **strides("q", q),
@@ -391,12 +446,12 @@ def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: T
             **strides("do", do),
             **{"d_b": den.stride(0), "G": G, "BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
             **p.sizes(),
-            **walk(of_queries),
+            **walk(summed),
         }
-        programs = of_queries.count * HKV * -(-D // chosen.width)
+        programs = summed.count * HKV * -(-D // chosen.width)
         launches += [
             Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,)),
-            scan_launch(p, states, of_queries, seed, (out.dkv0, out.dz0), reverse=True),
+            scan_launch(p, states, summed, seed, (out.dkv0, out.dz0), reverse=True),
         ]
         if not p.causal:
             seed = out.dkv0, out.dz0
@@ -422,24 +477,24 @@ def backward_launches(p: Problem, saved: Forward, do: Tensor, dkv: Tensor, dz: T
     }
     errors = (do, den, delta)
     chosen = p.tile("dq")
-    # The forward's cut where its prefixes are read; else each walk is cut to fill the device.
-    of_queries = forwards if p.causal else p.segments("dq", T)
+    of_queries = query_segments(p)
     kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
+    starts = None if saved.prefixes is None else query_starts(p, saved.prefixes)
     arguments = {
         **shared,
-        **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": saved.prefixes, "H": H, "G": G},
+        **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": starts, "H": H, "G": G},
         **strides("v", v),
         **strides("dq", out.dq),
         **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
         **walk(of_queries),
-        "SOURCE": "segment" if split else "none" if kv0 is None else "sequence",
+        "SOURCE": "segment" if starts is not None else "none" if kv0 is None else "sequence",
     }
     reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
     programs = of_queries.count * H * -(-D // chosen.width)
     launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
 
-    of_keys = forwards if p.causal else p.segments("dk", S)
     chosen = p.tile("dk")
+    split = p.causal and of_keys.split
     shared |= {"S": S, "HKV": HKV, "G": G, "kv1": seed[0], "states": states, **walk(of_keys)}
     shared["SOURCE"] = "segment" if split else "sequence"
     arguments = {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.backward import allocate_backward, backward_launches
+from hf_linear_attn.ops.triton.backward import Saved, allocate_backward, backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, readable, target_of
@@ -106,16 +106,16 @@ def triton_backward(
     z0: Tensor | None,
     o: Tensor,
     den: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    prefixes: Tensor,
+    kv: Tensor | None,
+    z: Tensor | None,
+    prefixes: Tensor | None,
     phi: str,
     causal: bool,
     delay: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial ``kv`` and ``z``."""
     problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    saved = Forward(o, den, kv, z, prefixes)
+    saved = Saved(o, den, kv, z, prefixes)
     out, launches = backward_launches(problem, saved, readable(do), dkv.contiguous(), dz.contiguous())
     _run(q.device, launches)
     return out
@@ -135,9 +135,9 @@ def _(
     z0: Tensor | None,
     o: Tensor,
     den: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    prefixes: Tensor,
+    kv: Tensor | None,
+    z: Tensor | None,
+    prefixes: Tensor | None,
     phi: str,
     causal: bool,
     delay: int,
@@ -163,15 +163,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: T
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
+    q, k, v, _, cu_seqlens, kv0, z0 = tensors
+    # For its shapes and cuts alone: nothing is copied into a layout that kernels read.
+    p = Problem(_target(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
+    ctx.save_for_backward(*tensors, *save(p, Forward(*output)))
 
 
 def _backward(
     ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor, dprefixes: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, key_mask, cu_seqlens, kv0, z0, *output = ctx.saved_tensors
+    q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
     dq, dk, dv, dkv0, dz0 = triton_backward(
-        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *output, ctx.phi, ctx.causal, ctx.delay
+        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay
     )
     of_state = (None, None) if kv0 is None else (dkv0, dz0)
     return dq, dk, dv, None, None, *of_state, None, None, None, None

@@ -195,22 +195,18 @@ def segment_length(tokens: int, programs: int, slots: int, dim: int, chunk: int)
     return -(-tokens // (pieces * chunk)) * chunk
 
 
-def cut(tokens: int, rows: int, programs: int, slots: int, dim: int, chunk: int, cu_seqlens: Tensor | None) -> Segments:
+def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     """Cut sequences into segments.
 
     Args:
         tokens: Tokens of a sequence, or of all packed ones.
         rows: Batch size, or number of packed sequences.
-        programs: Programs per segment.
-        slots: Programs that the device holds at a time.
-        dim: Head size.
-        chunk: Tokens per chunk.
+        length: Tokens of a segment, as :func:`segment_length` returns them.
         cu_seqlens: Boundaries of packed sequences, int64.
 
     Returns:
         The segments; tables are built on the device, without waiting for it.
     """
-    length = segment_length(tokens, rows * programs, slots, dim, chunk)
     if cu_seqlens is None:
         per_row = -(-tokens // length)
         return Segments(rows * per_row, length, per_row, per_row > 1)
@@ -317,17 +313,23 @@ class Problem(NamedTuple):
 
     def segments(self, role: str, tokens: int) -> Segments:
         """Cut the sequences for a kernel that walks ``tokens`` tokens with a program per head and tile."""
+        return cut(tokens, self.rows, self._length(role, tokens), self.cu_seqlens)
+
+    def coarser(self, role: str, tokens: int, finer: Segments) -> Segments:
+        """Cut them for a kernel whose segments have to begin where some of ``finer`` do."""
+        multiple = -(-self._length(role, tokens) // finer.length)
+        return cut(tokens, self.rows, min(tokens, multiple * finer.length), self.cu_seqlens)
+
+    def _length(self, role: str, tokens: int) -> int:
         chosen = self.tile(role)
         tiles = -(-(self.v if role in ("forward", "dv") else self.k).shape[3] // chosen.width)
         heads = self.q.shape[1] if role in ("forward", "dq") else self.k.shape[1]
-        return cut(
+        return segment_length(
             tokens,
-            self.rows,
-            heads * tiles,
+            self.rows * heads * tiles,
             self.target.processors * chosen.resident,
             max(self.k.shape[3], self.v.shape[3]),
             chosen.tokens,
-            self.cu_seqlens,
         )
 
     def states(self, segments: Segments) -> Tensor:
