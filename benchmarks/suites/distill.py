@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
 from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
 from hf_linear_attn.distill.picture import draw_losses
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
@@ -38,6 +39,7 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "no sinks": {"sinks": 0},
     "no window": {"window": None, "sinks": 0, "window_dropout": 0.0},
     "shared denominator": {"mix": "shared", "window_dropout": 0.0},
+    "one length": {"length_factors": [1]},
     "no transfer": {"stages": ["distill"]},
     "transfer by attention weights": {"transfer_loss": "weights"},
     "cross-entropy for KL": {"distill_loss": "ce"},
@@ -48,6 +50,8 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "elu with window": {"feature_map": "elu", "stages": ["distill"]},
     "elu alone": {**ELU, "stages": ["distill"]},
 }
+LONGER = 4
+"""At so many times the length of a sequence students are measured as well."""
 WINDOW, LOLCATS = "window alone", "lolcats"
 NAMES = (WINDOW, LOLCATS, *ONE_FACTOR)
 
@@ -85,15 +89,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def figures(model: PreTrainedModel) -> dict[str, Any]:
         # Held-out text and questions are those of one seed for all runs.
-        return measure(
-            model,
-            data_of(0, 0.35)[1],
-            tokenizer,
-            rows=arguments.heldout_rows,
-            length=arguments.block_tokens,
-            seed=1000,
-            samples=arguments.samples,
-        )
+        heldout, length = data_of(0, 0.35)[1], arguments.block_tokens
+        questions: dict[str, Any] = {"seed": 1000, "samples": arguments.samples}
+        found = measure(model, heldout, tokenizer, rows=arguments.heldout_rows, length=length, **questions)
+        found["longer"] = heldout_loss(model, heldout, max(1, arguments.heldout_rows // LONGER), LONGER * length) | {
+            "recall": {
+                "4": recall_accuracy(model, tokenizer, pairs=4, length=LONGER * length, max_depth=MAX_DEPTH, **questions)
+            }
+        }
+        return found
 
     recommended = settings_of(arguments, "recommended", 0, 1)
     window = equal_cache_window(patched(teacher, recommended))
@@ -248,10 +252,11 @@ def report(results: Mapping[str, Any]) -> str:
         f"Made by `{facts['command']}`.",
         "",
         "| recipe | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
-        "| recall 8, off |",
-        "| --- " * 9 + "|",
+        f"| recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x |",
+        "| --- " * 11 + "|",
         f"| teacher | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
-        f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | |",
+        f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | "
+        f"| {teacher['longer']['loss_nats']:.3f} | {_mean([teacher['longer']['recall']['4']], 2)} |",
     ]
     for name, runs in recipes.items():
         found = [run["figures"] for run in runs.values()]
@@ -263,6 +268,8 @@ def report(results: Mapping[str, Any]) -> str:
             _mean([f["late_loss_nats"] for f in off]) if off else "",
             *(_mean([f["recall"][pairs] for f in found], 2) for pairs in ("4", "8")),
             *(_mean([f["recall"][pairs] for f in off], 2) if off else "" for pairs in ("4", "8")),
+            _mean([f["longer"]["loss_nats"] for f in found]),
+            _mean([f["longer"]["recall"]["4"] for f in found], 2),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     missing = [name for name in NAMES if name not in recipes]
@@ -294,13 +301,21 @@ def _claims(results: Mapping[str, Any]) -> list[str]:
                 )
     for other, what in ((LOLCATS, "LoLCATs' recipe"), (WINDOW, "the window alone")):
         if {"recommended", other} <= recipes.keys():
-            for key, where in (("loss_nats", "all tokens"), ("late_loss_nats", "the late half of the context")):
-                gains = [
-                    recipes[other][seed]["figures"][key] - run["figures"][key]
-                    for seed, run in recipes["recommended"].items()
-                    if seed in recipes[other]
-                ]
-                lines.append(f"- Held-out nats by which it beats {what}, {where}: {_mean(gains, 4)}.")
+            for times in (1, LONGER):
+                for key, where in (("loss_nats", "all tokens"), ("late_loss_nats", "the late half of the context")):
+
+                    def loss(run: Mapping[str, Any], key: str = key, times: int = times) -> float:
+                        return float((run["figures"] if times == 1 else run["figures"]["longer"])[key])
+
+                    gains = [
+                        loss(recipes[other][seed]) - loss(run)
+                        for seed, run in recipes["recommended"].items()
+                        if seed in recipes[other]
+                    ]
+                    length = times * results["provenance"]["recommended"]["block_tokens"]
+                    lines.append(
+                        f"- Held-out nats by which it beats {what} at {length:,} tokens, {where}: {_mean(gains, 4)}."
+                    )
     if "elu alone" in recipes:
         patched_loss = results["patched"]["elu alone"]["loss_nats"]
         shares = [

@@ -60,23 +60,26 @@ class Blocks(Protocol):
     """Text sequences by number."""
 
     def block(self, number: int, length: int) -> list[int]:
-        """Return ``length`` tokens of one document, BOS first where the tokenizer has one."""
+        """Return at most ``length`` tokens of one document, BOS first where the tokenizer has one."""
 
 
 class DocumentBlocks(Blocks):
     """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
 
     A block never crosses from one document into another. A document's last block ends where the document ends, so it
-    may overlap the one before it; documents shorter than a block are left out.
+    may overlap the one before it. A document that does not fill a block is one of its own, so that few long documents
+    are not read again and again, unless it is shorter than the shortest block: then it is left out.
 
     Args:
         documents: Token ids of each document.
         bos: What a block begins with, one token or none.
         seed: Of the order.
+        shortest: Tokens of the shortest blocks.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], bos: Sequence[int], seed: int) -> None:
+    def __init__(self, documents: Sequence[Sequence[int]], bos: Sequence[int], seed: int, shortest: int) -> None:
         self.documents, self.bos, self.seed = documents, list(bos), seed
+        self.shortest = shortest - len(self.bos)
         self._places: dict[int, list[tuple[int, int]]] = {}
         self._order: tuple[int, int, list[int]] = (0, -1, [])
 
@@ -89,21 +92,13 @@ class DocumentBlocks(Blocks):
         if length not in self._places:
             body = length - len(self.bos)
             places = [
-                (number, min(start, len(document) - body))
+                (number, max(0, min(start, len(document) - body)))
                 for number, document in enumerate(self.documents)
-                if len(document) >= body
+                if len(document) >= min(body, self.shortest)
                 for start in range(0, len(document), body)
             ]
             if not places:
-                longest = max((len(document) for document in self.documents), default=0)
-                raise ArgumentError(
-                    explain(
-                        "block_tokens",
-                        f"be at most {longest + len(self.bos)}, the longest document's tokens",
-                        length,
-                        "A block never crosses documents: lower it, or use a dataset of longer texts.",
-                    )
-                )
+                raise too_long(self.shortest, max((len(document) for document in self.documents), default=0), self.bos)
             self._places[length] = places
         return self._places[length]
 
@@ -120,46 +115,97 @@ class DocumentBlocks(Blocks):
         return self.bos + list(self.documents[document][start : start + body])
 
 
+def too_long(shortest: int, longest: int, bos: Sequence[int]) -> ArgumentError:
+    """Return the error that every document is shorter than the shortest block."""
+    return ArgumentError(
+        explain(
+            "block_tokens",
+            f"be at most {longest + len(bos)}, the longest document's tokens",
+            shortest + len(bos),
+            "A block never crosses documents: lower it, or use a dataset of longer texts.",
+        )
+    )
+
+
 class StreamBlocks(Blocks):
-    """Blocks of documents that come one by one, in their order.
+    """Blocks of documents that come one by one, in their order; each length of blocks reads the stream by itself.
 
     Args:
         documents: Makes an iterator over the documents' token ids, from the first one.
         bos: What a block begins with.
+        shortest: Tokens of the shortest blocks.
     """
 
-    def __init__(self, documents: Iterable[Sequence[int]], bos: Sequence[int]) -> None:
+    def __init__(self, documents: Iterable[Sequence[int]], bos: Sequence[int], shortest: int) -> None:
         self.documents, self.bos = documents, list(bos)
-        self._length = self._next = 0
-        self._blocks: Iterator[list[int]] = iter(())
+        self.shortest = shortest - len(self.bos)
+        self._next: dict[int, int] = {}
+        self._blocks: dict[int, Iterator[list[int]]] = {}
 
     def _read(self, length: int) -> Iterator[list[int]]:
         body, longest, found = length - len(self.bos), 0, False
         for epoch in itertools.count():
             for document in self.documents:
                 longest = max(longest, len(document))
-                for start in range(0, len(document) - body + 1, body):
-                    found = True
+                if len(document) < min(body, self.shortest):
+                    continue
+                found = True
+                for start in range(0, max(1, len(document) - body + 1), body):
                     yield self.bos + list(document[start : start + body])
             if not found:
-                raise ArgumentError(
-                    explain(
-                        "block_tokens",
-                        f"be at most {longest + len(self.bos)}, the longest document's tokens",
-                        length,
-                        "A block never crosses documents: lower it, or use a dataset of longer texts.",
-                    )
-                )
+                raise too_long(self.shortest, longest, self.bos)
             logger.info("dataset read to its end %d times", epoch + 1)
 
     @override
     def block(self, number: int, length: int) -> list[int]:
-        if length != self._length or number < self._next:
-            self._length, self._next, self._blocks = length, 0, self._read(length)
-        for _ in range(number - self._next):
-            next(self._blocks)
-        self._next = number + 1
-        return next(self._blocks)
+        if number < self._next.get(length, number + 1):
+            self._next[length], self._blocks[length] = 0, self._read(length)
+        for _ in range(number - self._next[length]):
+            next(self._blocks[length])
+        self._next[length] = number + 1
+        return next(self._blocks[length])
+
+
+class Step(NamedTuple):
+    """The sequences of an optimiser step.
+
+    Attributes:
+        length: Their tokens.
+        numbers: Their numbers, over all processes.
+        at_once: How many of them a forward takes.
+    """
+
+    length: int
+    numbers: range
+    at_once: int
+
+
+def sequences_of(settings: DistillationSettings, stage: str, step: int, rows_per_step: int) -> Step:
+    """Return the sequences of a step.
+
+    Args:
+        settings: The settings.
+        stage: Name of the stage.
+        step: The step, counted from the first one of the first stage.
+        rows_per_step: Sequences of ``block_tokens`` in a step, over all processes.
+
+    Returns:
+        The sequences. Numbers of one length follow on each other, and none is read twice.
+    """
+    if stage == "extend":
+        first = step * rows_per_step
+        return Step(
+            settings.extend_factor * settings.block_tokens, range(first, first + rows_per_step), settings.rows
+        )
+    factors = settings.factors()
+    turn, index = divmod(step, len(factors))
+    factor = factors[index]
+    count = rows_per_step // factor
+    return Step(
+        factor * settings.block_tokens,
+        range(turn * count, (turn + 1) * count),
+        max(1, settings.rows // factor),
+    )
 
 
 def tokens_read(settings: DistillationSettings, processes: int) -> int:
@@ -276,7 +322,8 @@ class Data:
 
     def text_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
         """Return a text sequence and the weights of its tokens."""
-        return self.blocks.block(number, length), [0.0] + [1.0] * (length - 1)
+        ids = self.blocks.block(number, length)
+        return ids, [0.0] + [1.0] * (len(ids) - 1)
 
     def recall_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
         """Return a recall sequence and the weights of its tokens."""
@@ -342,28 +389,29 @@ def load_data(
 
     training: Blocks
     if settings.dataset is None:
-        training = DocumentBlocks(encode(load_stdlib_documents("train"), needed), bos, settings.seed)
+        training = DocumentBlocks(encode(load_stdlib_documents("train"), needed), bos, settings.seed, settings.block_tokens)
         heldout = DocumentBlocks(
             encode(load_stdlib_documents("heldout"), (settings.heldout_rows + 1) * settings.block_tokens),
             bos,
             settings.seed,
+            settings.block_tokens,
         )
     elif settings.streaming:
         texts = _read_dataset(settings)
         first = list(itertools.islice(texts, HELDOUT_ONE_IN))
         check_not_empty(settings, first)
-        heldout = DocumentBlocks(encode(first), bos, settings.seed)
-        training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos)
+        heldout = DocumentBlocks(encode(first), bos, settings.seed, settings.block_tokens)
+        training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos, settings.block_tokens)
     else:
         documents = encode(check_not_empty(settings, list(_read_dataset(settings))), needed)
         if len(documents) < HELDOUT_ONE_IN:
             # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
             cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]
-            training = DocumentBlocks([d[:c] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed)
-            heldout = DocumentBlocks([d[c:] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed)
+            training = DocumentBlocks([d[:c] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed, settings.block_tokens)
+            heldout = DocumentBlocks([d[c:] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed, settings.block_tokens)
         else:
-            training = DocumentBlocks([d for n, d in enumerate(documents) if n % HELDOUT_ONE_IN], bos, settings.seed)
-            heldout = DocumentBlocks(documents[::HELDOUT_ONE_IN], bos, settings.seed)
+            training = DocumentBlocks([d for n, d in enumerate(documents) if n % HELDOUT_ONE_IN], bos, settings.seed, settings.block_tokens)
+            heldout = DocumentBlocks(documents[::HELDOUT_ONE_IN], bos, settings.seed, settings.block_tokens)
     if isinstance(training, DocumentBlocks):
         count = len(training.places(settings.block_tokens))
         if count < processes * settings.rows:

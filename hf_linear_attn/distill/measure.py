@@ -35,16 +35,20 @@ def heldout_loss(model: nn.Module, data: Data, rows: int, length: int, *, batch:
     """
     device = next(model.parameters()).device
     losses: list[Tensor] = []
+    weights: list[Tensor] = []
     for start in range(0, rows, batch):
         texts = [data.text_row(number, length) for number in range(start, min(start + batch, rows))]
-        ids = data.collate(texts, length).input_ids.to(device)
+        found = data.collate(texts, length).to(device)
+        ids = found.input_ids
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
         losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none"))
-    found = torch.cat(losses)
-    return {
-        "loss_nats": found.mean().item(),
-        "late_loss_nats": found[:, length // 2 :].mean().item(),
-    }
+        weights.append(found.weights[:, 1:])
+    loss, weight = torch.cat(losses), torch.cat(weights)
+
+    def mean(first: int) -> float:
+        return ((loss * weight)[:, first:].sum() / weight[:, first:].sum()).item()
+
+    return {"loss_nats": mean(0), "late_loss_nats": mean(length // 2)}
 
 
 @torch.no_grad()

@@ -137,8 +137,10 @@ def plan(
     adapters = settings.lora_rank * sum(rows + columns for rows, columns in shapes)
     stages = []
     for stage in settings.stages:
-        length = settings.block_tokens * (settings.extend_factor if stage == "extend" else 1)
-        width = settings.rows * length
+        if stage == "extend":
+            width = settings.rows * settings.extend_factor * settings.block_tokens
+        else:
+            width = max(max(settings.rows, factor) for factor in settings.factors()) * settings.block_tokens
         lora = settings.trainable == "lora" and stage != "transfer"
         trained = maps if stage == "transfer" else adapters + maps * settings.train_feature_maps if lora else parameters
         if not lora and stage != "transfer":

@@ -150,7 +150,8 @@ def distill(
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
         distilled.train(False).requires_grad_(True)
-        student.config.linear_attention["trained_length"] = trained_length(settings)
+        known = student.config.linear_attention
+        known["trained_length"] = max(known.get("trained_length") or 0, trained_length(settings))
         result = DistillResult(
             student=distilled,
             settings=settings,
@@ -231,7 +232,10 @@ def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module
 
 def trained_length(settings: DistillationSettings) -> int:
     """Return the tokens of the longest sequences that a run trains on."""
-    return settings.block_tokens * (settings.extend_factor if "extend" in settings.stages else 1)
+    factors = [settings.extend_factor] if "extend" in settings.stages else []
+    if {"transfer", "distill"} & set(settings.stages):
+        factors += settings.factors()
+    return settings.block_tokens * max(factors)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

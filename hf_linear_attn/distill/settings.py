@@ -29,6 +29,9 @@ REFERENCE_HEAD_DIM = 128
 REFERENCE_MAP_LR = 1e-2
 """Adam's learning rate of feature maps and gates at :data:`REFERENCE_HEAD_DIM` (as LoLCATs, arXiv:2410.10254)."""
 
+LENGTH_FACTORS = (1, 2, 4)
+"""Lengths of sequences, as multiples of the shortest ones."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings:
@@ -58,12 +61,16 @@ class DistillationSettings:
         dataset_split: Split of a hub dataset.
         text_column: Column that holds the text.
         streaming: Read the dataset as it is needed instead of downloading it whole.
-        block_tokens: Length T of a training sequence in the stages ``transfer`` and ``distill``.
+        block_tokens: Length T of the shortest training sequences.
+        length_factors: Lengths of the sequences of ``transfer`` and ``distill`` as multiples of ``block_tokens``, taken
+            in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
+            sequences are fewer. None for those of 1, 2, 4 that divide ``rows``, so that no forward is larger. Feature
+            maps see rotated queries and keys, and serve badly at positions that they were not trained on.
         recall_share: Share of the sequences that are generated recall tasks, 0..1: on local text alone, a window looks
             perfect and the linear branch learns nothing.
         answer_weight: Weight of an answer token's loss in a recall sequence, where a text token's is 1; less where a
             sequence has so many answers that it would outweigh one of text.
-        rows: Sequences per process and forward, B.
+        rows: Sequences of ``block_tokens`` per process and forward, B.
         accumulation: Forwards per optimiser step.
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
@@ -132,6 +139,7 @@ class DistillationSettings:
     text_column: str = "text"
     streaming: bool = False
     block_tokens: int = 512
+    length_factors: list[int] | None = None
     recall_share: float = 0.35
     answer_weight: float = 10.0
     rows: int = 4
@@ -190,6 +198,16 @@ class DistillationSettings:
                         name, "be a known choice", getattr(self, name), "Use one of those", available=get_args(kind)
                     )
                 )
+        forwards = self.rows * self.accumulation
+        if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
+            raise ArgumentError(
+                explain(
+                    "length_factors",
+                    f"be divisors of `rows` times `accumulation`, {forwards}",
+                    self.length_factors,
+                    "Leave it out, or raise `rows` or `accumulation`.",
+                )
+            )
         known = get_args(StageName)
         if not self.stages or [s for s in known if s in self.stages] != list(self.stages):
             raise ArgumentError(
@@ -230,6 +248,12 @@ class DistillationSettings:
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
         return replace(self, **changes)
+
+    def factors(self) -> list[int]:
+        """Return the lengths of sequences as multiples of ``block_tokens``."""
+        if self.length_factors is not None:
+            return self.length_factors
+        return [factor for factor in LENGTH_FACTORS if not self.rows % factor]
 
     def learning_rate(self, hidden_size: int) -> float:
         """Return the attention modules' learning rate for a model of that width."""
@@ -287,6 +311,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Cross-entropy alone, on the user's own data.
     "finetune": {
         "stages": ["extend"],
+        "length_factors": [1],
         "extend_factor": 1,
         "extend_steps": 200,
         "recall_share": 0.0,
@@ -298,6 +323,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "window": 64,
         "sinks": 0,
         "mix": "shared",
+        "length_factors": [1],
         "transfer_loss": "output",
         "map_lr": 1e-2,
         "distill_loss": "ce",

@@ -139,11 +139,6 @@ class Stage(ABC):
     def steps(self) -> int:
         """Number of optimiser steps."""
 
-    @property
-    def block_tokens(self) -> int:
-        """Length T of the sequences."""
-        return self.settings.block_tokens
-
     @abstractmethod
     def trained(self) -> list[Group]:
         """Return parameter groups with ``params`` and their peak ``lr``."""
@@ -348,11 +343,6 @@ class Extend(Distill):
     @property
     def steps(self) -> int:
         return self.settings.extend_steps
-
-    @override
-    @property
-    def block_tokens(self) -> int:
-        return self.settings.extend_factor * self.settings.block_tokens
 
     @override
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.checkpoint import write_atomic
-from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.data import Batch, Data, sequences_of
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import predictions
@@ -28,9 +28,14 @@ INDEX = "index.json"
 ROWS_PER_FILE = 256
 
 
-def first_row(settings: DistillationSettings, rows_per_step: int) -> int:
-    """Return the number of the first sequence of the stage ``distill``."""
-    return settings.transfer_steps * rows_per_step if "transfer" in settings.stages else 0
+def sequences(settings: DistillationSettings, rows_per_step: int) -> dict[int, range]:
+    """Return the numbers of the sequences of the stage ``distill``, by length."""
+    first = settings.transfer_steps if "transfer" in settings.stages else 0
+    found: dict[int, range] = {}
+    for step in range(first, first + settings.distill_steps):
+        length, numbers, _ = sequences_of(settings, "distill", step, rows_per_step)
+        found[length] = range(found.get(length, numbers).start, numbers.stop)
+    return found
 
 
 @torch.no_grad()
@@ -57,17 +62,16 @@ def write_teacher_logits(
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows_per_step = rows_per_step or settings.rows * settings.accumulation
-    first = first_row(settings, rows_per_step)
-    last = first + settings.distill_steps * rows_per_step
     device = next(teacher.parameters()).device
-    starts = range(first, last, ROWS_PER_FILE)
-    for start in tqdm(starts, desc="teacher logits", disable=not settings.progress):
-        path = folder / f"rows-{start:09d}.safetensors"
+    wanted = sequences(settings, rows_per_step)
+    starts = [(length, start) for length, numbers in wanted.items() for start in numbers[::ROWS_PER_FILE]]
+    for length, start in tqdm(starts, desc="teacher logits", disable=not settings.progress):
+        path = folder / file_name(length, start)
         if path.exists():
             continue
         tensors: dict[str, Tensor] = {}
-        for number in range(start, min(start + ROWS_PER_FILE, last)):
-            batch = data.batch([number], settings.block_tokens)
+        for number in range(start, min(start + ROWS_PER_FILE, wanted[length].stop)):
+            batch = data.batch([number], length)
             logits = predictions(teacher, batch.to(device))[2]
             top = logits.float().log_softmax(-1).topk(min(top_k, logits.shape[-1]))
             tensors[f"{number}.tokens"] = top.indices.to(torch.int32).cpu()
@@ -76,7 +80,13 @@ def write_teacher_logits(
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary)
         temporary.rename(path)
-    write_atomic(folder / INDEX, json.dumps({"first": first, "last": last, "top_k": top_k}))
+    firsts = {length: numbers.start for length, numbers in wanted.items()}
+    write_atomic(folder / INDEX, json.dumps({"first": firsts, "top_k": top_k}))
+
+
+def file_name(length: int, start: int) -> str:
+    """Return the name of the file that begins with a sequence of some length."""
+    return f"rows-{length}-{start:09d}.safetensors"
 
 
 def fingerprint(batch: Batch) -> int:
@@ -115,8 +125,9 @@ class TeacherLogits:
         Raises:
             CheckpointError: If the sequence is not there, or is another than the one the teacher saw.
         """
-        start = self.index["first"] + (number - self.index["first"]) // ROWS_PER_FILE * ROWS_PER_FILE
-        path = self.folder / f"rows-{start:09d}.safetensors"
+        length = batch.input_ids.shape[1]
+        first = self.index["first"].get(str(length), 0)
+        path = self.folder / file_name(length, first + (number - first) // ROWS_PER_FILE * ROWS_PER_FILE)
         try:
             with safe_open(path, framework="pt") as file:
                 tokens, log_p = file.get_tensor(f"{number}.tokens"), file.get_tensor(f"{number}.log_p")
@@ -125,7 +136,7 @@ class TeacherLogits:
             raise CheckpointError(
                 explain(
                     "teacher_logits",
-                    f"hold sequence {number}",
+                    f"hold sequence {number} of {length} tokens",
                     str(self.folder),
                     "Write the logits with these settings.",
                 )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, write_atomic
-from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.data import Batch, Data, sequences_of
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
@@ -178,11 +178,14 @@ class Trainer:
         """Take one optimiser step; return the mean loss over all processes and the gradient's norm."""
         settings, accelerator = self.settings, self.accelerator
         stage.begin_step(step)
-        batches = [
-            (self.data.batch(numbers, stage.block_tokens).to(accelerator.device), numbers)
-            for numbers in self._numbers(done + step)
-        ]
-        self.tokens += self.rows_per_step * stage.block_tokens
+        chosen = sequences_of(settings, stage.name, done + step, self.rows_per_step)
+        share = len(chosen.numbers) // accelerator.num_processes
+        first = chosen.numbers[accelerator.process_index * share]
+        batches = []
+        for start in range(first, first + share, chosen.at_once):
+            numbers = list(range(start, min(start + chosen.at_once, first + share)))
+            batches.append((self.data.batch(numbers, chosen.length).to(accelerator.device), numbers))
+        self.tokens += len(chosen.numbers) * chosen.length
         weight = torch.stack([stage.weight(batch) for batch, _ in batches]).sum().to(accelerator.device)
         # Gradients are averaged over processes, so each contributes its share of the sum over all of them.
         total = accelerator.reduce(weight.float(), "sum")
@@ -204,13 +207,6 @@ class Trainer:
         optimizer.step()
         optimizer.zero_grad()
         return loss, norm
-
-    def _numbers(self, step: int) -> Iterator[list[int]]:
-        """Yield the numbers of the rows of each of this process's forwards in a step."""
-        rows, processes = self.settings.rows, self.accelerator.num_processes
-        for turn in range(self.settings.accumulation):
-            start = step * self.rows_per_step + (turn * processes + self.accelerator.process_index) * rows
-            yield list(range(start, start + rows))
 
     def _not_finite(self, stage: Stage, step: int, value: float, batches: Iterable[tuple[Batch, list[int]]]) -> str:
         batch = next(iter(batches))[0]
@@ -245,13 +241,17 @@ class Trainer:
         maps = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
         self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or id(p) in maps}
 
+    def _what_weights_depend_on(self) -> dict[str, Any]:
+        known: dict[str, Any] = json.loads(json.dumps(self.settings.to_dict()))
+        return known | {"rows_per_step": self.rows_per_step, "length_factors": self.settings.factors()}
+
     def _resume(self) -> Checkpoint | None:
         if self.folder is None:
             return None
         found = load_newest(self.folder / "checkpoints")
         if found is None:
             return None
-        now = json.loads(json.dumps(self.settings.to_dict())) | {"rows_per_step": self.rows_per_step}
+        now = self._what_weights_depend_on()
         before = found.meta["settings"]
         changed = {
             name: (before.get(name), now.get(name))
@@ -283,7 +283,7 @@ class Trainer:
                 {
                     "stage": stage.name,
                     "step": step,
-                    "settings": self.settings.to_dict() | {"rows_per_step": self.rows_per_step},
+                    "settings": self._what_weights_depend_on(),
                     "history": self.history,
                     "tokens": self.tokens,
                     "elapsed_s": self.elapsed_s,

@@ -25,7 +25,7 @@ def data(tokenizer) -> tuple[Data, Data]:
     documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
     made = [
         Data(
-            DocumentBlocks(documents[part], bos_of(tokenizer), seed=0),
+            DocumentBlocks(documents[part], bos_of(tokenizer), seed=0, shortest=16),
             RecallRows(tokenizer, seed=0),
             recall_share=0.25,
             answer_weight=4.0,

@@ -5,14 +5,14 @@ import torch
 from datasets import Dataset
 
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.data import DocumentBlocks, RecallRows, StreamBlocks, load_data
+from hf_linear_attn.distill.data import DocumentBlocks, RecallRows, StreamBlocks, load_data, sequences_of
 from hf_linear_attn.errors import ArgumentError
 
 DOCUMENTS = [list(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
 
 
 def test_a_block_lies_within_one_document_and_an_epoch_reads_every_token():
-    blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0)
+    blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11)
     count = len(blocks.places(11))
     read = set()
     for number in range(count):
@@ -25,7 +25,7 @@ def test_a_block_lies_within_one_document_and_an_epoch_reads_every_token():
 
 
 def test_epochs_have_the_same_blocks_in_another_order():
-    blocks = DocumentBlocks(DOCUMENTS, bos=[], seed=0)
+    blocks = DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=5)
     count = len(blocks.places(5))
     first = [tuple(blocks.block(number, 5)) for number in range(count)]
     second = [tuple(blocks.block(number, 5)) for number in range(count, 2 * count)]
@@ -36,18 +36,58 @@ def test_epochs_have_the_same_blocks_in_another_order():
 def test_documents_shorter_than_a_block_are_refused_if_all_are():
     message = "`block_tokens` must be at most 30, the longest document's tokens, got 31"
     with pytest.raises(ArgumentError, match=message):
-        DocumentBlocks(DOCUMENTS, bos=[], seed=0).block(0, 31)
+        DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=31).block(0, 31)
     with pytest.raises(ArgumentError, match=message):
-        StreamBlocks(DOCUMENTS, bos=[]).block(0, 31)
+        StreamBlocks(DOCUMENTS, bos=[], shortest=31).block(0, 31)
 
 
 def test_streams_give_any_block_and_start_over_at_their_end():
-    blocks = StreamBlocks(DOCUMENTS, bos=[])
+    blocks = StreamBlocks(DOCUMENTS, bos=[], shortest=10)
     read = [blocks.block(number, 10) for number in range(7)]
     assert read[:3] == [list(range(start, start + 10)) for start in (200, 210, 220)]
     assert read[6] == read[0]
-    assert StreamBlocks(DOCUMENTS, bos=[]).block(4, 10) == read[4]
+    assert StreamBlocks(DOCUMENTS, bos=[], shortest=10).block(4, 10) == read[4]
     assert blocks.block(2, 10) == read[2]
+
+
+def test_a_document_that_does_not_fill_a_longer_block_is_one_of_its_own():
+    blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11)
+    read = sorted(blocks.block(number, 26) for number in range(len(blocks.places(26))))
+    assert [(len(row), row[1]) for row in read] == [(26, 200), (26, 205), (13, 300), (26, 400)]
+    stream = StreamBlocks(DOCUMENTS, bos=[9999], shortest=11)
+    assert [len(stream.block(number, 26)) for number in range(4)] == [26, 13, 26, 26]
+    assert stream.block(1, 11) == [9999, *range(210, 220)]
+    assert stream.block(4, 26) == stream.block(1, 26)
+
+
+def test_steps_read_as_many_tokens_whatever_the_length():
+    settings = DistillationSettings(rows=4, block_tokens=16)
+    steps = [sequences_of(settings, "distill", step, rows_per_step=8) for step in range(6)]
+    assert [(s.length, s.numbers, s.at_once) for s in steps] == [
+        (16, range(8), 4),
+        (32, range(4), 2),
+        (64, range(2), 1),
+        (16, range(8, 16), 4),
+        (32, range(4, 8), 2),
+        (64, range(2, 4), 1),
+    ]
+    # Later stages read on where these have stopped.
+    assert sequences_of(settings, "extend", 6, rows_per_step=8) == (64, range(48, 56), 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "given", "factors"),
+    [(4, 1, None, [1, 2, 4]), (2, 4, None, [1, 2]), (3, 1, None, [1]), (1, 8, [8], [8]), (6, 1, [3, 1], [3, 1])],
+)
+def test_lengths_fit_the_rows(rows, accumulation, given, factors):
+    settings = DistillationSettings(rows=rows, accumulation=accumulation, length_factors=given)
+    assert settings.factors() == factors
+
+
+@pytest.mark.parametrize("factors", [[], [0], [1, 4], [-1]])
+def test_lengths_that_do_not_fit_the_rows_are_refused(factors):
+    with pytest.raises(ArgumentError, match="`length_factors` must be divisors of `rows` times `accumulation`, 6"):
+        DistillationSettings(rows=3, accumulation=2, length_factors=factors)
 
 
 def test_batches_depend_on_row_numbers_alone(data):
@@ -60,8 +100,8 @@ def test_batches_depend_on_row_numbers_alone(data):
 
 def test_the_share_of_recall_sequences_is_exact(data, tokenizer):
     train, _ = data
-    asked = [train.batch([number], 64).weights[0] for number in range(40)]
-    assert sum(bool((weights == 0)[1:].any()) for weights in asked) == 10
+    rows = [train.batch([number], 64) for number in range(40)]
+    assert sum(bool((row.real & (row.weights == 0))[0, 1:].any()) for row in rows) == 10
 
 
 @pytest.mark.parametrize("length", [24, 512])

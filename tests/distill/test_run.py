@@ -31,7 +31,7 @@ def go(settings, teacher, tokenizer, data, **options):
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
     before = copy.deepcopy(teacher.state_dict())
-    settings = settings.with_changes(transfer_steps=10, distill_steps=40, window_dropout=0.0, distill_lr=1e-2)
+    settings = settings.with_changes(transfer_steps=10, distill_steps=40, distill_lr=1e-2, length_factors=[1])
     result = go(settings, teacher, tokenizer, data)
     stages = [record["stage"] for record in result.history]
     assert stages == ["transfer"] * 10 + ["distill"] * 40
@@ -59,7 +59,7 @@ def test_saved_students_load_with_log_picture_and_card(settings, teacher, tokeni
     loaded = from_pretrained(tmp_path)
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(loaded(ids).logits, result.student(ids).logits)
-    assert loaded.config.linear_attention["trained_length"] == 16
+    assert loaded.config.linear_attention["trained_length"] == 32
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log == result.history
     card = (tmp_path / "README.md").read_text()
@@ -221,7 +221,7 @@ def test_changed_settings_are_refused_on_resume(settings, teacher, tokenizer, da
     with pytest.raises(ArgumentError, match=r"same settings.*Changed: map_lr None -> 0.02. Restore"):
         go(settings.with_changes(map_lr=0.02), teacher, tokenizer, data)
     with pytest.raises(ArgumentError, match=r"Changed: rows_per_step 2 -> 4"):
-        go(settings.with_changes(rows=4), teacher, tokenizer, data)
+        go(settings.with_changes(rows=4, length_factors=[1, 2]), teacher, tokenizer, data)
     go(settings.with_changes(log_every=2), teacher, tokenizer, data)
 
 
@@ -299,7 +299,7 @@ def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
 
 def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
     # Heads as small as these learn so fast that rounding grows with every step.
-    settings = settings.with_changes(map_lr=1e-2)
+    settings = settings.with_changes(map_lr=1e-2, length_factors=[1, 2])
     large = go(settings.with_changes(rows=4), teacher, tokenizer, data)
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in large.history][-4:]

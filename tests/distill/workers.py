@@ -18,7 +18,7 @@ def make_data() -> tuple[Data, Data]:
     tokenizer = byte_tokenizer()
     documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
     made = Data(
-        DocumentBlocks(documents, bos_of(tokenizer), seed=0),
+        DocumentBlocks(documents, bos_of(tokenizer), seed=0, shortest=16),
         RecallRows(tokenizer, seed=0),
         recall_share=0.25,
         answer_weight=4.0,
