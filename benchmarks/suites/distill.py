@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure(model, heldout, tokenizer, rows=arguments.heldout_rows, length=length, **questions)
         found["longer"] = heldout_loss(model, heldout, max(1, arguments.heldout_rows // LONGER), LONGER * length) | {
             "recall": {
-                "4": recall_accuracy(model, tokenizer, pairs=4, length=LONGER * length, max_depth=MAX_DEPTH, **questions)
+                "4": recall_accuracy(
+                    model, tokenizer, pairs=4, length=LONGER * length, max_depth=MAX_DEPTH, **questions
+                )
             }
         }
         return found

@@ -186,7 +186,7 @@ def approximation(
     teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, names: Sequence[str], length: int
 ) -> dict[str, float]:
     """Return each map's relative error of the attention output, mean over layers and heads, before any training."""
-    text = tokenizer.decode(data.text_row(0, length)[0], skip_special_tokens=True)
+    text = tokenizer.decode(data.text_row(0, length).input_ids, skip_special_tokens=True)
     settings = ApproximationSettings(matrix_tokens=2, ranked_queries=1)
     found = inspect_model(copy.deepcopy(teacher), tokenizer, text, maps=names, max_tokens=length, settings=settings)
     return {name: means["output_error"] for name, means in found["summary"]["maps"].items()}

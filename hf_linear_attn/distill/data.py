@@ -8,10 +8,10 @@ resumes, or that is spread over more processes, reads the same ones.
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from hf_linear_attn.evaluation.tasks import get_task
 from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
 
 logger = getLogger(__name__)
+
+K = TypeVar("K")
 
 HELDOUT_ONE_IN = 20
 """One document in so many is held out where a dataset has no split of its own for it."""
@@ -50,114 +52,178 @@ class Batch(NamedTuple):
     """``[B, T]`` fp32: weight of the loss of predicting token t; 0 at t = 0, in padding, and for context."""
     real: Tensor
     """``[B, T]`` bool, False in padding."""
+    position_ids: Tensor | None = None
+    """``[B, T]`` int64, from 0 in every document of a row; None where each row is one document."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
-        return Batch(*(x.to(device) for x in self))
+        return self._each(lambda x: x.to(device))
+
+    def rows(self, first: int, last: int) -> "Batch":
+        """Return some of the sequences."""
+        return self._each(lambda x: x[first:last])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        positions = None if self.position_ids is None else change(self.position_ids)
+        return Batch(change(self.input_ids), change(self.weights), change(self.real), positions)
+
+
+class Row(NamedTuple):
+    """One sequence."""
+
+    input_ids: list[int]
+    weights: list[float]
+    """Weight of the loss of predicting each token."""
+    starts: Sequence[int] = (0,)
+    """Where its documents begin."""
 
 
 class Blocks(Protocol):
     """Text sequences by number."""
 
-    def block(self, number: int, length: int) -> list[int]:
-        """Return at most ``length`` tokens of one document, BOS first where the tokenizer has one."""
+    def block(self, number: int, length: int) -> Row:
+        """Return at most ``length`` tokens of documents, BOS before each where the tokenizer has one."""
+
+
+def lay_out(documents: Iterable[tuple[K, int]], length: int, bos: int, pack: bool) -> Iterator[list[tuple[K, int]]]:
+    """Lay documents out in blocks.
+
+    A long document fills blocks by itself, the last of which ends where it ends, so it may overlap the one before it.
+    Documents that do not fill a block share one with those that follow, as many as fit whole.
+
+    Args:
+        documents: Documents, in any form, and their tokens.
+        length: Tokens of a block.
+        bos: Tokens that each document in a block begins with.
+        pack: Whether documents may share a block.
+
+    Yields:
+        The documents of a block, each with the first token that it shows.
+    """
+    shared: list[tuple[K, int]] = []
+    room = length
+    for document, size in documents:
+        if size >= length - bos:
+            for start in range(0, size, length - bos):
+                yield [(document, min(start, size - length + bos))]
+            continue
+        if shared and (not pack or size + bos > room):
+            yield shared
+            shared, room = [], length
+        shared.append((document, 0))
+        room -= size + bos
+    if shared:
+        yield shared
+
+
+def fill(pieces: Iterable[tuple[Sequence[int], int]], length: int, bos: Sequence[int]) -> Row:
+    """Return a block of documents, each from its first token shown on."""
+    ids: list[int] = []
+    weights: list[float] = []
+    starts: list[int] = []
+    for document, first in pieces:
+        starts.append(len(ids))
+        ids += bos
+        ids += document[first : first + length - len(bos)]
+        # The first token of a document is not told by the one before it.
+        weights += [0.0] + [1.0] * (len(ids) - len(weights) - 1)
+    return Row(ids, weights, starts)
 
 
 class DocumentBlocks(Blocks):
     """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
 
-    A block never crosses from one document into another. A document's last block ends where the document ends, so it
-    may overlap the one before it. A document that does not fill a block is one of its own, so that few long documents
-    are not read again and again, unless it is shorter than the shortest block: then it is left out.
-
     Args:
         documents: Token ids of each document.
-        bos: What a block begins with, one token or none.
+        bos: What a document begins with in a block, one token or none.
         seed: Of the order.
-        shortest: Tokens of the shortest blocks.
+        shortest: Tokens of the shortest blocks, which some document must fill.
+        pack: Whether documents that do not fill a block share one.
     """
 
-    def __init__(self, documents: Sequence[Sequence[int]], bos: Sequence[int], seed: int, shortest: int) -> None:
+    def __init__(
+        self, documents: Sequence[Sequence[int]], bos: Sequence[int], seed: int, shortest: int, *, pack: bool = True
+    ) -> None:
         self.documents, self.bos, self.seed = documents, list(bos), seed
-        self.shortest = shortest - len(self.bos)
-        self._places: dict[int, list[tuple[int, int]]] = {}
+        self.shortest, self.pack = shortest, pack
+        self._places: dict[int, list[list[tuple[int, int]]]] = {}
         self._order: tuple[int, int, list[int]] = (0, -1, [])
 
-    def places(self, length: int) -> list[tuple[int, int]]:
-        """Return document and first token of every block.
+    def places(self, length: int) -> list[list[tuple[int, int]]]:
+        """Return the documents and their first tokens of every block.
 
         Raises:
-            ArgumentError: If every document is shorter than a block.
+            ArgumentError: If every document is shorter than the shortest block.
         """
         if length not in self._places:
-            body = length - len(self.bos)
-            places = [
-                (number, max(0, min(start, len(document) - body)))
-                for number, document in enumerate(self.documents)
-                if len(document) >= min(body, self.shortest)
-                for start in range(0, len(document), body)
-            ]
-            if not places:
-                raise too_long(self.shortest, max((len(document) for document in self.documents), default=0), self.bos)
-            self._places[length] = places
+            sizes = [len(document) for document in self.documents]
+            check_longest(max(sizes, default=0) + len(self.bos), min(length, self.shortest))
+            self._places[length] = list(lay_out(enumerate(sizes), length, len(self.bos), self.pack))
         return self._places[length]
 
     @override
-    def block(self, number: int, length: int) -> list[int]:
+    def block(self, number: int, length: int) -> Row:
         places = self.places(length)
         epoch, index = divmod(number, len(places))
         if self._order[:2] != (length, epoch):
             order = list(range(len(places)))
             random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
             self._order = length, epoch, order
-        document, start = places[self._order[2][index]]
-        body = length - len(self.bos)
-        return self.bos + list(self.documents[document][start : start + body])
+        pieces = places[self._order[2][index]]
+        return fill(((self.documents[document], first) for document, first in pieces), length, self.bos)
 
 
-def too_long(shortest: int, longest: int, bos: Sequence[int]) -> ArgumentError:
-    """Return the error that every document is shorter than the shortest block."""
-    return ArgumentError(
-        explain(
-            "block_tokens",
-            f"be at most {longest + len(bos)}, the longest document's tokens",
-            shortest + len(bos),
-            "A block never crosses documents: lower it, or use a dataset of longer texts.",
+def check_longest(longest: int, shortest: int) -> None:
+    """Refuse documents that are all shorter than the shortest block.
+
+    Raises:
+        ArgumentError: If they are.
+    """
+    if longest < shortest:
+        raise ArgumentError(
+            explain(
+                "block_tokens",
+                f"be at most {longest}, the longest document's tokens",
+                shortest,
+                "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones.",
+            )
         )
-    )
 
 
 class StreamBlocks(Blocks):
     """Blocks of documents that come one by one, in their order; each length of blocks reads the stream by itself.
 
     Args:
-        documents: Makes an iterator over the documents' token ids, from the first one.
-        bos: What a block begins with.
-        shortest: Tokens of the shortest blocks.
+        documents: Iterable over the documents' token ids, each time from the first one.
+        bos: What a document begins with in a block.
+        shortest: Tokens of the shortest blocks, which some document must fill.
+        pack: Whether documents that do not fill a block share one.
     """
 
-    def __init__(self, documents: Iterable[Sequence[int]], bos: Sequence[int], shortest: int) -> None:
-        self.documents, self.bos = documents, list(bos)
-        self.shortest = shortest - len(self.bos)
+    def __init__(
+        self, documents: Iterable[Sequence[int]], bos: Sequence[int], shortest: int, *, pack: bool = True
+    ) -> None:
+        self.documents, self.bos, self.shortest, self.pack = documents, list(bos), shortest, pack
         self._next: dict[int, int] = {}
-        self._blocks: dict[int, Iterator[list[int]]] = {}
+        self._blocks: dict[int, Iterator[Row]] = {}
 
-    def _read(self, length: int) -> Iterator[list[int]]:
-        body, longest, found = length - len(self.bos), 0, False
-        for epoch in itertools.count():
+    def _read(self, length: int) -> Iterator[Row]:
+        longest = 0
+
+        def sized() -> Iterator[tuple[Sequence[int], int]]:
+            nonlocal longest
             for document in self.documents:
-                longest = max(longest, len(document))
-                if len(document) < min(body, self.shortest):
-                    continue
-                found = True
-                for start in range(0, max(1, len(document) - body + 1), body):
-                    yield self.bos + list(document[start : start + body])
-            if not found:
-                raise too_long(self.shortest, longest, self.bos)
+                longest = max(longest, len(document) + len(self.bos))
+                yield document, len(document)
+
+        for epoch in itertools.count():
+            for pieces in lay_out(sized(), length, len(self.bos), self.pack):
+                yield fill(pieces, length, self.bos)
+            check_longest(longest, min(length, self.shortest))
             logger.info("dataset read to its end %d times", epoch + 1)
 
     @override
-    def block(self, number: int, length: int) -> list[int]:
+    def block(self, number: int, length: int) -> Row:
         if number < self._next.get(length, number + 1):
             self._next[length], self._blocks[length] = 0, self._read(length)
         for _ in range(number - self._next[length]):
@@ -194,9 +260,7 @@ def sequences_of(settings: DistillationSettings, stage: str, step: int, rows_per
     """
     if stage == "extend":
         first = step * rows_per_step
-        return Step(
-            settings.extend_factor * settings.block_tokens, range(first, first + rows_per_step), settings.rows
-        )
+        return Step(settings.extend_factor * settings.block_tokens, range(first, first + rows_per_step), settings.rows)
     factors = settings.factors()
     turn, index = divmod(step, len(factors))
     factor = factors[index]
@@ -320,28 +384,31 @@ class Data:
                 rows.append(self.text_row(number - before, length))
         return self.collate(rows, length)
 
-    def text_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
-        """Return a text sequence and the weights of its tokens."""
-        ids = self.blocks.block(number, length)
-        return ids, [0.0] + [1.0] * (len(ids) - 1)
+    def text_row(self, number: int, length: int) -> Row:
+        """Return a text sequence."""
+        return self.blocks.block(number, length)
 
-    def recall_row(self, number: int, length: int) -> tuple[list[int], list[float]]:
-        """Return a recall sequence and the weights of its tokens."""
+    def recall_row(self, number: int, length: int) -> Row:
+        """Return a recall sequence."""
         ids, asked = self.recall.row(number, length)
         # However many answers it has, a row weighs no more than a row of text.
         weight = min(self.answer_weight, length / max(1, sum(asked)))
-        return ids, [weight * flag for flag in asked]
+        return Row(ids, [weight * flag for flag in asked])
 
-    def collate(self, rows: Sequence[tuple[list[int], list[float]]], length: int) -> Batch:
+    def collate(self, rows: Sequence[Row], length: int) -> Batch:
         """Pad sequences to one length."""
         ids = torch.full((len(rows), length), self.pad)
         weights = torch.zeros(len(rows), length)
         real = torch.zeros(len(rows), length, dtype=torch.bool)
-        for index, (row, row_weights) in enumerate(rows):
-            ids[index, : len(row)] = torch.tensor(row)
-            weights[index, : len(row)] = torch.tensor(row_weights)
-            real[index, : len(row)] = True
-        return Batch(ids, weights, real)
+        positions = torch.arange(length).repeat(len(rows), 1)
+        for index, row in enumerate(rows):
+            ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
+            weights[index, : len(row.input_ids)] = torch.tensor(row.weights)
+            real[index, : len(row.input_ids)] = True
+            for start in row.starts:
+                positions[index, start:] -= positions[index, start].item()
+        packed = any(len(row.starts) > 1 for row in rows)
+        return Batch(ids, weights, real, positions if packed else None)
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -381,39 +448,37 @@ def load_data(
             # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
             for ids in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]:
                 found.append([*ids, *end])
-                if len(ids) >= settings.block_tokens:
-                    tokens += len(ids)
+                tokens += len(ids)
             if tokens >= enough:
                 break
         return found
 
+    def blocks(documents: Sequence[Sequence[int]], shortest: int = 0) -> DocumentBlocks:
+        return DocumentBlocks(documents, bos, settings.seed, shortest, pack=settings.pack)
+
+    shortest = settings.block_tokens
     training: Blocks
     if settings.dataset is None:
-        training = DocumentBlocks(encode(load_stdlib_documents("train"), needed), bos, settings.seed, settings.block_tokens)
-        heldout = DocumentBlocks(
-            encode(load_stdlib_documents("heldout"), (settings.heldout_rows + 1) * settings.block_tokens),
-            bos,
-            settings.seed,
-            settings.block_tokens,
-        )
+        training = blocks(encode(load_stdlib_documents("train"), needed), shortest)
+        heldout = blocks(encode(load_stdlib_documents("heldout"), (settings.heldout_rows + 1) * shortest))
     elif settings.streaming:
         texts = _read_dataset(settings)
         first = list(itertools.islice(texts, HELDOUT_ONE_IN))
         check_not_empty(settings, first)
-        heldout = DocumentBlocks(encode(first), bos, settings.seed, settings.block_tokens)
-        training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos, settings.block_tokens)
+        heldout = blocks(encode(first))
+        training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos, shortest, pack=settings.pack)
     else:
         documents = encode(check_not_empty(settings, list(_read_dataset(settings))), needed)
         if len(documents) < HELDOUT_ONE_IN:
             # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
             cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]
-            training = DocumentBlocks([d[:c] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed, settings.block_tokens)
-            heldout = DocumentBlocks([d[c:] for d, c in zip(documents, cuts, strict=True)], bos, settings.seed, settings.block_tokens)
+            training = blocks([d[:c] for d, c in zip(documents, cuts, strict=True)], shortest)
+            heldout = blocks([d[c:] for d, c in zip(documents, cuts, strict=True)])
         else:
-            training = DocumentBlocks([d for n, d in enumerate(documents) if n % HELDOUT_ONE_IN], bos, settings.seed, settings.block_tokens)
-            heldout = DocumentBlocks(documents[::HELDOUT_ONE_IN], bos, settings.seed, settings.block_tokens)
+            training = blocks([d for n, d in enumerate(documents) if n % HELDOUT_ONE_IN], shortest)
+            heldout = blocks(documents[::HELDOUT_ONE_IN])
     if isinstance(training, DocumentBlocks):
-        count = len(training.places(settings.block_tokens))
+        count = len(training.places(shortest))
         if count < processes * settings.rows:
             raise ArgumentError(
                 explain(

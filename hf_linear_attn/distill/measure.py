@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data import Data
-from hf_linear_attn.distill.stages import linear_attention_parts
+from hf_linear_attn.distill.stages import linear_attention_parts, model_inputs
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from hf_linear_attn.patching import disable_branch
 
@@ -40,7 +40,7 @@ def heldout_loss(model: nn.Module, data: Data, rows: int, length: int, *, batch:
         texts = [data.text_row(number, length) for number in range(start, min(start + batch, rows))]
         found = data.collate(texts, length).to(device)
         ids = found.input_ids
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        logits = model(**model_inputs(found)).logits[:, :-1].float()
         losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none"))
         weights.append(found.weights[:, 1:])
     loss, weight = torch.cat(losses), torch.cat(weights)

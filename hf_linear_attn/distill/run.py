@@ -25,7 +25,7 @@ from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
-from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions
+from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions, takes
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
 from hf_linear_attn.errors import ArgumentError, explain
@@ -119,6 +119,15 @@ def distill(
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.model or settings.student)
         student = student or load_student(settings, teacher)
         check_pair(teacher, student, tokenizer)
+        if settings.pack and not takes(student, "position_ids"):
+            raise ArgumentError(
+                explain(
+                    "pack",
+                    f"be False for {type(student).__name__}",
+                    settings.pack,
+                    "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
+                )
+            )
         if teacher is not None:
             teacher.to(accelerator.device).eval()
         student.to(accelerator.device)

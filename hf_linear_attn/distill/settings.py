@@ -66,6 +66,8 @@ class DistillationSettings:
             in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
             sequences are fewer. None for those of 1, 2, 4 that divide ``rows``, so that no forward is larger. Feature
             maps see rotated queries and keys, and serve badly at positions that they were not trained on.
+        pack: Whether documents that do not fill a sequence share one, each seeing itself alone; otherwise they are
+            padded.
         recall_share: Share of the sequences that are generated recall tasks, 0..1: on local text alone, a window looks
             perfect and the linear branch learns nothing.
         answer_weight: Weight of an answer token's loss in a recall sequence, where a text token's is 1; less where a
@@ -140,6 +142,7 @@ class DistillationSettings:
     streaming: bool = False
     block_tokens: int = 512
     length_factors: list[int] | None = None
+    pack: bool = True
     recall_share: float = 0.35
     answer_weight: float = 10.0
     rows: int = 4

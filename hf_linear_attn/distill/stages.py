@@ -34,7 +34,19 @@ def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, cu_seqlens: Tensor | None, causal: bool, scaling: float
 ) -> Tensor:
     """Compute what a converted layer's softmax attention computed; arguments as in :class:`LinearAttention`."""
-    visible = visibility(q, key_mask, cu_seqlens, causal)
+    if cu_seqlens is not None:
+        # Packed sequences one by one: together they would cost the square of their sum.
+        sizes = cu_seqlens.diff().tolist()
+        pieces = zip(*(torch.split(x, sizes, 2) for x in (q, k, v)), strict=True)
+        masks = [None] * len(sizes) if key_mask is None else torch.split(key_mask, sizes, 1)
+        return torch.cat(
+            [
+                softmax_attention(*piece, key_mask=mask, cu_seqlens=None, causal=causal, scaling=scaling)
+                for piece, mask in zip(pieces, masks, strict=True)
+            ],
+            2,
+        )
+    visible = visibility(q, key_mask, None, causal)
     grouped = q.shape[1] != k.shape[1]
     if visible is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped)
@@ -203,7 +215,7 @@ class Transfer(Stage):
         layers = len(linear_attention_parts(self.student))
 
         def observe(part: LinearAttention, output: Tensor, softmax: Tensor) -> None:
-            loss = output_loss(output, softmax, weights) / layers
+            loss = output_loss(output, softmax, laid_out(weights, output)) / layers
             self._backward(part, loss, backward, total)
 
         context = partial(teacher_forced, observe=observe)
@@ -211,15 +223,15 @@ class Transfer(Stage):
             context = partial(weights_forced, observe=self._weights_observer(weights, layers, backward, total))
         with context(self.student):
             # The logits are not read; models that can leave them out do.
-            options = {"logits_to_keep": 1} if takes_logits_to_keep(self.student) else {}
-            self.student(input_ids=batch.input_ids, use_cache=False, **options)
+            options = {"logits_to_keep": 1} if takes(self.student, "logits_to_keep") else {}
+            self.student(**model_inputs(batch), **options)
         return total
 
     def _weights_observer(
         self, weights: Tensor, layers: int, backward: Backward, total: Tensor
     ) -> Callable[[LinearAttention, Tensor, Tensor], None]:
         def observe(part: LinearAttention, linear: Tensor, softmax: Tensor) -> None:
-            loss = weights_loss(linear, softmax, weights) / layers
+            loss = weights_loss(linear, softmax, laid_out(weights, linear)) / layers
             self._backward(part, loss, backward, total)
 
         return observe
@@ -365,13 +377,24 @@ STAGES: Mapping[str, type[Stage]] = {stage.name: stage for stage in (Transfer, D
 """The stages by name, in the order they run."""
 
 
-def takes_logits_to_keep(model: nn.Module) -> bool:
-    """Tell whether a model can leave out logits that nobody reads."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def takes(model: nn.Module, argument: str) -> bool:
+    """Tell whether the forward of a model knows an argument."""
+    return argument in inspect.signature(model.forward).parameters
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the arguments of a forward over a batch."""
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    return inputs if batch.position_ids is None else inputs | {"position_ids": batch.position_ids}
+
+
+def laid_out(weights: Tensor, output: Tensor) -> Tensor:
+    """Return weights ``[B, T]`` as an attention layer sees tokens: packed rows lie end to end, ``[1, B T]``."""
+    return weights.view(output.shape[0], -1)
 
 
 def predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return next tokens ``[N]``, their weights ``[N]`` and the model's logits ``[N, vocabulary]``."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1]
+    logits = model(**model_inputs(batch)).logits[:, :-1]
     where = batch.weights[:, 1:] > 0
     return batch.input_ids[:, 1:][where], batch.weights[:, 1:][where], logits[where]

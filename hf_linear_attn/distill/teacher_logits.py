@@ -154,7 +154,7 @@ class TeacherLogits:
 
     def loss(self, student: Tensor, batch: Batch, numbers: list[int], weights: Tensor) -> Tensor:
         """Sum ``w KL`` over k + 1 classes; arguments as in :func:`kl_loss`, the rows' numbers in place of logits."""
-        rows = [self.row(number, Batch(*(x[index : index + 1] for x in batch))) for index, number in enumerate(numbers)]
+        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(numbers)]
         tokens = torch.cat([row[0] for row in rows]).to(student.device)
         log_p = torch.cat([row[1] for row in rows]).to(student.device)
         log_q = student.float().log_softmax(-1).gather(-1, tokens)

@@ -1,34 +1,49 @@
+import copy
 import json
+import random
 
 import pytest
 import torch
 from datasets import Dataset
 
+from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.data import DocumentBlocks, RecallRows, StreamBlocks, load_data, sequences_of
+from hf_linear_attn.distill.data import (
+    Data,
+    DocumentBlocks,
+    RecallRows,
+    Row,
+    StreamBlocks,
+    bos_of,
+    load_data,
+    sequences_of,
+)
+from hf_linear_attn.distill.stages import predictions, teacher_forced
 from hf_linear_attn.errors import ArgumentError
 
 DOCUMENTS = [list(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
 
 
-def test_a_block_lies_within_one_document_and_an_epoch_reads_every_token():
+def test_long_documents_fill_blocks_by_themselves_and_short_ones_share_one():
     blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11)
-    count = len(blocks.places(11))
-    read = set()
-    for number in range(count):
-        bos, *body = blocks.block(number, 11)
-        assert bos == 9999
-        assert body == list(range(body[0], body[0] + 10))
-        assert len({token // 100 for token in body}) == 1
-        read.update(body)
-    assert read == {token for document in DOCUMENTS[1:] for token in document}
+    rows = sorted(blocks.block(number, 21) for number in range(len(blocks.places(21))))
+    assert [(row.input_ids, row.starts) for row in rows] == [
+        ([9999, *range(100, 107), 9999, *range(300, 312)], [0, 8]),
+        ([9999, *range(200, 220)], [0]),
+        ([9999, *range(210, 230)], [0]),
+        ([9999, *range(400, 420)], [0]),
+        ([9999, *range(405, 425)], [0]),
+    ]
+    assert rows[0].weights == [0.0] + [1.0] * 7 + [0.0] + [1.0] * 12
+    alone = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11, pack=False)
+    assert sorted(len(alone.block(number, 21).input_ids) for number in range(6)) == [8, 13, 21, 21, 21, 21]
 
 
 def test_epochs_have_the_same_blocks_in_another_order():
     blocks = DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=5)
     count = len(blocks.places(5))
-    first = [tuple(blocks.block(number, 5)) for number in range(count)]
-    second = [tuple(blocks.block(number, 5)) for number in range(count, 2 * count)]
+    first = [blocks.block(number, 5) for number in range(count)]
+    second = [blocks.block(number, 5) for number in range(count, 2 * count)]
     assert sorted(first) == sorted(second)
     assert first != second
 
@@ -37,27 +52,49 @@ def test_documents_shorter_than_a_block_are_refused_if_all_are():
     message = "`block_tokens` must be at most 30, the longest document's tokens, got 31"
     with pytest.raises(ArgumentError, match=message):
         DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=31).block(0, 31)
+    stream = StreamBlocks(DOCUMENTS, bos=[], shortest=31)
     with pytest.raises(ArgumentError, match=message):
-        StreamBlocks(DOCUMENTS, bos=[], shortest=31).block(0, 31)
+        [stream.block(number, 31) for number in range(9)]
 
 
 def test_streams_give_any_block_and_start_over_at_their_end():
-    blocks = StreamBlocks(DOCUMENTS, bos=[], shortest=10)
-    read = [blocks.block(number, 10) for number in range(7)]
-    assert read[:3] == [list(range(start, start + 10)) for start in (200, 210, 220)]
-    assert read[6] == read[0]
-    assert StreamBlocks(DOCUMENTS, bos=[], shortest=10).block(4, 10) == read[4]
-    assert blocks.block(2, 10) == read[2]
+    stream = StreamBlocks(DOCUMENTS, bos=[9999], shortest=10)
+    whole = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=10)
+    for length in (10, 21, 10):
+        count = len(whole.places(length))
+        read = [stream.block(number, length) for number in range(count)]
+        assert sorted(read) == sorted(whole.block(number, length) for number in range(count))
+        assert stream.block(count, length) == read[0]
+        assert stream.block(2, length) == read[2]
+        assert StreamBlocks(DOCUMENTS, bos=[9999], shortest=10).block(4, length) == read[4]
 
 
-def test_a_document_that_does_not_fill_a_longer_block_is_one_of_its_own():
-    blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11)
-    read = sorted(blocks.block(number, 26) for number in range(len(blocks.places(26))))
-    assert [(len(row), row[1]) for row in read] == [(26, 200), (26, 205), (13, 300), (26, 400)]
-    stream = StreamBlocks(DOCUMENTS, bos=[9999], shortest=11)
-    assert [len(stream.block(number, 26)) for number in range(4)] == [26, 13, 26, 26]
-    assert stream.block(1, 11) == [9999, *range(210, 220)]
-    assert stream.block(4, 26) == stream.block(1, 26)
+def test_packed_documents_are_predicted_as_if_alone(teacher, tokenizer):
+    rng = random.Random(0)
+    documents = [[rng.randrange(3, 250) for _ in range(size)] for size in (9, 12, 30, 7)]
+    blocks = DocumentBlocks(documents, bos_of(tokenizer), seed=0, shortest=16)
+    data = Data(blocks, RecallRows(tokenizer, seed=0), recall_share=0.0, answer_weight=1.0, pad=0)
+    packed = data.batch([0, 1], 32)
+    assert packed.position_ids is not None
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4, sinks=1)
+    for model in (teacher, student):
+        alone = []
+        for number in (0, 1):
+            row = data.text_row(number, 32)
+            for start, end in zip(row.starts, [*row.starts[1:], len(row.input_ids)], strict=True):
+                alone.append(
+                    predictions(
+                        model, data.collate([Row(row.input_ids[start:end], row.weights[start:end])], end - start)
+                    )
+                )
+        together = predictions(model, packed)
+        for index in range(3):
+            torch.testing.assert_close(together[index], torch.cat([x[index] for x in alone]), rtol=1e-4, atol=1e-5)
+    # What transfer teaches is the softmax model itself.
+    with teacher_forced(student, lambda part, output, softmax: None):
+        torch.testing.assert_close(
+            predictions(student, packed)[2], predictions(teacher, packed)[2], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_steps_read_as_many_tokens_whatever_the_length():
@@ -101,7 +138,8 @@ def test_batches_depend_on_row_numbers_alone(data):
 def test_the_share_of_recall_sequences_is_exact(data, tokenizer):
     train, _ = data
     rows = [train.batch([number], 64) for number in range(40)]
-    assert sum(bool((row.real & (row.weights == 0))[0, 1:].any()) for row in rows) == 10
+    alone = [row for row in rows if row.position_ids is None]
+    assert sum(bool((row.real & (row.weights == 0))[0, 1:].any()) for row in alone) == 10
 
 
 @pytest.mark.parametrize("length", [24, 512])
@@ -122,7 +160,7 @@ def test_answers_of_recall_sequences_stand_in_their_context(tokenizer, length):
 def test_a_recall_sequence_weighs_no_more_than_text(data):
     train, _ = data
     for number in range(20):
-        _, weights = train.recall_row(number, 64)
+        weights = train.recall_row(number, 64).weights
         assert 0 < sum(weights) <= 64 + 1e-6
 
 
@@ -138,7 +176,7 @@ def test_local_files_are_read(tmp_path, tokenizer, streaming):
         dataset=str(write_documents(tmp_path)), text_column="body", block_tokens=32, rows=2, streaming=streaming
     )
     train, heldout = load_data(settings, tokenizer)
-    texts = [{tokenizer.decode(d.text_row(n, 32)[0][1:]).strip() for n in range(20)} for d in (train, heldout)]
+    texts = [{tokenizer.decode(d.text_row(n, 32).input_ids[1:]).strip() for n in range(20)} for d in (train, heldout)]
     assert texts[0].isdisjoint(texts[1])
 
 
@@ -146,10 +184,10 @@ def test_text_and_parquet_files_are_read(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("line one\n\nline two\n" * 100)
     settings = DistillationSettings(dataset=str(tmp_path / "a.txt"), block_tokens=40, rows=1, distill_steps=2)
     train, _ = load_data(settings, tokenizer)
-    assert "\n\nline" in tokenizer.decode(train.text_row(0, 40)[0])
+    assert "\n\nline" in tokenizer.decode(train.text_row(0, 40).input_ids)
     Dataset.from_dict({"text": ["word " * 90] * 30}).to_parquet(tmp_path / "b.parquet")
     settings = settings.with_changes(dataset=str(tmp_path / "b.parquet"))
-    assert "word word" in tokenizer.decode(load_data(settings, tokenizer)[0].text_row(0, 40)[0])
+    assert "word word" in tokenizer.decode(load_data(settings, tokenizer)[0].text_row(0, 40).input_ids)
     with pytest.raises(ArgumentError, match="`dataset` must be a file or folder of one kind of file"):
         load_data(settings.with_changes(dataset=str(tmp_path)), tokenizer)
 
