@@ -1,9 +1,40 @@
-"""Settings that must hold before anything imports Triton."""
+"""Settings that must hold before anything imports Triton, and what all tests share."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     # Without a GPU the kernels are tested in Triton's interpreter, which has to be chosen before the first import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+USERS_MAP = """
+import torch
+from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
+
+@register_feature_map
+class Cubed(FeatureMap):
+    name, formula, paper = "cubed", "max(x, 0)^3", "a file of mine"
+
+    @property
+    def feature_dim(self):
+        return self.head_dim
+
+    def phi(self, x):
+        return torch.relu(x) ** 3
+"""
+
+
+@pytest.fixture
+def users_map(tmp_path: Path) -> Iterator[Path]:
+    """Return a user's file that registers the feature map ``cubed``, and forget what the test registers."""
+    from hf_linear_attn.feature_maps import base
+
+    before = dict(base._REGISTRY)
+    (tmp_path / "mine.py").write_text(USERS_MAP)
+    yield tmp_path / "mine.py"
+    base._REGISTRY.clear()
+    base._REGISTRY.update(before)

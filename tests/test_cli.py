@@ -14,34 +14,12 @@ def test_maps_are_listed(capsys):
     assert [line.split()[0] for line in lines] == list(available_feature_maps())
 
 
-MINE = """
-import torch
-from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
-
-@register_feature_map
-class Quartic(FeatureMap):
-    name, formula, paper = "quartic", "max(x, 0)^4", "none"
-
-    @property
-    def feature_dim(self):
-        return self.head_dim
-
-    def phi(self, x):
-        return torch.relu(x) ** 4
-"""
-
-
-def test_a_map_of_the_user_is_listed_distilled_and_evaluated(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    (tmp_path / "mine.py").write_text(MINE)
-    mine = ["--feature-map-file", str(tmp_path / "mine.py")]
+def test_a_map_of_the_user_is_listed_distilled_and_evaluated(capsys, tmp_path, users_map):
+    mine = ["--feature-map-file", str(users_map)]
     main(["maps", *mine])
-    assert "quartic" in capsys.readouterr().out
+    assert "cubed" in capsys.readouterr().out
 
-    def forget():
-        monkeypatch.setattr(registry, "_REGISTRY", {k: v for k, v in registry._REGISTRY.items() if k != "quartic"})
-
-    forget()
+    registry._REGISTRY.pop("cubed")
     tiny_teacher().save_pretrained(tmp_path / "teacher")
     byte_tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("one two three four " * 60)
@@ -59,8 +37,8 @@ def test_a_map_of_the_user_is_listed_distilled_and_evaluated(capsys, tmp_path, m
     ]
     paths = ["--model", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "text.txt")]
     paths += ["--output-dir", str(tmp_path / "student")]
-    main(["distill", *mine, *paths, *short, "--feature-map", "quartic", "--window", "4", "--no-progress"])
-    forget()
+    main(["distill", *mine, *paths, *short, "--feature-map", "cubed", "--window", "4", "--no-progress"])
+    registry._REGISTRY.pop("cubed")
     evaluation = ["--suite", "perplexity", "--lengths", "32", "--text-file", str(tmp_path / "text.txt"), "--no-plots"]
     evaluation += ["--final-windows", "0", "--no-progress", "--output-dir", str(tmp_path / "out")]
     main(["evaluate", *mine, "--model", str(tmp_path / "student"), *evaluation])

@@ -9,34 +9,10 @@ import pytest
 
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.diagnostics.catalogue import page
-from hf_linear_attn.feature_maps import base as registry
 from hf_linear_attn.feature_maps import load_feature_maps
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "feature-maps.json"
-
-CUBED = """
-import torch
-from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
-
-@register_feature_map
-class Cubed(FeatureMap):
-    name, formula, paper = "cubed", "max(x, 0)^3", "a file of mine"
-
-    @property
-    def feature_dim(self):
-        return self.head_dim
-
-    def phi(self, x):
-        return torch.relu(x) ** 3
-"""
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    (tmp_path / "maps.py").write_text(CUBED)
-    return tmp_path / "maps.py"
 
 
 def test_the_page_is_not_stale():
@@ -47,21 +23,23 @@ def test_the_page_is_not_stale():
     assert made.stdout == (ROOT / "docs" / "feature-maps.md").read_text()
 
 
-def test_the_page_shows_every_map_and_those_of_the_user(mine):
-    load_feature_maps(mine)
+def test_the_page_shows_every_map_and_those_of_the_user(users_map):
+    load_feature_maps(users_map)
     text = page()
     for name in available_feature_maps():
         assert f"| `{name}` |" in text
     assert "| `cubed` | `max(x, 0)^3` | a file of mine | before them | >= 0 | 64 | 128 | - |" in text
 
 
-def test_the_suite_measures_a_map_of_the_user(mine, llama, tokenizer, tmp_path):
+def test_the_suite_measures_a_map_of_the_user(users_map, llama, tokenizer, tmp_path):
     llama.save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
-    (tmp_path / "text.txt").write_text("The cat sat on the mat, and the dog on the cat.\n" * 60)
+    (tmp_path / "text.txt").write_text(
+        "".join(f"Cat {n} sat on mat {n * n}, and dog {7 * n} on it.\n" for n in range(60))
+    )
     command = [
         *[sys.executable, "benchmarks/run.py", "--suite", "maps", "--teacher", str(tmp_path / "teacher")],
-        *["--dataset", str(tmp_path / "text.txt"), "--feature-map-file", str(mine), "--maps", "elu", "cubed"],
+        *["--dataset", str(tmp_path / "text.txt"), "--feature-map-file", str(users_map), "--maps", "elu", "cubed"],
         *["--seeds", "0", "1", "--transfer-steps", "1", "--distill-steps", "1", "--block-tokens", "48", "--rows", "2"],
         *["--heldout-rows", "2", "--repeats", "0", "--work-dir", str(tmp_path / "work")],
         *["--output", str(tmp_path / "out.json")],

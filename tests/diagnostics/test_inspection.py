@@ -74,27 +74,9 @@ def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-CUBED = """
-import torch
-from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
-
-@register_feature_map
-class Cubed(FeatureMap):
-    name, formula, paper = "cubed", "max(x, 0)^3", "none"
-
-    @property
-    def feature_dim(self):
-        return self.head_dim
-
-    def phi(self, x):
-        return torch.relu(x) ** 3
-"""
-
-
-def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys):
-    (tmp_path / "maps.py").write_text(CUBED)
+def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, users_map):
     arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "20"]
-    main(["inspect", str(saved), *arguments, "--feature-map-file", str(tmp_path / "maps.py")])
+    main(["inspect", str(saved), *arguments, "--feature-map-file", str(users_map)])
     assert "| cubed |" in capsys.readouterr().out
 
 

@@ -304,3 +304,13 @@ def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in large.history][-4:]
     assert [record["loss_nats"] for record in split.history][-4:] == pytest.approx(expected, rel=1e-4)
+
+
+def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch):
+    def forward(input_ids=None, use_cache=None):
+        raise NotImplementedError
+
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    monkeypatch.setattr(student, "forward", forward)
+    with pytest.raises(ArgumentError, match="`pack` must be False for LlamaForCausalLM, got True"):
+        distill(settings, teacher, student, tokenizer, data=data)

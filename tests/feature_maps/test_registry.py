@@ -98,28 +98,8 @@ def test_only_named_feature_maps_register(monkeypatch):
         register_feature_map(Thief)
 
 
-CUBED = """
-import torch
-from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
-
-@register_feature_map
-class Cubed(FeatureMap):
-    name, formula, paper = "cubed", "max(x, 0)^3", "none"
-
-    @property
-    def feature_dim(self):
-        return self.head_dim
-
-    def phi(self, x):
-        return torch.relu(x) ** 3
-"""
-
-
-def test_a_file_of_the_user_brings_its_maps(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    file = tmp_path / "maps.py"
-    file.write_text(CUBED)
-    assert load_feature_maps(file) == load_feature_maps(str(file)) == ("cubed",)
+def test_a_file_of_the_user_brings_its_maps(users_map):
+    assert load_feature_maps(users_map) == load_feature_maps(str(users_map)) == ("cubed",)
     assert "cubed" in available_feature_maps()
     q = torch.full((1, 1, 2, 3), 2.0)
     assert get_feature_map("cubed", 3).phi_q(q).unique().item() == 8
