@@ -165,6 +165,16 @@ def common_prefix(prompts: Sequence[Tensor]) -> int:
     return int(differs[0]) if len(differs) else shortest
 
 
+def shared_prefix(prompts: Sequence[Tensor]) -> int:
+    """Return how many leading tokens of 1-D prompts are worth reading once for all: at least half of them, or none.
+
+    After a cached prefix softmax attention needs an explicit mask, which takes more than twice as long as the causal
+    kernel: what a short prefix saves, the rest of the prompt pays for.
+    """
+    shared = common_prefix(prompts)
+    return shared if 2 * shared >= min(len(prompt) for prompt in prompts) else 0
+
+
 class PrefixReader:
     """Reads batches of prompts in order and computes what consecutive batches share only once.
 
@@ -190,7 +200,7 @@ class PrefixReader:
         """Move the trunk to the tokens that the batch shares with the following one."""
         if len({len(prompt) for prompt in batch}) > 1:
             return
-        shared = common_prefix([*batch, *(following or ())])
+        shared = shared_prefix([*batch, *(following or ())])
         while self._trunks and self._trunks[-1][0] > shared:
             self._trunks.pop()
         at, cache = self._copy_trunk()
@@ -207,7 +217,7 @@ class PrefixReader:
         if len({len(prompt) for prompt in batch}) > 1:
             return self._read_padded(batch)
         at, cache = self._copy_trunk()
-        shared = common_prefix(batch)
+        shared = shared_prefix(batch)
         if len(batch) > 1 and shared > at:
             _, cache = prefill(self._model, self._row(batch[0][at:shared]), cache, self._chunk)
             at = shared

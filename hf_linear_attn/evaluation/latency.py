@@ -172,17 +172,21 @@ def measure(subject: Subject, length: int, settings: EvaluationSettings) -> dict
             _, cache = forward(model, forced[:, at : at + 1], cache, all_logits=False)
         return cache
 
+    def fill() -> Any:
+        return prefill(model, prompt, None, chunk)[1]
+
     with torch.inference_mode():
         reads, decodes = [], []
+        filled: list[Any] = []
         for _ in range(settings.warmups + settings.repeats):
-            reads.append(timed(device, lambda: prefill(model, prompt, None, chunk)))
-        _, filled = prefill(model, prompt, None, chunk)
+            filled.clear()
+            reads.append(timed(device, lambda: filled.append(fill())))
         for _ in range(settings.warmups + settings.repeats):
-            cache = copy.deepcopy(filled)
+            cache = copy.deepcopy(filled[0])
             decodes.append(timed(device, lambda c=cache: decode(c)) / decoded)  # type: ignore[misc]
-        del filled, cache
-        caches: list[Any] = []
-        peak_mib, method = _peak_mib(device, lambda: caches.append(decode(prefill(model, prompt, None, chunk)[1])))
+        filled.clear()
+        del cache
+        peak_mib, method = _peak_mib(device, lambda: filled.append(decode(fill())))
     read, step = _quartiles(reads[settings.warmups :]), _quartiles(decodes[settings.warmups :])
     return {
         "prompt_tokens": length - decoded,
@@ -196,7 +200,7 @@ def measure(subject: Subject, length: int, settings: EvaluationSettings) -> dict
         "decode_ms_per_token_iqr": [step[0], step[2]],
         "peak_mib": peak_mib,
         "peak_method": method,
-        "cache_bytes": cache_bytes(caches[0]),
+        "cache_bytes": cache_bytes(filled[0]),
     }
 
 

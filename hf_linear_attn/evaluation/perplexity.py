@@ -143,7 +143,8 @@ def _read(reading: _Reading, ids: Tensor, targets: Tensor, teacher_log_p: Tensor
         reference = teacher_log_p.to(device)
         # A word the teacher rules out adds nothing, whatever the model makes of it.
         terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - log_p))
-        reading.kl.append(terms.sum(-1).cpu())
+        # No divergence is negative, but a sum of rounded terms may be.
+        reading.kl.append(terms.sum(-1).clamp(min=0).cpu())
         reading.agree.append((reference.argmax(-1) == log_p.argmax(-1)).float().cpu())
     return log_p
 

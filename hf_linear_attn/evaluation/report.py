@@ -227,12 +227,14 @@ _LATENCY_PICTURES = (
     ("decode", "Decode", "milliseconds per token", "decode_ms_per_token", "ms per token", 1.0),
     ("prefill", "Prefill", "time to first token", "ttft_ms", "ms", 1.0),
     ("memory", "Peak memory above the weights", "prefill and decode", "peak_mib", "MiB", 1.0),
-    ("cache", "Cache", "bytes kept per generation", "cache_bytes", "KiB", 1 / 1024),
+    ("cache", "Cache", "kept from token to token", "cache_bytes", "KiB", 1 / 1024),
 )
 
 
 def _latency_pictures(results: Mapping[str, Any]) -> list[Picture]:
     pictures: list[Picture] = []
+    sizes = sorted({row["batch_size"] for row in results["latency"] if row["status"] == "ok"})
+    batch = f", batch of {' or '.join(map(str, sizes))}"
     for name, title, subtitle, column, unit, scale in _LATENCY_PICTURES:
 
         def point(
@@ -249,7 +251,7 @@ def _latency_pictures(results: Mapping[str, Any]) -> list[Picture]:
         marks = [(row[name], f"= {row['other']} at {row[name]:,.0f}") for row in results["break_even"] if row.get(name)]
         series = _lines(results, results["latency"], point)
         axes = Axes("context length in tokens", unit, log_y=True, marks=marks)
-        pictures += _picture(f"latency-{name}", title, subtitle, series, axes)
+        pictures += _picture(f"latency-{name}", title, f"{subtitle}{batch}", series, axes)
     return pictures
 
 
@@ -258,7 +260,9 @@ def _status(row: Mapping[str, Any], text: str) -> str:
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def _percent(value: float | None) -> str:
@@ -341,11 +345,22 @@ def _tables(results: Mapping[str, Any]) -> list[tuple[str, Table]]:
         (
             "Latency and memory",
             (
-                ("model", "length", "prefill tok/s", "first token ms", "decode ms/token", "peak MiB", "cache bytes"),
+                (
+                    "model",
+                    "length",
+                    "batch",
+                    "repeats",
+                    "prefill tok/s",
+                    "first token ms",
+                    "decode ms/token",
+                    "peak MiB",
+                    "cache bytes",
+                ),
                 [
                     [
                         row["model"],
                         f"{row['length']:,}",
+                        *("-" if row[name] is None else str(row[name]) for name in ("batch_size", "repeats")),
                         _status(row, _number(row["prefill_tokens_per_s"])),
                         _number(row["ttft_ms"]),
                         _number(row["decode_ms_per_token"], 3),
@@ -441,7 +456,7 @@ def _title(results: Mapping[str, Any]) -> tuple[str, str]:
     model = results["model"]
     others = [reference["name"] for reference in results["references"]]
     name = model["path"] or f"{model['class']}, {model['name']}"
-    beside = f" beside {', '.join(others)}" if others else ""
+    beside = f", beside {', '.join(others)}" if others else ""
     kind = f"{model['attention']} attention" + (f" ({model['feature_map']})" if model["feature_map"] else "")
     return "Long-context evaluation", f"{name}: {kind}, {model['parameters']:,} parameters{beside}"
 

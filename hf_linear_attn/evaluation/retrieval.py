@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.generation import PrefixReader, end_tokens, greedy, is_out_of_memory
+from hf_linear_attn.evaluation.generation import (
+    PrefixReader,
+    end_tokens,
+    greedy,
+    is_out_of_memory,
+    shared_prefix,
+)
 from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_task
 from hf_linear_attn.evaluation.statistics import effective_length, paired_difference, wilson_interval
 from hf_linear_attn.evaluation.store import SampleStore
@@ -72,6 +78,36 @@ def plan_groups(settings: EvaluationSettings) -> list[Group]:
         if task.needs_depth:
             groups.append(Group(spec, settings.lengths[0], (FLOOR_DEPTH,), floor=True))
     return groups
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a group at one depth, for the cost of a run.
+
+    Args:
+        samples: How many there are.
+        length: Tokens of each, generation budget included.
+        shared: Leading tokens that are read once for all.
+        max_new_tokens: Generation budget of each.
+    """
+
+    samples: int
+    length: int
+    shared: int
+    max_new_tokens: int
+
+
+def plan_prompts(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase) -> list[Prompts]:
+    """Return what every group has to read at every depth, judged by two samples of it."""
+    template = make_template(tokenizer, settings)
+    planned = []
+    for group in plan_groups(settings):
+        task = parse_task(group.spec)
+        for depth in group.depths:
+            built = [build_prompt(task, group, depth, index, tokenizer, template, settings.seed) for index in range(2)]
+            shared = shared_prefix([prompt for _, prompt in built])
+            planned.append(Prompts(settings.num_samples, group.length, shared, built[0][0].max_new_tokens))
+    return planned
 
 
 def make_template(tokenizer: PreTrainedTokenizerBase, settings: EvaluationSettings) -> Template:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.evaluation import latency, perplexity, retrieval
-from hf_linear_attn.evaluation.generation import forward, prefill
+from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.latency import timed
 from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
 from hf_linear_attn.evaluation.report import write_report
@@ -32,7 +32,7 @@ from hf_linear_attn.evaluation.results import (
     read_results,
     write_results,
 )
-from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_task
+from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import (
     Subject,
@@ -41,11 +41,11 @@ from hf_linear_attn.evaluation.subjects import (
     load_tokenizer,
     process_state,
 )
-from hf_linear_attn.evaluation.tasks import sample_rng
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
 from hf_linear_attn.feature_maps import load_feature_maps
 
-_CALIBRATION_TOKENS = 256
+# Long enough for attention's square to show, short enough to be a small part of any run.
+_CALIBRATION_TOKENS = (256, 2048)
 
 
 def evaluate(
@@ -221,13 +221,13 @@ def _run_suites(
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a run is expected to read and how long that takes, from a short trial of each model.
+    """What a run is expected to read and how long that takes, from short trials of each model.
 
     Args:
         retrieval_tokens: Prompt tokens of all retrieval samples and models, shared prefixes counted each time.
         perplexity_tokens: Tokens of all perplexity windows, counted once for all models.
         latency_tokens: Tokens of all latency cells, repeats included.
-        seconds: Expected duration; attention that grows with the square of the length makes it longer.
+        seconds: Expected duration of these suites.
     """
 
     retrieval_tokens: int
@@ -250,42 +250,83 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pace:
+    """How long a model takes, as polynomials in the context length: softmax attention grows with it, linear does not.
+
+    Args:
+        read: Seconds per token, and per token squared, of reading one row of a batch.
+        step: Seconds of decoding a token of every row, and more of them per token before it.
+    """
+
+    read: tuple[float, float]
+    step: tuple[float, float]
+
+    def read_s(self, tokens: int, shared: int = 0) -> float:
+        """Return the seconds of reading a row of `tokens`, the first `shared` of them read before."""
+        return self.read[0] * (tokens - shared) + self.read[1] * (tokens**2 - shared**2)
+
+    def step_s(self, context: int) -> float:
+        """Return the seconds of decoding a token of every row."""
+        return self.step[0] + self.step[1] * context
+
+
 def estimate_cost(
     settings: EvaluationSettings,
     subjects: Sequence[Subject],
     tokenizer: PreTrainedTokenizerBase,
     corpus: Corpus | None,
 ) -> Cost:
-    """Estimate what a run costs, from one short read and one decode step of each model."""
-    retrieval_tokens = perplexity_tokens = latency_tokens = 0
+    """Estimate what a run costs, from short reads and decode steps of each model."""
+    retrieval_tokens = latency_tokens = 0
     seconds = 0.0
     plans = perplexity.plan_perplexity(settings, corpus) if corpus is not None else []
     perplexity_tokens = sum(window.stop - window.start for plan in plans for window in plan.windows)
-    groups = retrieval.plan_groups(settings) if "retrieval" in settings.suite else []
+    prompts = retrieval.plan_prompts(settings, tokenizer) if "retrieval" in settings.suite else []
     for subject in subjects:
-        read_s, step_s = _calibrate(subject, settings)
-        for group in groups:
-            samples = len(group.depths) * settings.num_samples
-            retrieval_tokens += samples * group.length
-            # A needle at depth d lets the samples of a depth share what comes before it.
-            fresh = sum(1 - (depth or 0) / 100 for depth in group.depths) / len(group.depths)
-            at = group.depths[0] or 0.0
-            rng = sample_rng(settings.seed, group.spec, group.length, at, 0)
-            budget = parse_task(group.spec).build(tokenizer, group.length, at, rng).max_new_tokens
-            seconds += samples * (group.length * fresh * read_s + budget * step_s / settings.batch_size)
-        seconds += perplexity_tokens * read_s
-        if "latency" in settings.suite:
-            runs = settings.warmups + settings.repeats
-            for length in settings.lengths:
-                decoded = min(settings.decode_tokens, length // 2)
-                latency_tokens += (runs + 2) * length
-                seconds += (runs + 2) * (length * read_s + decoded * step_s)
+        able = [length for length in settings.lengths if subject.refusal(length) is None]
+        if not able:
+            continue
+        pace = _calibrate(subject, settings, able[-1])
+        for prompt in prompts:
+            retrieval_tokens += prompt.samples * prompt.length
+            if prompt.length in able:
+                answer_s = prompt.max_new_tokens * pace.step_s(prompt.length) / settings.batch_size
+                seconds += prompt.samples * (pace.read_s(prompt.length, prompt.shared) + answer_s)
+        for plan in plans:
+            if plan.length in able:
+                seconds += sum(pace.read_s(window.stop - window.start) for window in plan.windows)
+        for length in able if "latency" in settings.suite else ():
+            # One more run is watched for its memory.
+            runs = settings.warmups + settings.repeats + 1
+            decoded = min(settings.decode_tokens, length // 2)
+            latency_tokens += runs * settings.batch_size * length
+            seconds += runs * (settings.batch_size * pace.read_s(length - decoded) + decoded * pace.step_s(length))
     return Cost(retrieval_tokens, perplexity_tokens, latency_tokens, seconds)
 
 
-def _calibrate(subject: Subject, settings: EvaluationSettings) -> tuple[float, float]:
-    """Return seconds per token read and per decode step."""
-    tokens = min(_CALIBRATION_TOKENS, settings.lengths[0] - 1)
+def _calibrate(subject: Subject, settings: EvaluationSettings, longest: int) -> _Pace:
+    """Time a model at two lengths; where memory ends before the longer one, the shorter has to do."""
+    short, long = (min(tokens, longest - 1) for tokens in _CALIBRATION_TOKENS)
+    # The first warms up.
+    found = [_trial(subject, settings, short) for _ in range(2)][1:]
+    if long > short:
+        try:
+            found.append(_trial(subject, settings, long))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+    (read, step), (long_read, long_step) = found[0], found[-1]
+    if len(found) == 1:
+        return _Pace((read, 0.0), (step, 0.0))
+    # Rounding and noise must not make a longer context cheaper.
+    growth = max(0.0, long_read - read) / (long - short)
+    step_growth = max(0.0, long_step - step) / (long - short)
+    return _Pace((max(0.0, long_read - growth * long), growth), (max(0.0, long_step - step_growth * long), step_growth))
+
+
+def _trial(subject: Subject, settings: EvaluationSettings, tokens: int) -> tuple[float, float]:
+    """Return seconds per token read and per decode step at a length."""
     ids = torch.zeros(settings.batch_size, tokens, dtype=torch.long, device=subject.device)
     caches: list[Any] = []
 
@@ -295,8 +336,9 @@ def _calibrate(subject: Subject, settings: EvaluationSettings) -> tuple[float, f
     def step() -> None:
         forward(subject.model, ids[:, :1], caches[-1], all_logits=False)
 
-    # The first of each warms up.
-    read_ms, step_ms = [(timed(subject.device, read), timed(subject.device, step)) for _ in range(2)][-1]
+    read_ms = timed(subject.device, read)
+    # The first has what the later ones do not: a place for the tokens to come.
+    step_ms = [timed(subject.device, step) for _ in range(2)][-1]
     return read_ms / 1000 / ids.numel(), step_ms / 1000
 
 
