@@ -242,7 +242,7 @@ def heat_map(
             fill = '<rect class="void" ' + box + "/>"
             if cell.share is not None:
                 fill = f'<rect class="cold" {box}/><rect class="hot" {box} fill-opacity="{cell.share:.3f}"/>'
-            tone = "void-text" if cell.share is None else "hot-text" if cell.share > 0.55 else "cold-text"
+            tone = "void-text" if cell.share is None else "value"
             text = _text(left + wide * (j + 0.5), top + height_of_row * (i + 0.5) + 4, cell.text, cls=tone)
             parts.append(f"<g><title>{escape(cell.hint)}</title>{fill}{text}</g>")
     for j, column in enumerate(columns):

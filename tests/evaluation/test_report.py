@@ -174,6 +174,15 @@ def test_the_markdown_holds_every_cell(report, results):
     assert "| teacher | passkey | 32,768 | 50% | 0 | unsupported |" in table
 
 
+def test_large_numbers_are_written_out_and_speed_says_for_which_batch(report):
+    markdown = (report.parent / "report.md").read_text()
+    table = markdown.split("## Latency and memory")[1].split("\n## ")[0]
+    # 512 tokens in 25.6 ms.
+    assert "| model | 512 | 1 | 10 | 20,000 | 25.6 |" in table
+    assert not re.search(r"\de[+]\d", markdown)
+    assert "<span>milliseconds per token, batch of 1</span>" in report.read_text()
+
+
 def test_without_plots_there_are_tables_only(results, tmp_path):
     text = write_report(results, tmp_path, plots=False).read_text()
     assert "<figure" not in text
@@ -210,7 +219,7 @@ PROBE = """
 const errors = [];
 addEventListener("error", e => errors.push(String(e.message)));
 addEventListener("load", () => {
-  document.querySelectorAll("details").forEach(d => { d.open = true; });
+  if (OPEN) document.querySelectorAll("details").forEach(d => { d.open = true; });
   const root = document.documentElement, wide = root.clientWidth;
   const found = {errors, wide, scroll: root.scrollWidth};
   found.outside = [...document.querySelectorAll("h1,h2,p,li,figure,figcaption,summary,.scroll")].filter(e => {
@@ -228,6 +237,35 @@ addEventListener("load", () => {
             cut: texts.filter(t => !t[0]).map(t => t[1]), smallest: Math.min(...texts.map(t => t[2]))};
   });
   found.ink = getComputedStyle(document.body).color;
+  found.tables = [...document.querySelectorAll("table")].map(t => t.checkVisibility() ? t.getBoundingClientRect().height : 0);
+  const rgb = text => text.match(/[\\d.]+/g).map(Number);
+  const light = c => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
+    const v = c[i] / 255;
+    return sum + weight * (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  }, 0);
+  const contrast = (a, b) => {
+    const [x, y] = [light(a), light(b)];
+    return (Math.max(x, y) + 0.05) / (Math.min(x, y) + 0.05);
+  };
+  const behind = e => {
+    for (; e; e = e.parentElement) {
+      const c = rgb(getComputedStyle(e).backgroundColor);
+      if (c.length == 3 || c[3] > 0) return c;
+    }
+  };
+  const field = text => [...text.parentElement.querySelectorAll("rect")].reduce((under, rect) => {
+    const style = getComputedStyle(rect), over = rgb(style.fill), share = Number(style.fillOpacity);
+    return under.map((c, i) => c + share * (over[i] - c));
+  }, behind(text));
+  found.paper = behind(document.body);
+  found.pale = [
+    ...[...document.querySelectorAll("h1,h2,p,li,th,td,summary,figcaption,figcaption span")].map(
+      e => [contrast(rgb(getComputedStyle(e).color), behind(e)), e.textContent]),
+    ...[...document.querySelectorAll("svg text")].map(
+      t => [contrast(rgb(getComputedStyle(t).fill), t.parentElement.tagName == "g" ? field(t) : behind(t)), t.textContent]),
+    ...[...document.querySelectorAll(".line")].map(
+      e => [contrast(rgb(getComputedStyle(e).stroke), behind(e)), "line"]),
+  ].filter(pair => pair[0] < (pair[1] == "line" ? 3 : 4.5)).map(pair => pair[0].toFixed(1) + " " + pair[1].slice(0, 40));
   const pre = document.createElement("pre");
   pre.id = "probe"; pre.textContent = JSON.stringify(found); parent.document.body.append(pre);
 });
@@ -235,9 +273,13 @@ addEventListener("load", () => {
 """
 
 
-def look(report, tmp_path, width, dark):
-    """Open the report in Chromium with a script that measures it; return what it measured and the console's lines."""
-    inside = html.escape(report.read_text().replace("</title>", "</title>" + PROBE, 1), quote=True)
+def look(report, tmp_path, width, dark, *, printed=False):
+    """Open the report in Chromium with a script that measures it; return what it measured and the console's lines.
+
+    A printed page is one whose rules for print hold on the screen; what is folded away there stays so.
+    """
+    text = report.read_text().replace("</title>", "</title>" + PROBE.replace("OPEN", "false" if printed else "true"), 1)
+    inside = html.escape(text.replace("@media print", "@media all") if printed else text, quote=True)
     # Chromium opens no window narrower than 500 pixels; a frame may be as narrow as a phone.
     page = tmp_path / "probe.html"
     page.write_text(
@@ -276,3 +318,16 @@ def test_it_opens_in_a_browser_whole_and_without_errors(report, tmp_path, width,
         assert figure["cut"] == [], figure
         assert figure["smallest"] >= 9, figure
     assert found["ink"] == ("rgb(232, 234, 237)" if dark else "rgb(28, 32, 36)")
+    assert found["pale"] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_on_paper_it_is_dark_on_white_and_holds_every_table(report, tmp_path):
+    # The width of A4 between its margins, printed from a screen that is dark.
+    found, _ = look(report, tmp_path, 718, dark=True, printed=True)
+    assert found["paper"] == [255, 255, 255]
+    assert found["ink"] == "rgb(0, 0, 0)"
+    assert found["pale"] == []
+    assert found["scroll"] <= 718
+    assert len(found["tables"]) == report.read_text().count("<table>")
+    assert min(found["tables"]) > 20
