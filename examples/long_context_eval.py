@@ -22,7 +22,7 @@ SMALL_RUN = {
     "tasks": ("passkey", "kv_recall"),
     "lengths": (512, 1024, 2048, 4096),
     "num_samples": 10,
-    "batch_size": 10,
+    "batch_size": 5,
     # In one forward, as `generate` reads: softmax attention after a cached piece takes a slower way.
     "prefill_chunk": 4096,
     "max_text_tokens": 16384,

@@ -146,7 +146,8 @@ def _speed(results: Mapping[str, Any]) -> list[str]:
         _ratio("the cache", theirs["cache_bytes"] / mine["cache_bytes"], "smaller", "larger"),
         _ratio("peak memory above the weights", theirs["peak_mib"] / mine["peak_mib"], "smaller", "larger"),
     ]
-    sentences = [f"At {tokens(at)} tokens, {first} beside {other}: " + ", ".join(compared) + "."]
+    batch = "" if mine["batch_size"] == 1 else f" in a batch of {mine['batch_size']}"
+    sentences = [f"At {tokens(at)} tokens{batch}, {first} beside {other}: " + ", ".join(compared) + "."]
     for row in results["break_even"]:
         if row["other"] == other:
             places = [

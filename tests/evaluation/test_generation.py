@@ -12,6 +12,7 @@ from hf_linear_attn.evaluation.generation import (
     greedy,
     is_out_of_memory,
     prefill,
+    shared_prefix,
 )
 from tests.evaluation.helpers import EOS, PAD, ScriptedModel, byte_tokenizer, tiny_gpt2, tiny_linear, tiny_llama
 
@@ -82,6 +83,23 @@ def test_what_prompts_share_is_read_once():
         reader.read(batch)
     # 90 once, then 10 for each of 10 prompts; a needle that begins alike by accident may add a token or two.
     assert 190 <= model.tokens_read <= 200
+
+
+def test_a_short_prefix_is_not_read_apart():
+    """After a cached prefix softmax attention cannot take its causal kernel, which costs more than is saved."""
+    model = ScriptedModel(lambda ids: 1)
+    stem = tokens(100)
+    for cut, forwards in ((49, [(2, 100)]), (50, [(1, 50), (2, 50)])):
+        seen = []
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        batch = [torch.cat([stem[:cut], torch.full((100 - cut,), i)]) for i in range(2)]
+        assert shared_prefix(batch) == (cut if cut >= 50 else 0)
+        reader = PrefixReader(model, 1000, PAD)
+        reader.advance(batch, None)
+        reader.read(batch)
+        assert seen == forwards
 
 
 def test_common_prefix_leaves_a_token_to_predict_from():

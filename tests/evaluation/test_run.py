@@ -17,15 +17,17 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedErr
 from hf_linear_attn.evaluation import (
     EvaluationSettings,
     compare,
+    estimate_cost,
     evaluate,
     read_results,
     schema,
     without_times,
 )
+from hf_linear_attn.evaluation import run as run_module
 from hf_linear_attn.evaluation.cli import compare as compare_command
 from hf_linear_attn.evaluation.cli import main
 from hf_linear_attn.evaluation.store import SampleStore
-from tests.evaluation.helpers import byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
+from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 from tests.evaluation.workers import LM_EVAL, run, settings
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,46 @@ def test_results_say_what_was_measured(uninterrupted):
     caches = {cell["length"]: cell["cache_bytes"] for cell in results["latency"] if cell["model"] == "model"}
     assert caches[300] == caches[320]
     assert all(sentence.endswith(".") for part in results["summary"].values() for sentence in part)
+
+
+def test_the_estimate_counts_the_tokens_that_are_read(monkeypatch):
+    """For a model that takes a second per token, whether it reads or writes, seconds are tokens."""
+    rows = 2
+    monkeypatch.setattr(run_module, "_trial", lambda subject, settings, tokens: (1.0, float(rows)))
+    # It never ends an answer, so that every budget is used up.
+    model = ScriptedModel(lambda ids: ord("a"))
+    model.config._attn_implementation = "sdpa"
+    chosen = settings(
+        None, output_dir=None, tasks=("passkey", "kv_recall"), lengths=(300, 500), depths=(0, 75), num_samples=4,
+        batch_size=rows, final_windows=2, repeats=2, warmups=1, max_text_tokens=1200,
+    )  # fmt: skip
+    results = evaluate(chosen, model=model, tokenizer=byte_tokenizer())
+    assert results["timing"]["estimated_s"] == pytest.approx(model.tokens_read, rel=0.05)
+
+
+def test_the_estimate_follows_a_cost_that_grows_with_the_square_of_the_length(monkeypatch):
+    def trial(subject, settings, tokens):
+        return (2.0 + 0.5 * tokens, 3.0 + 0.25 * tokens)
+
+    monkeypatch.setattr(run_module, "_trial", trial)
+    model = subject(tiny_linear())
+    chosen = settings(None, output_dir=None, suite=("latency",), lengths=(8000,), decode_tokens=100, batch_size=4)
+    cost = estimate_cost(chosen, [model], byte_tokenizer(), None)
+    # One timed run and one for the memory.
+    read, step = 2.0 * 7900 + 0.5 * 7900**2, 3.0 + 0.25 * 8000
+    assert cost.seconds == pytest.approx(2 * (4 * read + 100 * step))
+    assert cost.latency_tokens == 2 * 4 * 8000
+
+
+def test_the_estimate_does_with_a_short_trial_where_memory_ends(monkeypatch):
+    def trial(subject, settings, tokens):
+        if tokens > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return (1.0, 0.0)
+
+    monkeypatch.setattr(run_module, "_trial", trial)
+    chosen = settings(None, output_dir=None, suite=("latency",), lengths=(8000,), decode_tokens=100)
+    assert estimate_cost(chosen, [subject(tiny_linear())], byte_tokenizer(), None).seconds == 2 * 2 * 7900
 
 
 def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninterrupted, tmp_path):
