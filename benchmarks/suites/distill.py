@@ -10,6 +10,7 @@ its checkpoint. ``--report`` writes the page docs/results/distillation.md from a
 import argparse
 import copy
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -26,11 +27,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_linear_attn import patch_model
+from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
 from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.stages import predictions
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
@@ -92,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         heldout, length = data_of(0, 0.35)[1], arguments.block_tokens
         questions: dict[str, Any] = {"seed": 1000, "samples": arguments.samples}
         found = measure(model, heldout, tokenizer, rows=arguments.heldout_rows, length=length, **questions)
+        found["mix"] = mixed_loss(model, heldout, arguments.heldout_rows, length, window)
         found["longer"] = heldout_loss(model, heldout, max(1, arguments.heldout_rows // LONGER), LONGER * length) | {
             "recall": {
                 "4": recall_accuracy(
@@ -122,18 +125,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             temporary.replace(path)
         return json.loads(path.read_text())
 
-    def run(name: str, seed: int) -> dict[str, Any]:
+    def settings_with_folder(name: str, seed: int) -> DistillationSettings:
         settings = settings_of(arguments, name, seed, window)
-        settings = settings.with_changes(output_dir=str(folder / f"run-{name.replace(' ', '-')}-{seed}"))
+        return settings.with_changes(output_dir=str(folder / f"run-{name.replace(' ', '-')}-{seed}"))
+
+    def run(name: str, seed: int) -> dict[str, Any]:
+        settings = settings_with_folder(name, seed)
         result = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data_of(seed, settings.recall_share))
-        student = result.student
         return {
-            "figures": figures(student),
             "tokens": result.tokens,
             "elapsed_s": result.elapsed_s,
             "history": result.history,
             "trainable_parameters": result.trainable_parameters,
         }
+
+    def measured(name: str, seed: int) -> dict[str, Any]:
+        return figures(from_pretrained(settings_with_folder(name, seed).output_dir or "").eval())
 
     results: dict[str, Any] = {
         "provenance": provenance(arguments, digest.hexdigest(), recommended, window),
@@ -148,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             before = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
             found = once(f"{name} {seed}", lambda name=name, seed=seed: run(name, seed))
             if found is not None:
+                found["figures"] = once(f"figures {name} {seed}", lambda name=name, seed=seed: measured(name, seed))
                 results["patched"][name] = before
                 results["recipes"].setdefault(name, {})[str(seed)] = found
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +164,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.report.write_text(report(results))
         histories = {name: next(iter(runs.values()))["history"] for name, runs in results["recipes"].items()}
         draw_losses(histories, arguments.report.with_suffix(".svg"))
+
+
+@torch.no_grad()
+def mixed_loss(model: PreTrainedModel, data: Data, rows: int, length: int, first: int) -> dict[str, float]:
+    """Measure the loss on held-out sequences as they are trained on, text and recall, beyond the first tokens.
+
+    Args:
+        model: A causal language model.
+        data: Held-out data.
+        rows: Number of sequences.
+        length: Their tokens.
+        first: First position that counts.
+
+    Returns:
+        ``loss_nats`` per token, answers and text counting alike, and ``answer_nats`` per token of the answers.
+    """
+    recalls = round(rows * data.recall_share)
+    kinds = {
+        "text": [data.text_row(number, length) for number in range(rows - recalls)],
+        "answers": [data.recall_row(number, length) for number in range(recalls)],
+    }
+    nats: dict[str, float] = {}
+    tokens: dict[str, float] = {}
+    for kind, found in kinds.items():
+        nats[kind] = tokens[kind] = 0.0
+        for row in found:
+            batch = data.collate([row], length)
+            targets, _, logits = predictions(model, batch)
+            beyond = (batch.weights[0, 1:] > 0).nonzero()[:, 0] + 1 >= first
+            loss = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+            nats[kind] += loss[beyond].sum().item()
+            tokens[kind] += int(beyond.sum())
+    return {
+        "loss_nats": sum(nats.values()) / sum(tokens.values()),
+        "answer_nats": nats["answers"] / tokens["answers"],
+    }
 
 
 def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int) -> DistillationSettings:
@@ -254,11 +298,12 @@ def report(results: Mapping[str, Any]) -> str:
         f"Made by `{facts['command']}`.",
         "",
         "| recipe | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
-        f"| recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x |",
-        "| --- " * 11 + "|",
+        f"| recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x | nats, mix beyond the window | of answers |",
+        "| --- " * 13 + "|",
         f"| teacher | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
         f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | "
-        f"| {teacher['longer']['loss_nats']:.3f} | {_mean([teacher['longer']['recall']['4']], 2)} |",
+        f"| {teacher['longer']['loss_nats']:.3f} | {_mean([teacher['longer']['recall']['4']], 2)} "
+        f"| {teacher['mix']['loss_nats']:.3f} | {teacher['mix']['answer_nats']:.3f} |",
     ]
     for name, runs in recipes.items():
         found = [run["figures"] for run in runs.values()]
@@ -272,12 +317,18 @@ def report(results: Mapping[str, Any]) -> str:
             *(_mean([f["recall"][pairs] for f in off], 2) if off else "" for pairs in ("4", "8")),
             _mean([f["longer"]["loss_nats"] for f in found]),
             _mean([f["longer"]["recall"]["4"] for f in found], 2),
+            _mean([f["mix"]["loss_nats"] for f in found]),
+            _mean([f["mix"]["answer_nats"] for f in found]),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     missing = [name for name in NAMES if name not in recipes]
     lines += ["", f"Rows without ± are one seed. Not run: {', '.join(missing) or 'nothing'}."]
     lines += ["", *_claims(results), "", "![Loss against training tokens](distillation.svg)", ""]
     return "\n".join(lines)
+
+
+def _figure(run: Mapping[str, Any], keys: Sequence[str]) -> float:
+    return float(functools.reduce(lambda found, key: found[key], keys, run["figures"]))
 
 
 def _claims(results: Mapping[str, Any]) -> list[str]:
@@ -303,21 +354,20 @@ def _claims(results: Mapping[str, Any]) -> list[str]:
                 )
     for other, what in ((LOLCATS, "LoLCATs' recipe"), (WINDOW, "the window alone")):
         if {"recommended", other} <= recipes.keys():
-            for times in (1, LONGER):
-                for key, where in (("loss_nats", "all tokens"), ("late_loss_nats", "the late half of the context")):
-
-                    def loss(run: Mapping[str, Any], key: str = key, times: int = times) -> float:
-                        return float((run["figures"] if times == 1 else run["figures"]["longer"])[key])
-
-                    gains = [
-                        loss(recipes[other][seed]) - loss(run)
-                        for seed, run in recipes["recommended"].items()
-                        if seed in recipes[other]
-                    ]
-                    length = times * results["provenance"]["recommended"]["block_tokens"]
-                    lines.append(
-                        f"- Held-out nats by which it beats {what} at {length:,} tokens, {where}: {_mean(gains, 4)}."
-                    )
+            block = results["provenance"]["recommended"]["block_tokens"]
+            places = {
+                f"text of {block:,} tokens": ("loss_nats",),
+                "their late half": ("late_loss_nats",),
+                f"text of {LONGER * block:,} tokens": ("longer", "loss_nats"),
+                "text and recall as trained on, tokens beyond the window": ("mix", "loss_nats"),
+            }
+            for where, keys in places.items():
+                gains = [
+                    _figure(recipes[other][seed], keys) - _figure(run, keys)
+                    for seed, run in recipes["recommended"].items()
+                    if seed in recipes[other]
+                ]
+                lines.append(f"- Held-out nats by which it beats {what}, {where}: {_mean(gains, 4)}.")
     if "elu alone" in recipes:
         patched_loss = results["patched"]["elu alone"]["loss_nats"]
         shares = [
