@@ -157,9 +157,13 @@ def _speed(results: Mapping[str, Any]) -> list[str]:
             if places:
                 sentences.append(f"{first} costs less than {other} in " + ", ".join(places) + ".")
             if never:
-                sentences.append(f"It does not cost less in {', '.join(never)} at the tested lengths.")
+                sentences.append(
+                    f"{first} does not cost less than {other} in {' or '.join(never)} at the tested lengths."
+                )
     return sentences
 
 
 def _ratio(what: str, ratio: float, better: str, worse: str) -> str:
+    if times(max(ratio, 1 / ratio)) == times(1):
+        return f"{what} about the same"
     return f"{what} {times(ratio)} {better}" if ratio >= 1 else f"{what} {times(1 / ratio)} {worse}"

@@ -1,6 +1,7 @@
 """Perplexity, against what it must be: each token once, the same whatever the windows, chunks and batches."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,6 +121,22 @@ def test_strided_windows_equal_each_window_read_by_itself(make, stride):
     ]
     assert row["tokens"] == 92
     assert row["nll_nats"] * 92 == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(("length", "stride", "batch_size"), [(90, None, 1), (16, None, 3), (16, 1, 4), (40, 7, 2)])
+def test_windows_equal_one_pass_whatever_the_stride_for_a_model_that_looks_one_token_back(length, stride, batch_size):
+    """For any other model a shorter context changes the loss; for this one only a wrong count could."""
+    table = torch.randn(256, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    corpus = corpus_of(90, 33, bos=())
+    expected = -sum(
+        float(table[before].log_softmax(-1)[after])
+        for document in corpus.documents
+        for before, after in pairwise(document.ids)
+    )
+    chosen = settings(lengths=(length,), stride=stride, batch_size=batch_size)
+    (row,) = run([subject(ScriptedModel(lambda ids: table[ids[-1]]))], corpus, chosen)["windows"]
+    assert row["tokens"] == 89 + 32
+    assert row["nll_nats"] * row["tokens"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_by_position_adds_up_to_the_whole():

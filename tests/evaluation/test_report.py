@@ -1,5 +1,6 @@
 """The report: what it says, and how it looks in a real browser."""
 
+import copy
 import html
 import json
 import re
@@ -137,6 +138,17 @@ def test_the_summary_says_what_the_cells_say(results):
     assert re.search(r"costs less than teacher in prefill from [\d,]+ tokens, decode from [\d,]+ tokens", speed)
 
 
+def test_costs_that_hardly_differ_are_called_the_same_and_a_loss_is_named(results):
+    changed = copy.deepcopy(results)
+    for row in changed["latency"]:
+        row["batch_size"] = 4
+        row["peak_mib"] = 10.3 if row["model"] == "model" else 10.0
+    speed = add_comparisons(changed)["summary"]["speed"]
+    assert speed[0].startswith("At 32,768 tokens in a batch of 4, model beside teacher: ")
+    assert "peak memory above the weights about the same" in speed[0]
+    assert speed[-1] == "model does not cost less than teacher in memory at the tested lengths."
+
+
 def test_the_page_is_one_file_without_a_network(report):
     text = report.read_text()
     assert not re.findall(r"<(?:script|iframe|img|object)|@import|url\(", text)
@@ -237,7 +249,8 @@ addEventListener("load", () => {
             cut: texts.filter(t => !t[0]).map(t => t[1]), smallest: Math.min(...texts.map(t => t[2]))};
   });
   found.ink = getComputedStyle(document.body).color;
-  found.tables = [...document.querySelectorAll("table")].map(t => t.checkVisibility() ? t.getBoundingClientRect().height : 0);
+  found.tables = [...document.querySelectorAll("table")].map(
+    t => t.checkVisibility() ? t.getBoundingClientRect().height : 0);
   const rgb = text => text.match(/[\\d.]+/g).map(Number);
   const light = c => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => {
     const v = c[i] / 255;
@@ -261,11 +274,14 @@ addEventListener("load", () => {
   found.pale = [
     ...[...document.querySelectorAll("h1,h2,p,li,th,td,summary,figcaption,figcaption span")].map(
       e => [contrast(rgb(getComputedStyle(e).color), behind(e)), e.textContent]),
-    ...[...document.querySelectorAll("svg text")].map(
-      t => [contrast(rgb(getComputedStyle(t).fill), t.parentElement.tagName == "g" ? field(t) : behind(t)), t.textContent]),
+    ...[...document.querySelectorAll("svg text")].map(t => {
+      const under = t.parentElement.tagName == "g" ? field(t) : behind(t);
+      return [contrast(rgb(getComputedStyle(t).fill), under), t.textContent];
+    }),
     ...[...document.querySelectorAll(".line")].map(
       e => [contrast(rgb(getComputedStyle(e).stroke), behind(e)), "line"]),
-  ].filter(pair => pair[0] < (pair[1] == "line" ? 3 : 4.5)).map(pair => pair[0].toFixed(1) + " " + pair[1].slice(0, 40));
+  ].filter(([ratio, text]) => ratio < (text == "line" ? 3 : 4.5))
+   .map(([ratio, text]) => ratio.toFixed(1) + " " + text.slice(0, 40));
   const pre = document.createElement("pre");
   pre.id = "probe"; pre.textContent = JSON.stringify(found); parent.document.body.append(pre);
 });

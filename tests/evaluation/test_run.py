@@ -270,6 +270,19 @@ def test_a_tokenizer_without_special_tokens_is_refused():
         evaluate(EvaluationSettings(**SMALL), model=tiny_llama(), tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("kept", ["eos_token", "bos_token", "pad_token"])
+def test_one_special_token_is_enough(kept):
+    tokenizer = byte_tokenizer(bos=False)
+    for name in {"eos_token", "bos_token", "pad_token"} - {kept}:
+        setattr(tokenizer, name, None)
+    chosen = EvaluationSettings(
+        **{**SMALL, "suite": ("retrieval", "perplexity"), "num_samples": 2, "batch_size": 2, "max_text_tokens": 400}
+    )
+    results = evaluate(chosen, model=tiny_llama(), tokenizer=tokenizer)
+    assert [cell["status"] for cell in [*results["cells"], *results["floors"]]] == ["ok", "ok"]
+    assert results["perplexity"]["windows"][0]["tokens"] == 399
+
+
 def test_models_and_tokenizer_load_from_folders(tmp_path, capsys):
     tiny_linear().save_pretrained(tmp_path / "student")
     tiny_llama().save_pretrained(tmp_path / "teacher")
