@@ -38,9 +38,9 @@ class Arguments:
         default=DistillationSettings.sinks, metadata={"help": "First tokens that are attended to exactly."}
     )
     transfer_steps: int = field(default=100, metadata={"help": "Steps of attention transfer."})
-    distill_steps: int = field(default=300, metadata={"help": "Steps of logit distillation."})
-    rows: int = field(default=4, metadata={"help": "Sequences per step."})
-    block_tokens: int = field(default=512, metadata={"help": "Tokens per sequence."})
+    distill_steps: int = field(default=450, metadata={"help": "Steps of logit distillation."})
+    rows: int = field(default=4, metadata={"help": "Sequences of that length per step; longer ones are fewer."})
+    block_tokens: int = field(default=512, metadata={"help": "Tokens of the shortest sequences."})
     lengths: list[int] = field(
         default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "Context lengths to evaluate."}
     )
