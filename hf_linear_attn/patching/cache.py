@@ -316,7 +316,10 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         ours = HybridCacheLayer(layer)
     else:
-        ours = LinearAttentionCacheLayer(layer.max_cache_len if isinstance(layer, StaticLayer) else None)
+        # A static sliding layer is shorter than the text; masks for full layers are built from ours too.
+        lengths = [x.max_cache_len for x in cache.layers if isinstance(x, StaticLayer)]
+        lengths += [x.max_length for x in cache.layers if isinstance(x, LinearAttentionCacheLayer)]
+        ours = LinearAttentionCacheLayer(max(lengths) if isinstance(layer, StaticLayer) else None)
         ours.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = ours
     return ours

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, attention_layers
 
 from . import checks
-from .checks import Subject, close
+from .checks import Subject
 from .zoo import tiny_config, tiny_model
 
 
@@ -102,13 +102,44 @@ def test_a_model_without_attention_is_refused_with_what_was_looked_at():
         patch_model(tiny_model("causal", "git"))
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "llama"])
-@pytest.mark.parametrize("cached", [False, True])
-def test_layers_that_stay_softmax_are_exact(model_type, cached):
-    """A converted layer whose output projection is zero has no effect: the logits must be the softmax model's."""
+def passes(model, ids, mask, cache):
+    """Return the logits of one pass; with a cache, of a prefill in two pieces, a step and a last piece."""
+    logits = Subject(model, "causal").logits
+    if cache is None:
+        return [logits(ids, use_cache=False, **({} if mask is None else {"attention_mask": mask}))]
+    found, cache = [], DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, 16)
+    for start, end in ((0, 5), (5, 8), (8, 9), (9, 12)):
+        more = {} if mask is None else {"attention_mask": mask[:, :end]}
+        found.append(logits(ids[:, start:end], past_key_values=cache, **more))
+    return found
 
+
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("layers", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama", "gpt2"])
+def test_layers_that_stay_softmax_are_exact(model_type, layers, padded, cache):
+    """Where a converted layer has no effect, before, between or after others, logits are the softmax model's bits."""
+    kinds = ["sliding_attention" if model_type == "gemma3_text" and i != 1 else "full_attention" for i in range(3)]
+    softmax, mixed = (tiny_model("causal", model_type, num_hidden_layers=3, layer_types=kinds) for _ in range(2))
+    for model in (softmax, mixed):
+        for layer in attention_layers(model):
+            if layer.index in layers:
+                layer.module.register_forward_hook(lambda module, args, output: (output[0] * 0, *output[1:]))
+    patch_model(mixed, "hedgehog", window=3, sinks=2, layers=layers)
+    ids = Subject(mixed, "causal").tokens(12)
+    mask = None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+    for a, b in zip(*(passes(model, ids, mask, cache) for model in (mixed, softmax)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=str)
+def test_layers_that_stay_softmax_are_exact_in_generation(options):
     def build():
-        model = tiny_model("causal", model_type)
+        model = tiny_model("causal", "gemma3_text")
         converted = next(layer for layer in attention_layers(model) if layer.kind == "full")
         torch.nn.init.zeros_(converted.module.o_proj.weight)
         return model, converted.index
@@ -118,15 +149,9 @@ def test_layers_that_stay_softmax_are_exact(model_type, cached):
     ids = Subject(mixed, "causal").tokens()
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    for model in (softmax, mixed):
-        model.generation_config.pad_token_id = 0
-    if cached:
-        kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
-        a, b = (Subject(m, "causal").generate(ids, **kwargs).logits for m in (mixed, softmax))
-        close(torch.stack(a), torch.stack(b), "generated logits")
-    else:
-        a, b = (Subject(m, "causal").logits(ids, attention_mask=mask) for m in (mixed, softmax))
-        close(a[mask.bool()], b[mask.bool()], "logits")
+    kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True, **options}
+    a, b = (Subject(m, "causal").generate(ids, **kwargs).logits for m in (mixed, softmax))
+    assert torch.equal(torch.stack(a), torch.stack(b))
 
 
 def test_towers_are_left_alone():
