@@ -1,13 +1,41 @@
 """The mask function of patched models: a 2-D padding mask or None, never a T x S one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+
+_one_sequence = False
+"""Whether the arguments of the latest forward leave no room for packed sequences; read while a graph is traced."""
+
+
+def note_packing(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Tell from a model's arguments whether its batch can hold packed sequences (a forward pre-hook).
+
+    Only a run shows what a mask holds, and a graph is traced before. Packing is spelt out by position ids where there
+    is no mask, or by a 4-D mask; what is not told apart here breaks the graph, as it then depends on values.
+    """
+    global _one_sequence
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    padded = isinstance(mask, Tensor) and mask.ndim == 2
+    _one_sequence = len(args) < 2 and (padded or (mask is None and positions is None))
+
+
+@torch.library.custom_op("hf_linear_attn::checked", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def checked(mask: Tensor, wrong: Tensor, message: str) -> Tensor:
+    """Return a copy of ``mask``, or raise if anything is ``wrong``: a check at run time that is one node of a graph."""
+    if bool(wrong.any()):
+        raise UnsupportedError(message)
+    return mask.clone()
+
+
+@checked.register_fake
+def _(mask: Tensor, wrong: Tensor, message: str) -> Tensor:
+    return torch.empty_like(mask)
 
 
 def linear_attention_mask(
@@ -44,48 +72,74 @@ def linear_attention_mask(
         ArgumentError: If the mask does not cover earlier and new tokens.
         UnsupportedError: If the model asks for a pattern that a sum over keys cannot express.
     """
-    segments = None
-    if mask_function is not None and mask_function not in (causal_mask_function, bidirectional_mask_function):
-        segments = _segments(mask_function, batch_size, q_length, q_offset, device, config)
-    if attention_mask is None:
-        return segments
     # `generate` may build the mask ahead of the forward, which then asks again with the new tokens' part of it.
-    length = attention_mask.shape[-1]
+    length = q_length if attention_mask is None else attention_mask.shape[-1]
     if length < q_length or (isinstance(q_offset, int) and length not in (q_length, q_offset + q_length)):
         raise ArgumentError(
             explain(
                 "attention_mask",
                 f"cover the {q_offset} earlier and {q_length} new tokens",
-                tuple(attention_mask.shape),
+                (batch_size, length),
                 "Append ones for the new tokens to the mask of the earlier ones.",
             )
         )
-    attention_mask = attention_mask[:, attention_mask.shape[-1] - q_length :]
-    # One token: asking whether it is real would cost a synchronisation at every step.
-    if q_length > 1 and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+    mask = None if attention_mask is None else attention_mask[:, length - q_length :]
+    if mask_function not in (None, causal_mask_function, bidirectional_mask_function) and q_length > 1:
+        starts, later = _pattern_of(mask_function, batch_size, q_length, q_offset, device)
+        if mask is not None:
+            # What hides a token from the next is then the reach of the attention, not a document's end.
+            starts = torch.zeros_like(starts)
+        approximate = (getattr(config, "linear_attention", None) or {}).get("allow_approximate")
+        real = torch.ones(batch_size, q_length, dtype=torch.bool, device=device) if mask is None else mask
+        real, segments = _read(real, starts, None if approximate else later, type(config).__name__)
+        if segments is not None:
+            return segments
+        if torch.compiler.is_compiling():
+            return real
+    if mask is None:
         return None
-    return attention_mask
+    # One token: asking whether it is real would cost a synchronisation at every step.
+    if q_length > 1 and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
 
 
-def _segments(
-    mask_function: Callable[..., Any],
+def _pattern_of(
+    mask_function: Any,
     batch: int,
     tokens: int,
     q_offset: int | Tensor,
     device: torch.device | str | None,
-    config: Any,
-) -> Tensor | None:
-    """Read packed sequences off a pattern, by asking which tokens do not see the one before them."""
-    if tokens == 1:
-        return None
+) -> tuple[Tensor, Tensor]:
+    """Ask a pattern which tokens do not see the one before them, and which see the one after: both ``[B, T - 1]``."""
     rows = torch.arange(batch, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     i = (torch.arange(tokens, device=device) + q_offset)[None]
-    settings = getattr(config, "linear_attention", None) or {}
-    if not settings.get("allow_approximate") and bool(mask_function(rows, head, i[:, :-1], i[:, 1:]).any()):
-        raise _pattern(type(config).__name__)
-    starts = ~mask_function(rows, head, i[:, 1:], i[:, :-1])
-    return torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
+    before, after = i[:, :-1], i[:, 1:]
+    return ~mask_function(rows, head, after, before), mask_function(rows, head, before, after)
+
+
+def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tuple[Tensor, Tensor | None]:
+    """Number the packed sequences of each row, where there are several.
+
+    Args:
+        real: ``[B, T]`` bool, True = a real token.
+        starts: ``[B, T - 1]`` bool, True where a sequence begins at the next token.
+        later: True where a query sees a later key; None where it may.
+        where: The layer or model concerned.
+
+    Returns:
+        ``real``, and the numbers ``[B, T]`` int64 or None for one sequence per row.
+
+    Raises:
+        UnsupportedError: If a query sees a later key, or a traced graph was promised one sequence and finds more.
+    """
+    if _one_sequence and torch.compiler.is_compiling():
+        wrong = starts.any() if later is None else starts.any() | later.any()
+        return checked(real, wrong, str(_pattern(where))), None
+    if later is not None and bool(later.any()):
+        raise _pattern(where)
+    return real, torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
 
 
 def _pattern(where: str) -> UnsupportedError:
@@ -143,15 +197,16 @@ def padding_of(
         most = visible.shape[2] - tokens
         past = torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most)
         real = visible[:, i, past + i].expand(batch, -1)
-        if strict and causal and tokens > 1 and not torch.compiler.is_compiling():
-            later = torch.arange(visible.shape[2], device=visible.device) > (past + i)[:, None]
-            if bool((visible & later).any()):
-                raise _pattern(name)
-        if tokens > 1 and visible.shape[2] == tokens:
+        if tokens == 1:
+            return real, None
+        starts = torch.zeros_like(real[:, 1:])
+        if visible.shape[2] == tokens:
             starts = real[:, :-1] & ~visible[:, i[1:], i[:-1]]
-            if bool(starts.any()):
-                return None, _boundaries(torch.nn.functional.pad(starts, (1, 0)).cumsum(1))
-        return real, None
+        later = None
+        if strict and causal:
+            later = visible & (torch.arange(visible.shape[2], device=visible.device) > (past + i)[:, None])
+        real, segments = _read(real, starts, later, name)
+        return (real, None) if segments is None else (None, _boundaries(segments))
     if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
         row = attention_mask[:, 0, 0]
         return (row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2), None

@@ -23,6 +23,7 @@ from hf_linear_attn.patching.attention import (
     release_cache,
 )
 from hf_linear_attn.patching.checkpoint import linear_attention_class, softmax_class
+from hf_linear_attn.patching.masks import note_packing
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 LayerChoice = Literal["all"] | Iterable[int] | Callable[[int, str, nn.Module], bool] | None
@@ -361,11 +362,18 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
         layer.module.linear_attention = part
         layer.module.register_forward_pre_hook(find_cache, with_kwargs=True)
         layer.module.register_forward_hook(release_cache)
+    for holder in _models_of(model):
+        holder.register_forward_pre_hook(note_packing, with_kwargs=True)
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
     model.__class__ = linear_attention_class(type(model))
     return model
+
+
+def _models_of(model: nn.Module) -> list[nn.Module]:
+    """List the models, in a model, that have patched layers: any of them may build masks."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and is_patched(part)]
 
 
 def _set_implementation(model: nn.Module) -> None:
@@ -411,6 +419,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         raise ArgumentError(
             explain("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
         )
+    for holder in _models_of(model):
+        _remove_hooks(holder)
     for module in model.modules():
         part = getattr(module, "linear_attention", None)
         if not isinstance(part, LinearAttention):
@@ -420,14 +430,19 @@ def unpatch_model(model: ModelT) -> ModelT:
         else:
             module.config._attn_implementation_internal = part.replaced  # type: ignore[union-attr]
         del module.linear_attention
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is find_cache:
-                module._forward_pre_hooks.pop(key)
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key, hook in list(module._forward_hooks.items()):
-            if hook is release_cache:
-                module._forward_hooks.pop(key)
+        _remove_hooks(module)
     del model.config.linear_attention
     model.config.__dict__.pop("auto_map", None)
     model.__class__ = softmax_class(type(model))  # type: ignore[assignment]
     return model
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Take our hooks off a module, and leave others' there."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook in (find_cache, note_packing):
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(module._forward_hooks.items()):
+        if hook is release_cache:
+            module._forward_hooks.pop(key)

@@ -7,10 +7,12 @@ import socket
 import pytest
 import torch
 import torch.multiprocessing as mp
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from hf_linear_attn import patch_model
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.patching.masks import linear_attention_mask, note_packing
 
 from .checks import Subject, close
 from .zoo import tiny_model
@@ -20,10 +22,11 @@ SETTINGS = {
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
 }
+COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
 
 
 def build(setting="learned", name="llama"):
-    return patch_model(tiny_model("causal", name), **SETTINGS[setting])
+    return patch_model(tiny_model("causal", name), **({"layers": "all"} | COMPILED[setting]))
 
 
 def loss_and_gradients(model, ids, **kwargs):
@@ -93,24 +96,52 @@ class Graphs(list):
         return graph.forward
 
 
-@pytest.mark.parametrize("setting", ["learned", "window"])
-def test_compiled_training_has_one_graph_and_the_same_gradients(setting):
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("setting", COMPILED)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
     torch.compiler.reset()
-    model = build(setting)
+    model = build(setting, name)
     ids = Subject(model, "causal").tokens()
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    expected = loss_and_gradients(model, ids, attention_mask=mask)
+    more = {"use_cache": cached} | ({"attention_mask": mask} if masked else {})
+    expected = loss_and_gradients(model, ids, **more)
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     model.zero_grad(set_to_none=True)
-    compiled(input_ids=ids, labels=ids, attention_mask=mask).loss.backward()
+    compiled(input_ids=ids, labels=ids, **more).loss.backward()
     torch.compiler.reset()
     assert len(graphs) == 1
     assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
 
 
-@pytest.mark.parametrize("setting", ["learned", "mixed"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("setting", COMPILED)
+def test_compiled_steps_have_no_break(setting, cache, masked):
+    torch.compiler.reset()
+    model = build(setting)
+    subject = Subject(model, "causal")
+    ids = subject.tokens()
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[1, :3] = 0
+    expected = subject.logits(ids, attention_mask=mask, use_cache=False)
+    options = {} if cache is DynamicCache else {"max_cache_len": 16}
+    past = cache(config=model.config, **options)
+    compiled = torch.compile(model, backend=Graphs(), fullgraph=True)
+    found = []
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 12)):
+        more = {"attention_mask": mask[:, :end]} if masked else {}
+        with torch.no_grad():
+            found.append(compiled(input_ids=ids[:, start:end], past_key_values=past, **more).logits)
+    torch.compiler.reset()
+    close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
+
+
+@pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
 def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
     torch.compiler.reset()
     model = build(setting)
@@ -119,9 +150,31 @@ def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
     with torch.no_grad():
         expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         compiled = torch.compile(model, backend=Graphs())
+        compiled(input_ids=ids, use_cache=False)
         found = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
     torch.compiler.reset()
     close(found, expected, "compiled")
+
+
+def sees_ahead(row, head, i, j):
+    return (j <= i) | (j < 3)
+
+
+def two_documents(row, head, i, j):
+    return (j <= i) & ((i < 3) == (j < 3))
+
+
+@pytest.mark.parametrize("pattern", [sees_ahead, two_documents])
+def test_a_graph_of_one_sequence_refuses_other_patterns_when_it_runs(pattern):
+    torch.compiler.reset()
+
+    def mask():
+        note_packing(torch.nn.Identity(), (), {})
+        return linear_attention_mask(2, 6, 6, mask_function=pattern)
+
+    with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .* got 'another pa"):
+        torch.compile(mask, backend=Graphs(), fullgraph=True)()
+    torch.compiler.reset()
 
 
 def test_trainer_trains_and_saves(tmp_path):
