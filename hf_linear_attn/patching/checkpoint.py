@@ -106,6 +106,25 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             kwargs["attention_mask"] = torch.cat([cache.context_mask.to(mask), mask], dim=1)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Let go of the mask and positions of a context that only states remember.
+
+        The next step reads the last ones. To append to all would copy them, in time that grows with the context.
+        """
+        from hf_linear_attn.patching.context import ContextCache
+
+        cache, positions = model_kwargs.get("past_key_values"), model_kwargs.get("position_ids")
+        # Where positions are not passed on, a model may read them off the whole mask.
+        if isinstance(cache, ContextCache) and cache.forgets_tokens and positions is not None:
+            model_kwargs["position_ids"] = positions[..., -1:]
+            # `generate` drops a mask of ones by itself.
+            if (mask := model_kwargs.get("attention_mask")) is not None:
+                model_kwargs["attention_mask"] = mask[:, :0]
+        update: Any = super()._update_model_kwargs_for_generation  # type: ignore[misc]
+        return cast(dict[str, Any], update(outputs, model_kwargs, *args, **kwargs))
+
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         """Choose how the remaining softmax layers attend; converted layers stay converted.
 

@@ -34,6 +34,11 @@ class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
 
     context_mask: Tensor
 
+    @property
+    def forgets_tokens(self) -> bool:
+        """Whether no layer needs a token of the past again: neither softmax layers, nor a crop."""
+        return all(isinstance(x, LinearAttentionCacheLayer) and not x.record_past for x in self.layers)
+
 
 class Context:
     """What a patched model remembers of a text; made by :func:`encode_context` and :func:`load_context`.

@@ -62,6 +62,32 @@ def test_several_questions_about_one_text(plain):
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_is_handed_nothing_as_long_as_the_text(subject, options, padded):
+    text, question = subject.tokens(40), subject.tokens(4, seed=1)
+    mask = torch.ones_like(text)
+    if padded:
+        mask[1, :6] = 0
+    context = encode_context(subject.model, text * mask, mask)
+    sizes = []
+
+    def record(module, args, kwargs):
+        sizes.append(max(x.shape[-1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)))
+
+    hook = subject.model.register_forward_pre_hook(record, with_kwargs=True)
+    torch.manual_seed(0)
+    found = answer(subject, question, past_key_values=context.copy(), **options)
+    hook.remove()
+    assert len(sizes) > 3
+    softmax_layers = subject.model.config.linear_attention["layers"] == [1]
+    assert max(sizes[1:]) == 1 or softmax_layers
+    full = torch.cat([mask, torch.ones_like(question)], 1)
+    torch.manual_seed(0)
+    read = subject.generate(torch.cat([text * mask, question], 1), attention_mask=full, **options)[:, 44:]
+    assert torch.equal(found, read)
+
+
 def test_the_size_does_not_depend_on_the_length(subject, tmp_path):
     sizes = []
     for tokens in (20, 100):
