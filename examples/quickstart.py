@@ -38,7 +38,7 @@ class Arguments:
         default=DistillationSettings.sinks, metadata={"help": "First tokens that are attended to exactly."}
     )
     transfer_steps: int = field(default=100, metadata={"help": "Steps of attention transfer."})
-    distill_steps: int = field(default=450, metadata={"help": "Steps of logit distillation."})
+    distill_steps: int = field(default=400, metadata={"help": "Steps of logit distillation."})
     rows: int = field(default=4, metadata={"help": "Sequences of that length per step; longer ones are fewer."})
     block_tokens: int = field(default=512, metadata={"help": "Tokens of the shortest sequences."})
     lengths: list[int] = field(
@@ -81,6 +81,7 @@ def main() -> None:
         batch_size=8,
         max_text_tokens=16384,
         repeats=3,
+        decode_tokens=16,
         seed=arguments.seed,
         output_dir=str(fresh),
     )
