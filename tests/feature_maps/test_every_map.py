@@ -45,6 +45,12 @@ def quadratic(phi: FeatureMap, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return weights @ v.repeat_interleave(H // HKV, 1) / (den + EPS * torch.where(den < 0, -1, 1))
 
 
+def condition(phi: FeatureMap, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Return by how much the sum of magnitudes exceeds a normaliser at most: 1 for features without signs."""
+    phi_q, z = phi.phi_q(q, POSITIONS), phi.phi_k(k, POSITIONS).cumsum(2).repeat_interleave(H // HKV, 1)
+    return ((phi_q * z).abs().sum(-1) / (phi_q * z).sum(-1).abs()).max().item()
+
+
 def pieces(phi: FeatureMap, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> torch.Tensor:
     out, state = [], None
     for a in range(0, T, size):
@@ -75,6 +81,9 @@ def outputs_and_gradients(form, phi: FeatureMap, x: list[torch.Tensor]) -> list[
 def test_all_forms_agree_with_the_quadratic_one(name, dtype, tolerance):
     exact_phi = build(name)
     exact = outputs_and_gradients(lambda *x: quadratic(exact_phi, *x), exact_phi, inputs(exact_phi))
+    if dtype == torch.float32:
+        # Features that cancel amplify rounding, by how much depends on the processor's order of summation.
+        tolerance = max(tolerance, 1e-6 * condition(exact_phi, *inputs(exact_phi)))
     phi = build(name)
     phi = phi.to(dtype)
     for label, form in forms(phi).items():
