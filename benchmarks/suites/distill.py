@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
     found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
-    found.add_argument("--finished-only", action="store_true", help="run nothing, write what is finished in --work-dir")
+    found.add_argument(
+        "--finished-only", action="store_true", help="train nothing, write what is finished"
+    )
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
     found.add_argument("--report", type=Path, help="page to write from the result, Markdown")
     return found
@@ -115,10 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = arguments.work_dir / recipe
     folder.mkdir(parents=True, exist_ok=True)
 
+    def path_of(key: str) -> Path:
+        return folder / f"{key.replace(' ', '-')}.json"
+
     def once(key: str, make: Any) -> Any:
-        path = folder / f"{key.replace(' ', '-')}.json"
-        if not path.exists() and arguments.finished_only:
-            return None
+        path = path_of(key)
         if not path.exists():
             temporary = path.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(make()))
@@ -151,13 +154,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Seed by seed, so that an interrupted suite has measured all recipes alike.
     for seed in arguments.seeds:
         for name in arguments.recipes:
+            key = f"{name} {seed}"
+            if arguments.finished_only and not path_of(key).exists():
+                continue
             start = settings_of(arguments, name, 0, window)
-            before = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
-            found = once(f"{name} {seed}", lambda name=name, seed=seed: run(name, seed))
-            if found is not None:
-                found["figures"] = once(f"figures {name} {seed}", lambda name=name, seed=seed: measured(name, seed))
-                results["patched"][name] = before
-                results["recipes"].setdefault(name, {})[str(seed)] = found
+            results["patched"][name] = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
+            found = once(key, lambda name=name, seed=seed: run(name, seed))
+            found["figures"] = once(f"figures {key}", lambda name=name, seed=seed: measured(name, seed))
+            results["recipes"].setdefault(name, {})[str(seed)] = found
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.report is not None:
