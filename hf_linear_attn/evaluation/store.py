@@ -73,11 +73,26 @@ class SampleStore:
                         "Pass resume to go on with that run, or overwrite to delete it.",
                     )
                 )
-            self._check_same(json.loads(run_path.read_text(encoding="utf-8")), run, folder)
+            self._check_same(self._read_run(run_path), run, folder)
         else:
             write_atomically(run_path, json.dumps(run, indent=2) + "\n")
         for path in sorted(folder.glob("samples*.jsonl")):
             _drop_torn_line(path)
+
+    @staticmethod
+    def _read_run(path: Path) -> dict[str, Any]:
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+            return {part: dict(run[part]) for part in ("settings", "fingerprints")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                explain(
+                    "output_dir",
+                    "hold a run that can be gone on with",
+                    str(path),
+                    f"It is damaged ({error!r}): pass overwrite, or choose another folder.",
+                )
+            ) from error
 
     @staticmethod
     def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:

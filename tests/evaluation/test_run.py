@@ -192,6 +192,13 @@ def test_results_of_other_settings_are_not_resumed(uninterrupted):
         run(uninterrupted[0], resume=True, seed=1)
 
 
+@pytest.mark.parametrize("text", ["", '{"settings": {', '{"settings": {}}', "[]"])
+def test_a_damaged_run_is_not_resumed(text, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"`output_dir` must hold a run that can be gone on with.*damaged"):
+        run(tmp_path, resume=True)
+
+
 def test_results_of_other_weights_are_not_resumed(uninterrupted):
     other = tiny_linear()
     with torch.no_grad():
