@@ -72,9 +72,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
     found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
-    found.add_argument(
-        "--finished-only", action="store_true", help="train nothing, write what is finished"
-    )
+    found.add_argument("--finished-only", action="store_true", help="train nothing, write what is finished")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
     found.add_argument("--report", type=Path, help="page to write from the result, Markdown")
     return found
