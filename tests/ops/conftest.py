@@ -26,6 +26,14 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_processors(short_segments: None, monkeypatch: pytest.MonkeyPatch) -> plan.Target:
+    """Leave so few processors that dq, with a program per tile of D, fills them with fewer segments."""
+    target = plan.Target("interpreter", 16)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: target)
+    return target
+
+
+@pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the PyTorch backend walk chunks of 16 tokens, so that small problems have several."""
     monkeypatch.setattr("hf_linear_attn.ops.chunked.CHUNK", 16)

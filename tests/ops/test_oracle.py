@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_linear_attn.ops.triton.backward import query_segments
+from hf_linear_attn.ops.triton.plan import Problem, Target
 from tests.ops.oracle import MAPS, Case, check
 
 # fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in the half precisions
@@ -68,4 +70,18 @@ def test_kernels(case: Case) -> None:
 @pytest.mark.parametrize("case", drawn(90, seed=3), ids=name)
 @pytest.mark.usefixtures("short_segments")
 def test_kernels_split(case: Case) -> None:
+    check(case, "triton", TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("lengths", [None, (10, 150), (160,)])
+def test_kernels_split_for_dq_at_fewer_places(
+    lengths: tuple[int, ...] | None, state: bool, few_processors: Target
+) -> None:
+    case = Case(B=1, H=1, HKV=1, T=160, D=64, V=16, lengths=lengths, state=state)
+    x = case.inputs()
+    p = Problem(few_processors, x["q"], x["k"], x["v"], None, x.get("cu_seqlens"), None, None, "elu", True, 0)
+    coarse, fine = query_segments(p), p.segments("forward", case.T)
+    assert coarse.split
+    assert coarse.length >= 2 * fine.length
     check(case, "triton", TOLERANCE[case.dtype])
