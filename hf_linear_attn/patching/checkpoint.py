@@ -100,11 +100,30 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                         "Call context.copy() for each answer.",
                     )
                 )
+            if (rows := cache.context_mask.shape[0]) != ids.shape[0]:
+                raise ArgumentError(
+                    explain(
+                        "past_key_values",
+                        f"hold a context for each of the {ids.shape[0]} inputs",
+                        rows,
+                        "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams "
+                        "by itself.",
+                    )
+                )
             mask = kwargs.get("attention_mask")
             if mask is None:
                 mask = torch.ones_like(ids)
             kwargs["attention_mask"] = torch.cat([cache.context_mask.to(mask), mask], dim=1)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        """Repeat a context with the inputs, for beams and for several sequences to return."""
+        from hf_linear_attn.patching.context import ContextCache
+
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, ContextCache) and expand_size > 1:
+            cache.batch_repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

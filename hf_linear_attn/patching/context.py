@@ -39,6 +39,11 @@ class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
         """Whether no layer needs a token of the past again: neither softmax layers, nor a crop."""
         return all(isinstance(x, LinearAttentionCacheLayer) and not x.record_past for x in self.layers)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        super().batch_repeat_interleave(repeats)
+        self.context_mask = self.context_mask.repeat_interleave(repeats, 0)
+
 
 class Context:
     """What a patched model remembers of a text; made by :func:`encode_context` and :func:`load_context`.
@@ -76,7 +81,6 @@ class Context:
         cache = copy.deepcopy(self._cache)
         if repeats != 1:
             cache.batch_repeat_interleave(repeats)
-            cache.context_mask = cache.context_mask.repeat_interleave(repeats, 0)
         return cache
 
     def save(self, path: str | Path) -> None:

@@ -62,6 +62,27 @@ def test_several_questions_about_one_text(plain):
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
+def test_beams_after_a_context_are_those_after_its_text(subject, options):
+    text, question = subject.tokens(13), subject.tokens(4, seed=1)
+    context = encode_context(subject.model, text)
+    read = subject.generate(torch.cat([text, question], 1), **options)[:, 17:]
+    assert torch.equal(answer(subject, question, past_key_values=context.copy(), **options), read)
+
+
+def test_several_samples_after_a_context(subject):
+    context = encode_context(subject.model, subject.tokens(13))
+    question = subject.tokens(4, seed=1)
+    options = {"do_sample": True, "num_return_sequences": 3, "past_key_values": context.copy()}
+    assert subject.generate(question, **options).shape[0] == 3 * len(question)
+
+
+def test_a_context_must_have_a_row_for_each_input(plain):
+    context = encode_context(plain.model, plain.tokens(9, rows=1))
+    with pytest.raises(ArgumentError, match=r"`past_key_values` must hold a context for each of the 3 inputs, got 1"):
+        answer(plain, plain.tokens(4, rows=3), past_key_values=context.copy())
+
+
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_step_is_handed_nothing_as_long_as_the_text(subject, options, padded):
