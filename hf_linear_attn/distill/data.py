@@ -22,7 +22,9 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import ArgumentError, TrainingError, explain
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import get_task
-from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+from hf_linear_attn.evaluation.tasks.base import noise_lines
+from hf_linear_attn.evaluation.tasks.kv_recall import PAIR, QUESTION
+from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 logger = getLogger(__name__)
 
@@ -41,6 +43,10 @@ NEEDLES = ("passkey", "niah_single", "niah_multikey")
 MOST_PAIRS = 16
 CONTEXT_SHARE = 0.7
 """Most of a recall sequence that its pairs and their filler take up; questions follow."""
+NEAR_SHARE = 0.2
+"""Share of the questions that follow right after their pair."""
+SEGMENT_TOKENS = (8, 32)
+"""Fewest and most tokens of a repeated segment."""
 
 
 class Batch(NamedTuple):
@@ -324,19 +330,25 @@ class RecallRows:
             count -= 1
         else:
             return None
-        sample = task.build(self.tokenizer, rng.randint(shortest, longest), rng.uniform(0, 100), rng)
+        # In a window a pair is found by another branch than beyond it, so both have their share of the questions.
+        depth = 100.0 if rng.random() < NEAR_SHARE else rng.uniform(0, 100)
+        sample = task.build(self.tokenizer, rng.randint(shortest, longest), depth, rng)
         row, asked = list(sample.input_ids), [False] * len(sample.input_ids)
         pairs = list(sample.meta["pairs"])
+        new = _other_pairs(pairs, rng)
         # The sample's own question comes first; then others fill the row, for answers are all that is learned from.
-        for turn in itertools.count():
-            key, value = rng.choice(pairs) if turn else pairs[0]
-            question_ids = self._ids("\n" + QUESTION.format(key=key)) if turn else []
+        question_ids: list[int] = []
+        _, value = pairs[0]
+        while True:
             answer = self._ids(f" {value}.")
             if len(row) + len(question_ids) + len(answer) > length:
-                break
+                return row, asked
             row += question_ids + answer
             asked += [False] * len(question_ids) + [True] * len(answer)
-        return row, asked
+            near = bool(new) and rng.random() < NEAR_SHARE
+            key, value = new.pop() if near else rng.choice(pairs)
+            said = PAIR.format(key=key, value=value) if near else ""
+            question_ids = self._ids("\n" + said + QUESTION.format(key=key))
 
     def _needle(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
         task = get_task(rng.choice(NEEDLES))
@@ -349,10 +361,26 @@ class RecallRows:
         return row, [index >= len(sample.input_ids) for index in range(len(row))]
 
     def _repeat(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
-        period = rng.randint(4, max(4, length // 2))
-        segment = rng.choices(self.words, k=period)
-        row = [*self.bos, *segment * (length // period + 1)][:length]
-        return row, [index >= len(self.bos) + period for index in range(length)]
+        # So few tokens that a state can hold them word for word, and that they come again in a short sequence too.
+        segment = rng.choices(self.words, k=min(rng.randint(*SEGMENT_TOKENS), max(2, length // 3)))
+        lines = noise_lines(self.tokenizer)
+        row, asked = [*self.bos, *segment], [False] * (len(self.bos) + len(segment))
+        while len(row) < length:
+            gap = rng.randint(0, length // 2 - 1)
+            filler = list(itertools.islice(itertools.chain.from_iterable(lines), gap))
+            row += filler + segment
+            # Where it comes again cannot be known, only how it goes on.
+            asked += [False] * (len(filler) + 1) + [True] * (len(segment) - 1)
+        return row[:length], asked[:length]
+
+
+def _other_pairs(pairs: Sequence[tuple[str, str]], rng: random.Random) -> list[tuple[str, str]]:
+    """Return pairs of which neither word is in use, in random order."""
+    used = {word for pair in pairs for word in pair}
+    keys, values = ([word for word in words if word not in used] for words in (NOUNS, ADJECTIVES))
+    rng.shuffle(keys)
+    rng.shuffle(values)
+    return list(zip(keys, values, strict=False))
 
 
 class Data:

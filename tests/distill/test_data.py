@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import random
 
@@ -149,12 +150,39 @@ def test_answers_of_recall_sequences_stand_in_their_context(tokenizer, length):
         ids, asked = rows.row(number, length)
         assert len(ids) == len(asked) <= length
         assert any(asked)
-        first = asked.index(True)
-        text = tokenizer.decode(ids[:first])
+        text = tokenizer.decode(ids[: asked.index(True)])
         if text.startswith("<bos>Remember the code"):
-            answers = tokenizer.decode([token for token, flag in zip(ids, asked, strict=True) if flag])
-            for value in answers.rstrip(".").split("."):
-                assert f" is{value}." in text
+            ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
+            for end in ends:
+                *before, line = tokenizer.decode(ids[:end]).splitlines()
+                assert line in before
+
+
+@pytest.mark.parametrize("length", [8, 24, 512])
+def test_a_repeated_segment_goes_on_as_it_did_before(tokenizer, length):
+    rows = RecallRows(tokenizer, seed=0)
+    for number in range(20):
+        ids, asked = rows._repeat(length, random.Random(number))
+        assert len(ids) == len(asked) <= length
+        followed = list(itertools.pairwise(ids))
+        assert any(asked)
+        assert all(followed[i - 1] in followed[: i - 1] for i, flag in enumerate(asked) if flag)
+
+
+def test_some_pairs_are_asked_for_at_once_and_some_from_far(tokenizer):
+    rows = RecallRows(tokenizer, seed=0)
+    distances = []
+    for number in range(20):
+        ids, _ = rows._pairs(2048, random.Random(number))
+        seen: dict[str, int] = {}
+        at = 0
+        for line in tokenizer.decode(ids).splitlines(keepends=True):
+            if line.startswith("The code"):
+                distances.append(at - seen.setdefault(line, at))
+            at += len(line)
+    distances = [distance for distance in distances if distance]
+    assert sum(distance < 60 for distance in distances) > len(distances) / 10
+    assert sum(distance > 500 for distance in distances) > len(distances) / 3
 
 
 def test_a_recall_sequence_weighs_no_more_than_text(data):
