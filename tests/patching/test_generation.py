@@ -1,6 +1,7 @@
 """What `generate` and caches can do, on windowed, plain and mixed models."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -116,6 +117,20 @@ def test_a_copied_cache_is_independent(subject):
     expected = subject.logits(subject.tokens(3, seed=4), past_key_values=copy.deepcopy(cache))
     subject.logits(subject.tokens(3, seed=5), past_key_values=cache)
     assert torch.equal(subject.logits(subject.tokens(3, seed=4), past_key_values=copied), expected)
+
+
+def test_padding_that_leaves_the_window_in_a_step_is_not_read(subject):
+    ids, real = subject.tokens(14), 2
+    mask = torch.ones_like(ids)
+    mask[1, : 7 - real] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=subject.model.config)
+    steps = [
+        subject.logits(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache)
+        for a, b in pairwise([0, *range(7, 15)])
+    ]
+    alone = subject.logits(ids[1:, 7 - real :], use_cache=False)
+    close(torch.cat(steps, 1)[1:, 7 - real :], alone, "a row after padding")
 
 
 @pytest.mark.parametrize("dropped", [1, 3, 5])
