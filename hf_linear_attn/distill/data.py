@@ -43,7 +43,7 @@ NEEDLES = ("passkey", "niah_single", "niah_multikey")
 MOST_PAIRS = 16
 CONTEXT_SHARE = 0.7
 """Most of a recall sequence that its pairs and their filler take up; questions follow."""
-NEAR_SHARE = 0.2
+NEAR_SHARE = 0.1
 """Share of the questions that follow right after their pair."""
 SEGMENT_TOKENS = (8, 32)
 """Fewest and most tokens of a repeated segment."""
@@ -308,7 +308,7 @@ class RecallRows:
     def row(self, number: int, length: int) -> tuple[list[int], list[bool]]:
         """Return at most ``length`` tokens, and which of them answer a question."""
         rng = random.Random(f"{self.seed}/recall/{number}/{length}")
-        kind = rng.choices(("pairs", "needle", "repeat"), (0.6, 0.25, 0.15))[0]
+        kind = rng.choices(("pairs", "needle", "repeat"), (0.7, 0.15, 0.15))[0]
         if kind == "pairs":
             row = self._pairs(length, rng)
         elif kind == "needle":
