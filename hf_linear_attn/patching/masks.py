@@ -136,21 +136,19 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     """
     if _one_sequence and torch.compiler.is_compiling():
         wrong = starts.any() if later is None else starts.any() | later.any()
-        return checked(real, wrong, str(_pattern(where))), None
+        return checked(real, wrong, _pattern(where)), None
     if later is not None and bool(later.any()):
-        raise _pattern(where)
+        raise UnsupportedError(_pattern(where))
     return real, torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
 
 
-def _pattern(where: str) -> UnsupportedError:
-    return UnsupportedError(
-        explain(
-            "attention_mask",
-            "be causal or bidirectional, with padding or packing",
-            "another pattern (a prefix, blocks or images)",
-            "Linear attention sums over all earlier keys; pass allow_approximate=True to patch_model to drop it.",
-            where=where,
-        )
+def _pattern(where: str) -> str:
+    return explain(
+        "attention_mask",
+        "be causal or bidirectional, with padding or packing",
+        "another pattern (a prefix, blocks or images)",
+        "Linear attention sums over all earlier keys; pass allow_approximate=True to patch_model to drop it.",
+        where=where,
     )
 
 
