@@ -428,8 +428,13 @@ def find_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if isinstance(value, (Cache, EncoderDecoderCache)):
             # A block that a model uses at several depths is told which one it is at.
             index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
-            attention.cache = cache_layer(value, index, attention.name)
+            attention.cache = cache_layer(value, index, attention.name, shares_keys=shares_keys(module))
             return
+
+
+def shares_keys(module: nn.Module) -> bool:
+    """Tell whether an attention module reads keys and values that another one made."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
 def convert_cache(model: nn.Module, cache: Cache) -> None:
@@ -438,7 +443,7 @@ def convert_cache(model: nn.Module, cache: Cache) -> None:
         part, index = part_of(module), getattr(module, "layer_idx", None)
         # Encoder layers are numbered too, but have no place in a cache.
         if part is not None and isinstance(index, int) and attends_causally(module):
-            cache_layer(cache, index, part.name)
+            cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
 
 
 def release_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -271,13 +271,16 @@ def _token_dim(name: str) -> int:
     return 1 if name == "mask" else 2
 
 
-def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> LinearAttentionCacheLayer:
+def cache_layer(
+    cache: Cache | EncoderDecoderCache, index: int, name: str, *, shares_keys: bool = False
+) -> LinearAttentionCacheLayer:
     """Return the cache's layer for a converted attention layer, putting ours in place of a fresh softmax one.
 
     Args:
         cache: The cache that the model was called with.
         index: The attention layer's index in it.
         name: The attention layer's name, for messages.
+        shares_keys: Whether it reads keys that another layer made, so that the cache may have no place for it.
 
     Raises:
         ArgumentError: If the cache holds tokens that an unpatched model read.
@@ -287,6 +290,8 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
+    while shares_keys and len(cache.layers) <= index:
+        cache.layers.append(LinearAttentionCacheLayer(_static_length(cache)))
     if index >= len(cache.layers):
         raise ArgumentError(
             explain(
@@ -316,10 +321,15 @@ def cache_layer(cache: Cache | EncoderDecoderCache, index: int, name: str) -> Li
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         ours = HybridCacheLayer(layer)
     else:
-        # A static sliding layer is shorter than the text; masks for full layers are built from ours too.
-        lengths = [x.max_cache_len for x in cache.layers if isinstance(x, StaticLayer)]
-        lengths += [x.max_length for x in cache.layers if isinstance(x, LinearAttentionCacheLayer)]
-        ours = LinearAttentionCacheLayer(max(lengths) if isinstance(layer, StaticLayer) else None)
+        ours = LinearAttentionCacheLayer(_static_length(cache) if isinstance(layer, StaticLayer) else None)
         ours.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = ours
     return ours
+
+
+def _static_length(cache: Cache) -> int | None:
+    """Return how many tokens a static cache holds, None where the cache grows."""
+    # A static sliding layer is shorter than the text; masks for full layers are built from ours too.
+    lengths = [x.max_cache_len for x in cache.layers if isinstance(x, StaticLayer)]
+    lengths += [x.max_length for x in cache.layers if isinstance(x, LinearAttentionCacheLayer) and x.static]
+    return max(lengths, default=None)

@@ -21,6 +21,7 @@ from hf_linear_attn.patching.attention import (
     attends_causally,
     find_cache,
     release_cache,
+    shares_keys,
 )
 from hf_linear_attn.patching.checkpoint import linear_attention_class, softmax_class
 from hf_linear_attn.patching.masks import note_packing
@@ -155,10 +156,9 @@ def _refuse_split_sharing(model: nn.Module, chosen: Iterable[AttentionLayer]) ->
     converted = {id(layer.module) for layer in chosen}
     groups: dict[tuple[int, str], list[AttentionLayer]] = defaultdict(list)
     for layer in attention_layers(model):
-        config, index = layer.module.config, getattr(layer.module, "layer_idx", None)
-        modes = getattr(config, "kv_sharing_modes", None)
-        if modes is not None and isinstance(index, int) and modes[index] is not None:
-            groups[id(config), config.layer_types[index]].append(layer)  # type: ignore[union-attr, index]
+        module: Any = layer.module
+        if shares_keys(module) or getattr(module, "store_full_length_kv", False):
+            groups[id(module.config), module.config.layer_types[module.layer_idx]].append(layer)
     for group in groups.values():
         states = [id(layer.module) in converted for layer in group]
         if any(states) and not all(states):
