@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_linear_attn import patch_model
@@ -87,7 +89,8 @@ def test_steps_are_compiled_once(subject):
     options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
     output = subject.generate(ids, cache_implementation="static", compile_config=config, **options)
     torch.compiler.reset()
-    assert len(compiled) == 1
+    # Before 5.23 `generate` hands over a mask that grows: its second length compiles a graph for all others.
+    assert len(compiled) == (1 if Version(transformers.__version__) >= Version("5.23") else 2)
     assert torch.equal(output, subject.generate(ids, use_cache=False, **options))
 
 
