@@ -37,8 +37,8 @@ class Arguments:
     sinks: int = field(
         default=DistillationSettings.sinks, metadata={"help": "First tokens that are attended to exactly."}
     )
-    transfer_steps: int = field(default=100, metadata={"help": "Steps of attention transfer."})
-    distill_steps: int = field(default=400, metadata={"help": "Steps of logit distillation."})
+    transfer_steps: int = field(default=60, metadata={"help": "Steps of attention transfer."})
+    distill_steps: int = field(default=480, metadata={"help": "Steps of logit distillation."})
     rows: int = field(default=4, metadata={"help": "Sequences of that length per step; longer ones are fewer."})
     block_tokens: int = field(default=512, metadata={"help": "Tokens of the shortest sequences."})
     lengths: list[int] = field(
