@@ -94,7 +94,11 @@ def main() -> None:
 
     window = equal_cache_window(patched)
     print(f"2/3 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
-    local = settings.with_changes(mix="window", window=window, stages=["distill"], window_dropout=0.0, heldout_rows=0)
+    # It has no feature maps to transfer; so many tokens more go into its distillation.
+    steps = arguments.transfer_steps + arguments.distill_steps
+    local = settings.with_changes(
+        mix="window", window=window, stages=["distill"], distill_steps=steps, window_dropout=0.0, heldout_rows=0
+    )
     baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
 
     print("3/3 Evaluating all of them beside the teacher", flush=True)
