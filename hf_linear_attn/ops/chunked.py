@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
+from hf_linear_attn.ops.library import refuse_transforms
 from hf_linear_attn.ops.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
@@ -265,17 +265,7 @@ def _allocate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tup
 
 @chunked_forward.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    eps: float,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _allocate(q, k, v, cu_seqlens)
 
@@ -364,30 +354,9 @@ def chunked_backward(
 
 
 @chunked_backward.register_fake
-def _(
-    do: Tensor,
-    dkv: Tensor,
-    dz: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    den: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        empty_like_tokens(q, q.shape[3]),
-        empty_like_tokens(k, k.shape[3]),
-        empty_like_tokens(v, v.shape[3]),
-        torch.empty_like(dkv),
-        torch.empty_like(dz),
-    )
+def _(do: Tensor, dkv: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    tokens = tuple(empty_like_tokens(x, x.shape[3]) for x in (q, k, v))
+    return *tokens, torch.empty_like(dkv), torch.empty_like(dz)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -417,19 +386,5 @@ def _backward(ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor
     )
 
 
-def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise BackendError(
-        "`backend` must be 'reference' for second derivatives, got 'torch'. Its backward is not differentiable."
-    )
-
-
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise BackendError(
-        "`backend` must be 'reference' under vmap, got 'torch'. Make the mapped dimension part of the batch."
-    )
-
-
 torch.library.register_autograd(chunked_forward, _backward, setup_context=_save)
-torch.library.register_autograd(chunked_backward, _refuse)
-for _op in (chunked_forward, chunked_backward):
-    torch.library.register_vmap(_op, _refuse_vmap)
+refuse_transforms("torch", chunked_forward, backward=chunked_backward)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.library import refuse_transforms
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.backward import Saved, allocate_backward, backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
@@ -75,20 +76,9 @@ def triton_forward(
 
 
 @triton_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
+def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *of_problem, _ = inputs
+    problem = _problem(q, *of_problem)
     return allocate_forward(problem, problem.segments("forward", q.shape[2]))
 
 
@@ -122,27 +112,8 @@ def triton_backward(
 
 
 @triton_backward.register_fake
-def _(
-    do: Tensor,
-    dkv: Tensor,
-    dz: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    o: Tensor,
-    den: Tensor,
-    kv: Tensor | None,
-    z: Tensor | None,
-    prefixes: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_backward(_problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay))
+def _(do: Tensor, dkv: Tensor, dz: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_backward(_problem(*inputs[:7], *inputs[-3:]))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_decode_", mutates_args=("kv", "z"))
@@ -180,19 +151,5 @@ def _backward(
     return dq, dk, dv, None, None, *of_state, None, None, None, None
 
 
-def _refuse(ctx: Any, *gradients: Tensor | None) -> None:
-    raise BackendError(
-        "`backend` must be 'reference' for second derivatives, got 'triton'. Its backward is not differentiable."
-    )
-
-
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> None:
-    raise BackendError(
-        "`backend` must be 'reference' under vmap, got 'triton'. Make the mapped dimension part of the batch."
-    )
-
-
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
-torch.library.register_autograd(triton_backward, _refuse)
-for _op in (triton_forward, triton_backward, triton_decode_):
-    torch.library.register_vmap(_op, _refuse_vmap)
+refuse_transforms("triton", triton_forward, triton_decode_, backward=triton_backward)

@@ -1,0 +1,30 @@
+"""What the ops registered with torch.library refuse alike."""
+
+from typing import Any, NoReturn
+
+import torch
+
+from hf_linear_attn.errors import BackendError, explain
+
+
+def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
+    """Make second derivatives of a backend's ops, and vmap over them, say what works instead.
+
+    Args:
+        backend: The backend's name.
+        *ops: Its ops from ``torch.library.custom_op``.
+        backward: The one that computes gradients.
+    """
+
+    def refuse(transform: str, remedy: str) -> NoReturn:
+        raise BackendError(explain("backend", f"be 'reference' {transform}", backend, remedy))
+
+    def second_derivative(ctx: Any, *gradients: Any) -> NoReturn:
+        refuse("for second derivatives", "Its backward is not differentiable.")
+
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        refuse("under vmap", "Make the mapped dimension part of the batch.")
+
+    torch.library.register_autograd(backward, second_derivative)
+    for op in (*ops, backward):
+        torch.library.register_vmap(op, vmap)
