@@ -1,12 +1,14 @@
 """Special structure: what is honoured, what is refused by name, and layers that stay softmax."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.patching import LinearAttention, attention_layers
+from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, attention_layers
 
 from . import checks
 from .checks import Subject
@@ -54,6 +56,21 @@ def test_layers_that_share_keys_are_converted_together():
         UnsupportedError, match=r"`layers` must hold all layers that share .*\[1, 3\], .*, got \[1\] \("
     ):
         patch_model(shared(), layers=[1])
+
+
+@pytest.mark.parametrize("cls", [DynamicCache, StaticCache])
+def test_a_cache_may_have_no_place_for_layers_that_share_keys(cls):
+    # As before Transformers 5.23.
+    model = patch_model(shared())
+    subject = Subject(model, "causal")
+    cache = cls(config=model.config, **({"max_cache_len": 12} if cls is StaticCache else {}))
+    del cache.layers[2:]
+    ids = subject.tokens(12)
+    steps = [subject.logits(ids[:, a:b], past_key_values=cache) for a, b in pairwise([0, 5, *range(6, 13)])]
+    checks.close(torch.cat(steps, 1), subject.logits(ids, use_cache=False), "a cache of two layers")
+    assert {layer.static for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayer)} == {
+        cls is StaticCache
+    }
 
 
 @pytest.mark.parametrize(
