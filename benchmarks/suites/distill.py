@@ -55,7 +55,8 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
 LONGER = 4
 """At so many times the length of a sequence students are measured as well."""
 WINDOW, LOLCATS = "window alone", "lolcats"
-NAMES = (WINDOW, LOLCATS, *ONE_FACTOR)
+WINDOW_TEXT = "window alone, text only"
+NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -219,8 +220,10 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
     }
     if name == LOLCATS:
         settings = DistillationSettings.from_preset("lolcats", **common)
-    elif name == WINDOW:
+    elif name in (WINDOW, WINDOW_TEXT):
         changes = {"mix": "window", "window": window, "window_dropout": 0.0, "stages": ["distill"]}
+        if name == WINDOW_TEXT:
+            changes["recall_share"] = 0.0
         settings = DistillationSettings(**(common | changes))
     else:
         settings = DistillationSettings(**(common | ONE_FACTOR[name]))
