@@ -294,7 +294,7 @@ def report(results: Mapping[str, Any]) -> str:
         f"Teacher `{facts['teacher']}` (SHA-256 `{facts['teacher_sha256'][:12]}`), {tokens:,} tokens per run, contexts "
         f"of {settings['block_tokens']} tokens, seeds {facts['seeds']}, window {settings['window']}, a window alone of "
         f"equal cache bytes {facts['equal_cache_window']}. Each recipe below the first two changes one thing in the "
-        "recommended one. Mean ± standard deviation where there are several seeds. Recall: one of 4 or 8 pairs "
+        f"recommended one, but for *{WINDOW_TEXT}*, which has no recall sequences to learn from. Mean ± standard deviation where there are several seeds. Recall: one of 4 or 8 pairs "
         f"in as many tokens, asked for from well beyond any window, {facts['samples']} samples; - where the task does "
         f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at "
         f"commit `{str(facts['commit'])[:12]}`, torch "
