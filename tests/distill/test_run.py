@@ -298,12 +298,14 @@ def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
 
 
 def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
-    # Heads as small as these learn so fast that rounding grows with every step.
-    settings = settings.with_changes(map_lr=1e-2, length_factors=[1, 2])
+    # Not in transfer, whose loss is over the variance of each forward's outputs. In fp64: Adam's first steps go by the
+    # sign of a gradient, so where it is zero but for rounding, fp32 drifts apart.
+    settings = settings.with_changes(length_factors=[1, 2], stages=["distill"])
+    teacher = teacher.double()
     large = go(settings.with_changes(rows=4), teacher, tokenizer, data)
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
-    expected = [record["loss_nats"] for record in large.history][-4:]
-    assert [record["loss_nats"] for record in split.history][-4:] == pytest.approx(expected, rel=1e-4)
+    expected = [record["loss_nats"] for record in large.history]
+    assert [record["loss_nats"] for record in split.history] == pytest.approx(expected, rel=1e-5)
 
 
 def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch):
