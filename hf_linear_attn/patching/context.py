@@ -314,7 +314,8 @@ def _mask(seen: Tensor, length: int) -> Tensor:
 def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        x = tensors[name].contiguous()
+        # A copy: a lone element may have any stride, contiguous or not.
+        x = tensors[name].clone(memory_format=torch.contiguous_format)
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

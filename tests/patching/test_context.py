@@ -54,6 +54,15 @@ def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, ch
         assert torch.equal(answer(subject, question, past_key_values=loaded.copy()), read)
 
 
+def test_one_text_is_saved_and_loaded(subject, tmp_path):
+    text, question = subject.tokens(13, rows=1), subject.tokens(4, seed=1, rows=1)
+    context = encode_context(subject.model, text)
+    context.save(tmp_path / "text.safetensors")
+    loaded = load_context(tmp_path / "text.safetensors", subject.model)
+    answers = [answer(subject, question, past_key_values=x.copy()) for x in (context, loaded)]
+    assert torch.equal(*answers)
+
+
 def test_several_questions_about_one_text(plain):
     text, questions = plain.tokens(9, rows=1), plain.tokens(4, seed=1, rows=3)
     context = encode_context(plain.model, text)
