@@ -297,15 +297,16 @@ def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
     assert [record["loss_nats"] for record in mixed.history] == pytest.approx(expected, rel=0.1)
 
 
-def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data):
-    # Not in transfer, whose loss is over the variance of each forward's outputs. In fp64: Adam's first steps go by the
-    # sign of a gradient, so where it is zero but for rounding, fp32 drifts apart.
-    settings = settings.with_changes(length_factors=[1, 2], stages=["distill"])
+@pytest.mark.parametrize(("stage", "tolerance"), [("distill", 1e-5), ("transfer", 0.05)])
+def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data, stage, tolerance):
+    # Nearly so in transfer, whose loss is over the variance of each forward's outputs. In fp64: Adam's first steps go
+    # by the sign of a gradient, so where it is zero but for rounding, fp32 drifts apart.
+    settings = settings.with_changes(length_factors=[1, 2], stages=[stage])
     teacher = teacher.double()
     large = go(settings.with_changes(rows=4), teacher, tokenizer, data)
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in large.history]
-    assert [record["loss_nats"] for record in split.history] == pytest.approx(expected, rel=1e-5)
+    assert [record["loss_nats"] for record in split.history] == pytest.approx(expected, rel=tolerance)
 
 
 def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch):
