@@ -11,7 +11,7 @@ from hf_linear_attn.feature_maps.base import CommonOptions, register_feature_map
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
 
 TINY = 1e-12
-"""Keeps the gradients of lengths and powers finite at 0."""
+"""Keeps the gradients of lengths and logarithms finite at 0."""
 
 
 @register_feature_map
@@ -64,8 +64,8 @@ class NormPreserving(LearnedMap):
         power = self.weight_of("power", side, x)
         if side == "q":
             power = power * (0.5 + torch.tanh(math.sqrt(self.scaling) * length))
-        r = torch.relu(torch.cat([y, -y], dim=-1))
-        # Powers of the share of the largest entry never overflow; the scale cancels.
-        r = r / (r.amax(-1, keepdim=True) + TINY)
-        bent = torch.where(r > 0, r + TINY, 0) ** power
-        return bent * (length / (bent.square().sum(-1, keepdim=True) + TINY).sqrt())
+        # |y|^p / ||y|^p| as the root of a softmax: it neither overflows nor needs two powers in its backward. Of y and
+        # -y one is positive in every entry, so half of r says it all.
+        shares = (2 * power * (y.abs() + TINY).log()).log_softmax(-1)
+        bent = length * (0.5 * shares).exp() * y.sign()
+        return torch.relu(torch.cat([bent, -bent], dim=-1))
