@@ -10,7 +10,7 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
-Mix = Literal["gate", "shared", "window"]
+Mix = Literal["key", "gate", "shared", "window"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,12 @@ class LinearAttentionConfig:
         window: Attend exactly to the last ``window`` tokens, the query's own included, and linearly to the rest; None
             for linear attention throughout. >= 1.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. >= 0.
-        mix: How the exact and the linear branch are joined where there is a window. ``"gate"``: each is normalised,
-            ``o = (1 - g) o_window + g o_linear`` with ``g = sigmoid(a + u.q)`` per head. ``"shared"``: one
-            denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear branch at all, the
-            baseline that a conversion has to beat.
+        mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
+            normalised output is the value of one more key in the window's softmax, whose score is ``log n +
+            scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
+            ``"gate"``: each is normalised, ``o = (1 - g) o_window + g o_linear`` with ``g = sigmoid(a + u.q)``.
+            ``"shared"``: one denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear
+            branch at all, the baseline that a conversion has to beat.
         eps: Added to the normaliser, > 0.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
@@ -50,7 +52,7 @@ class LinearAttentionConfig:
     layers: tuple[int, ...] | None = None
     window: int | None = None
     sinks: int = 0
-    mix: Mix = "gate"
+    mix: Mix = "key"
     eps: float = 1e-6
     backend: str = "auto"
     allow_approximate: bool = False

@@ -40,6 +40,7 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "window dropout": {"window_dropout": 0.5},
     "no sinks": {"sinks": 0},
     "no window": {"window": None, "sinks": 0, "window_dropout": 0.0},
+    "gate for key": {"mix": "gate"},
     "shared denominator": {"mix": "shared", "window_dropout": 0.0},
     "one length": {"length_factors": [1]},
     "no transfer": {"stages": ["distill"]},
@@ -48,7 +49,7 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "LoRA for all weights": {"trainable": "lora"},
     "frozen feature maps": {"train_feature_maps": False},
     "text only": {"recall_share": 0.0},
-    "norm-preserving features": {"feature_map": "norm_preserving"},
+    "hedgehog features": {"feature_map": "hedgehog"},
     "elu with window": {"feature_map": "elu", "stages": ["distill"]},
     "elu alone": {**ELU, "stages": ["distill"]},
 }

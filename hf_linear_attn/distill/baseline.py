@@ -38,10 +38,10 @@ def equal_cache_window(model: nn.Module) -> int:
         )
 
     def size(*names: str) -> int:
-        return sum(_bytes(layer[name]) for layer in layers for name in names)
+        return sum(_bytes(layer[name]) for layer in layers for name in names if name in layer)
 
     window = layers[0]["ring_k"].shape[2]
-    return int(window + math.ceil(size("kv", "z") * window / size("ring_k", "ring_v")))
+    return int(window + math.ceil(size("kv", "z", "far_keys") * window / size("ring_k", "ring_v")))
 
 
 def _bytes(x: Tensor) -> int:

@@ -116,7 +116,7 @@ class DistillationSettings:
 
     Example:
         >>> DistillationSettings(window=16).mix
-        'gate'
+        'key'
         >>> DistillationSettings.from_preset("lolcats", window=32).trainable
         'lora'
     """
@@ -126,12 +126,12 @@ class DistillationSettings:
     teacher_logits: str | None = None
     teacher_dtype: str | None = None
     output_dir: str | None = None
-    feature_map: str = "hedgehog"
+    feature_map: str = "norm_preserving"
     feature_map_file: str | None = None
     feature_map_options: str = "{}"
     window: int | None = 64
     sinks: int = 4
-    mix: Mix = "gate"
+    mix: Mix = "key"
     layers: list[int] | None = None
     softmax_budget: float = 0.0
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])

@@ -4,12 +4,31 @@ Queries are cut into blocks; each block attends to its own keys and the W - 1 be
 attention does the work on ``[block, block + W - 1]`` scores.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 MIN_BLOCK = 64
 """Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
+
+EXTRA = 8
+"""Dimensions that :func:`window_attention` adds for a key of its own per query; fused kernels want multiples of 8."""
+
+
+class OwnKey(NamedTuple):
+    """A key of each query's own, that stands in for all that lies beyond its window.
+
+    Attributes:
+        score: Its score ``[B, H, T]``, fp32.
+        value: Its value ``[B, H, T, V]``.
+        visible: ``[B, T]`` bool.
+    """
+
+    score: Tensor
+    value: Tensor
+    visible: Tensor
 
 
 class _Blocks:
@@ -100,8 +119,9 @@ def window_attention(
     scaling: float,
     key_mask: Tensor | None = None,
     sinks: tuple[Tensor, Tensor, Tensor] | None = None,
+    own_key: OwnKey | None = None,
 ) -> Tensor:
-    """Compute causal softmax attention over the last ``window`` keys and the sinks.
+    """Compute causal softmax attention over the last ``window`` keys, the sinks, and a key of each query's own.
 
     Args:
         q: Queries ``[B, H, T, D]``.
@@ -112,13 +132,46 @@ def window_attention(
         key_mask: ``[B, P + T]`` bool, True = a real token.
         sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
             sink inside a query's window must not be visible a second time.
+        own_key: Score, value and visibility of one more key per query.
 
     Returns:
         ``o [B, H, T, V]``.
     """
+    if own_key is not None:
+        return _with_own_key(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key)
     blocks = _Blocks(q, k, v, window, key_mask, sinks)
     o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
     return blocks.join(o)
+
+
+def _with_own_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own_key: OwnKey,
+) -> Tensor:
+    # To dense attention it is a sink like any other: a dimension of q that only this sink's key reads carries each
+    # query's score, and a dimension of v that only this sink's value writes tells its weight.
+    score = own_key.score / scaling
+    high = score.to(q.dtype)
+    # Half precision would round scores too coarsely: what it loses has a dimension of its own.
+    low = (score - high.to(score.dtype)).to(q.dtype)
+    q = torch.cat([q, high[..., None], low[..., None], q.new_zeros(*q.shape[:3], EXTRA - 2)], -1)
+    k, v = F.pad(k, (0, EXTRA)), F.pad(v, (0, EXTRA))
+    read, written = k.new_zeros(k.shape[-1]), v.new_zeros(v.shape[-1])
+    read[-EXTRA : 2 - EXTRA], written[-EXTRA] = 1, 1
+    ours = [x.expand(*k.shape[:2], 1, -1) for x in (read, written)]
+    visible = own_key.visible[..., None]
+    if sinks is not None:
+        ours = [torch.cat([F.pad(x, (0, EXTRA)), y], 2) for x, y in zip(sinks[:2], ours, strict=True)]
+        visible = torch.cat([sinks[2], visible], -1)
+    o = window_attention(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=(ours[0], ours[1], visible))
+    return torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
 
 
 def window_sums(

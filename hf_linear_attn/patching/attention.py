@@ -14,23 +14,22 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.decode import decode_step_
-from hf_linear_attn.ops.window import window_attention, window_sums
+from hf_linear_attn.ops.window import OwnKey, window_attention, window_sums
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
 
-GATE_BIAS = -3.0
-"""Start of the gate's bias: the linear branch begins with a share of sigmoid(-3) = 5%."""
-
 IN_PLACE_TOKENS = 8
 """New tokens up to which the decode step, which reads them one by one, beats the chunked op."""
 
-SHARED_BIAS = math.log(0.1 / 0.9)
-"""Start of the window's factor under a shared denominator: sigmoid gives LoLCATs' 0.1."""
+GATE_BIAS = {"key": 0.0, "gate": -3.0, "shared": math.log(0.1 / 0.9)}
+"""Start of the bias by mixing rule: a score equal to the mean key's times their number; a share of sigmoid(-3) = 5%
+for the linear branch; LoLCATs' factor of 0.1 for the window."""
 
 UNSUPPORTED = {
     "softcap": "a soft-cap on the scores",
@@ -75,9 +74,8 @@ class LinearAttention(nn.Module):
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
         if config.window is not None and config.mix != "window":
-            shared = config.mix == "shared"
-            self.gate_bias = nn.Parameter(torch.full((heads,), SHARED_BIAS if shared else GATE_BIAS))
-            if not shared:
+            self.gate_bias = nn.Parameter(torch.full((heads,), GATE_BIAS[config.mix]))
+            if config.mix != "shared":
                 self.gate_weight = nn.Parameter(torch.zeros(heads, head_dim))
         self.disabled: frozenset[Branch] = frozenset()
         self.cache: LinearAttentionCacheLayer | None = None
@@ -297,17 +295,18 @@ class LinearAttention(nn.Module):
             return window_attention(q, k, v, **exact), {}
         far_k, far_v, far_mask, far_positions = far
         state = LinearAttentionState(old["kv"], old["z"]) if old else None
+        counts = _running(far_mask, delay, old.get("far_count"))
+        kept = {"far_count": counts[:, -1].clone()}
+        if settings.mix == "key":
+            key_sums = _running(_masked(far_k, far_mask), delay, old.get("far_keys"))
+            kept["far_keys"] = key_sums[:, :, -1].clone()
         phi: FeatureMap | None = self.feature_map
         far_q = q
         if self.feature_map.kernel is None or settings.mix == "shared":
             far_q = self.feature_map.phi_q(q, positions).to(q.dtype)
             far_k = self.feature_map.phi_k(far_k, far_positions).to(q.dtype)
             phi = None
-        counts = far_mask.cumsum(1) if not delay else _lag(far_mask.cumsum(1), delay)
-        if old:
-            counts = counts + old["far_count"][:, None]
-        kept = {"far_count": counts[:, -1].clone()}
-        if in_place and settings.mix == "gate":
+        if in_place and settings.mix != "shared":
             o_far = self._step_(far_q, far_k, far_v, far_mask, old)
         else:
             o_far, final = linear_attention(
@@ -327,17 +326,21 @@ class LinearAttention(nn.Module):
         if "linear" in self.disabled:
             return window_attention(q, k, v, **exact), kept
         if settings.mix == "shared":
-            groups = q.shape[1] // far_k.shape[1]
-            z = _lag((far_k.float() * far_mask[:, None, :, None]).cumsum(2), delay, dim=2)
-            z = z if state is None else z + state.z[:, :, None]
-            far_den = (far_q.float() * z.repeat_interleave(groups, 1)).sum(-1)
+            z = _running(_masked(far_k, far_mask), delay, None if state is None else state.z)
+            far_den = _dot(far_q, z)
             num, den = window_sums(q, k, v, **exact)
-            share = self.gate_bias.float().sigmoid()[:, None]
-            den, far_num = share * den, o_far.float() * (far_den + settings.eps)[..., None]
+            share = upcast(self.gate_bias).sigmoid()[:, None]
+            den, far_num = share * den, upcast(o_far) * (far_den + settings.eps)[..., None]
             o = (share[..., None] * num + far_num) / (den + far_den + settings.eps)[..., None]
             return o.to(q.dtype), kept
-        gate = torch.einsum("bhtd,hd->bht", q.float(), self.gate_weight.float()) + self.gate_bias.float()[:, None]
-        gate = (gate.sigmoid() * (counts > 0)[:, None])[..., None].to(q.dtype)
+        x = upcast(q)
+        score = torch.einsum("bhtd,hd->bht", x, self.gate_weight.to(x.dtype)) + self.gate_bias[:, None]
+        if settings.mix == "key":
+            # The softmax mass of n keys is at least n times that of their mean, by Jensen.
+            number = counts.clamp(min=1)[:, None]
+            score = score + scaling * _dot(q, key_sums / number[..., None]) + number.log()
+            return window_attention(q, k, v, **exact, own_key=OwnKey(score, o_far, counts > 0)), kept
+        gate = (score.sigmoid() * (counts > 0)[:, None])[..., None].to(q.dtype)
         return torch.lerp(window_attention(q, k, v, **exact), o_far, gate), kept
 
 
@@ -390,14 +393,30 @@ def _seen(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
     return new if seen is None else seen + new
 
 
-def _lag(x: Tensor, delay: int, dim: int = 1) -> Tensor:
-    """Shift ``x`` by ``delay`` tokens, zeros first."""
-    tokens = x.shape[dim]
-    if not delay:
-        return x
-    kept = x.narrow(dim, 0, max(tokens - delay, 0))
-    pad = [0, 0] * (x.ndim - dim - 1) + [tokens - kept.shape[dim], 0]
-    return nn.functional.pad(kept, pad)
+def _running(x: Tensor, delay: int, before: Tensor | None) -> Tensor:
+    """Return the sums of ``x [B, T]`` or ``[B, HKV, T, D]`` over the tokens that are ``delay`` back or more.
+
+    Args:
+        x: What is summed over tokens.
+        delay: Number of tokens by which sums lag.
+        before: The sum over earlier calls, without the tokens' dimension.
+    """
+    dim = 1 if x.ndim == 2 else 2
+    sums = x.cumsum(dim)
+    if delay:
+        kept = sums.narrow(dim, 0, max(x.shape[dim] - delay, 0))
+        sums = nn.functional.pad(kept, [0, 0] * (x.ndim - dim - 1) + [x.shape[dim] - kept.shape[dim], 0])
+    return sums if before is None else sums + before.unsqueeze(dim)
+
+
+def _masked(k: Tensor, mask: Tensor) -> Tensor:
+    return upcast(k) * mask[:, None, :, None]
+
+
+def _dot(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the product of every query with its own key of ``[B, HKV, T, D]``, ``[B, H, T]``."""
+    grouped = upcast(q).reshape(q.shape[0], keys.shape[1], -1, *q.shape[2:])
+    return torch.einsum("bhgtd,bhtd->bhgt", grouped, keys).flatten(1, 2)
 
 
 def _last(x: Tensor, number: int, dim: int) -> Tensor:

@@ -32,8 +32,8 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     Attributes:
         tensors: The state by name: ``kv`` and ``z``, and with a window ``ring_k, ring_v, ring_mask, ring_far,
-            ring_position`` (its tokens in order), ``sink_k, sink_v, sink_slot`` and ``far_count``; ``seen`` counts the
-            real tokens of each row.
+            ring_position`` (its tokens in order), ``sink_k, sink_v, sink_slot``, ``far_count`` and ``far_keys`` (number
+            and sum of the keys in the linear branch); ``seen`` counts the real tokens of each row.
         recent: Keys, values and mask of the tokens since the last crop, while the past is recorded.
         unread: Those of ``recent`` that a crop has left, to be read again before the next tokens.
         static: Whether tensors stay at fixed addresses, as compiled generation needs.

@@ -252,7 +252,7 @@ def patch_model(
     layers: LayerChoice = None,
     window: int | None = None,
     sinks: int = 0,
-    mix: Mix = "gate",
+    mix: Mix = "key",
     feature_map_options: Mapping[str, Any] | None = None,
     eps: float = 1e-6,
     backend: str = "auto",

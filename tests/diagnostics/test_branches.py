@@ -17,7 +17,7 @@ def patched(llama, **options):
 
 
 def test_the_linear_share_is_the_gate(llama):
-    model = patched(llama)
+    model = patched(llama, mix="gate")
     for layer in model.model.layers:
         gates = torch.linspace(0.1, 0.7, 4)
         layer.self_attn.linear_attention.gate_bias.data = gates.logit()
@@ -55,7 +55,7 @@ def test_linear_attention_throughout_is_one_branch(llama):
     assert "loss_nats_without" not in report
 
 
-@pytest.mark.parametrize("mix", ["gate", "shared"])
+@pytest.mark.parametrize("mix", ["key", "gate", "shared"])
 @torch.no_grad()
 def test_losses_are_those_of_the_model(llama, mix):
     model = patched(llama, mix=mix)

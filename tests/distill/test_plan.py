@@ -21,7 +21,7 @@ def test_parameters_are_those_of_the_model_itself():
     teacher = tiny_teacher()
     found = plan(teacher.config, DistillationSettings(window=4))
     assert found.parameters == sum(p.numel() for p in teacher.parameters())
-    student = patch_model(teacher, feature_map="hedgehog", window=4, sinks=4)
+    student = patch_model(teacher, feature_map="norm_preserving", window=4, sinks=4)
     maps = sum(p.numel() for name, p in student.named_parameters() if "linear_attention" in name)
     assert found.feature_map_parameters == maps
 

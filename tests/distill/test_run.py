@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_linear_attn import from_pretrained, patch_model
@@ -29,15 +30,26 @@ def go(settings, teacher, tokenizer, data, **options):
     return distill(settings, teacher=teacher, tokenizer=tokenizer, data=data, **options)
 
 
+@torch.no_grad()
+def divergence(student, teacher, batch):
+    """Return the mean KL divergence from the teacher over a batch's real tokens."""
+    found, expected = (model(batch.input_ids).logits.log_softmax(-1) for model in (student, teacher))
+    return F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)[batch.real].mean().item()
+
+
 def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
     before = copy.deepcopy(teacher.state_dict())
-    settings = settings.with_changes(transfer_steps=10, distill_steps=40, distill_lr=1e-2, length_factors=[1])
+    # Without a window, which would be near to the teacher from the start.
+    settings = settings.with_changes(feature_map="hedgehog", window=None, sinks=0, length_factors=[1])
+    settings = settings.with_changes(transfer_steps=10, distill_steps=40, map_lr=1e-2, distill_lr=1e-2)
     result = go(settings, teacher, tokenizer, data)
     stages = [record["stage"] for record in result.history]
     assert stages == ["transfer"] * 10 + ["distill"] * 40
     losses = [record["loss_nats"] for record in result.history]
-    assert sum(losses[40:]) < 0.85 * sum(losses[10:20])
     assert losses[9] < losses[0]
+    heldout = data[1].batch(range(16), 16)
+    patched = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+    assert divergence(result.student, teacher, heldout) < 0.8 * divergence(patched, teacher, heldout)
     assert all(torch.equal(before[name], x) for name, x in teacher.state_dict().items())
     assert all(p.requires_grad for p in result.student.parameters())
     assert result.tokens == 50 * 2 * 16
@@ -289,6 +301,8 @@ def test_recomputed_activations_train_alike(settings, teacher, tokenizer, data):
 
 
 def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):
+    # Adam's first steps go by the sign of a gradient, which rounding may turn: small steps, to compare losses.
+    settings = settings.with_changes(map_lr=1e-2)
     plain = go(settings, teacher, tokenizer, data)
     mixed = go(settings.with_changes(mixed_precision="bf16"), teacher, tokenizer, data)
     assert {p.dtype for p in mixed.student.parameters()} == {torch.float32}

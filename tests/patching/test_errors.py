@@ -39,7 +39,10 @@ def mixed():
         ({"layers": lambda *_: False}, r"`layers` must choose at least one layer, .* chose none of the 2"),
         ({"window": 0}, r"`window` must be at least 1 token, or None, got 0\."),
         ({"sinks": 2}, r"`sinks` must be >= 0, and 0 without a window, got 2\."),
-        ({"window": 4, "mix": "sum"}, r"`mix` must be a known rule, got 'sum'\. .*; available: gate, shared, window\."),
+        (
+            {"window": 4, "mix": "sum"},
+            r"`mix` must be a known rule, got 'sum'\. .*; available: gate, key, shared, window\.",
+        ),
         ({"mix": "window"}, r"`mix` must come with a window, got 'window'\."),
         ({"eps": 0.0}, r"`eps` must be greater than 0, got 0\.0\."),
     ],

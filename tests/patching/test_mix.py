@@ -1,0 +1,160 @@
+"""Every rule by which branches are joined, against its definition: query by query, key by key, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer
+from hf_linear_attn.patching.attention import Geometry, disable_branch
+
+B, H, HKV, T, D, V = 2, 4, 2, 23, 6, 5
+WINDOW, SINKS, SCALING = 5, 2, 0.3
+
+
+def attention(mix, seed=0, **options):
+    config = LinearAttentionConfig(feature_map="hedgehog", window=WINDOW, sinks=SINKS, mix=mix, **options)
+    module = LinearAttention(config, Geometry(D, H, HKV, SCALING), "layer")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator)
+    return module
+
+
+def inputs(dtype=torch.float64, tokens=T, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, h, tokens, d, generator=generator).to(dtype) for h, d in ((H, D), (HKV, D), (HKV, V)))
+    mask = torch.ones(B, tokens, dtype=torch.bool)
+    mask[0, : min(4, tokens - 1)] = False
+    return 3 * q, k, v, mask
+
+
+def expected(module, q, k, v, mask):
+    """Return o [B, H, T, V]; rows of padding are zero."""
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    phi_q, phi_k = (x.detach() for x in (module.feature_map.phi_q(q), module.feature_map.phi_k(k)))
+    o = torch.zeros(B, H, q.shape[2], V, dtype=torch.float64)
+    for b in range(B):
+        real = mask[b].nonzero()[:, 0].tolist()
+        for h in range(H):
+            g = h // (H // HKV)
+            for i in real:
+                near = [j for n, j in enumerate(real) if j <= i and (j > i - WINDOW or n < SINKS)]
+                far = [j for j in real if j <= i and j not in near]
+                o[b, h, i] = joined(module, h, q[b, h, i], phi_q[b, h, i], k[b, g], phi_k[b, g], v[b, g], near, far, i)
+    return o
+
+
+def joined(module, h, q, phi_q, k, phi_k, v, near, far, i):
+    scores = SCALING * k[near] @ q
+    products = phi_k[far] @ phi_q
+    window = scores.softmax(0) @ v[near]
+    mix = module.settings.mix
+    if mix == "window" or not far:
+        return window
+    linear = products @ v[far] / (products.sum() + module.settings.eps)
+    bias = module.gate_bias.detach().double()[h]
+    if mix == "shared":
+        # As LoLCATs: sinks belong to the window, whose scores are relative to their largest.
+        weights = bias.sigmoid() * (scores - scores.max()).exp()
+        return (weights @ v[near] + products @ v[far]) / (weights.sum() + products.sum() + module.settings.eps)
+    learned = bias + module.gate_weight.detach().double()[h] @ q
+    if mix == "gate":
+        return torch.lerp(window, linear, learned.sigmoid())
+    own = math.log(len(far)) + SCALING * k[far].mean(0) @ q + learned
+    weights = torch.cat([scores, own[None]]).softmax(0)
+    return weights @ torch.cat([v[near], linear[None]])
+
+
+MIXES = ["key", "gate", "shared", "window"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("pieces", [[T], [9, 14], [1] * T, [4, 1, 12, 6]], ids=str)
+def test_the_rule_is_its_definition(mix, pieces):
+    module = attention(mix).double()
+    q, k, v, mask = inputs()
+    module.cache = LinearAttentionCacheLayer() if len(pieces) > 1 else None
+    found = []
+    for n, tokens in enumerate(pieces):
+        part = slice(sum(pieces[:n]), sum(pieces[:n]) + tokens)
+        with torch.no_grad():
+            found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], key_mask=mask[:, part]))
+    o = torch.cat(found, 2) * mask[:, None, :, None]
+    # States are fp32 whatever the inputs.
+    torch.testing.assert_close(o, expected(module, q, k, v, mask), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_near(mix, dtype):
+    module = attention(mix).to(dtype)
+    q, k, v, mask = inputs(dtype)
+    with torch.no_grad():
+        o = module(q, k, v, key_mask=mask) * mask[:, None, :, None]
+    assert o.dtype == dtype
+    reference = expected(module.double(), q, k, v, mask)
+    # Values near 1, weights and features rounded once or twice each.
+    assert (o.double() - reference).abs().max() < 8 * torch.finfo(dtype).eps * reference.abs().max()
+
+
+def test_large_scores_do_not_overflow():
+    """A score of its own far above or below the others takes all or nothing, and nothing is lost but that."""
+    q, k, v, mask = inputs(torch.float32)
+    for bias in (-300.0, 300.0):
+        module = attention("key")
+        module.gate_bias.data.fill_(bias)
+        with torch.no_grad():
+            o = module(q, k, v, key_mask=mask) * mask[:, None, :, None]
+        torch.testing.assert_close(o.double(), expected(module, q, k, v, mask), atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_a_key_of_its_own_are_those_of_the_definition():
+    """The score is handed over in two parts; together they must carry one gradient."""
+    from hf_linear_attn.ops.window import OwnKey, window_attention
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, 9, d, generator=generator, dtype=torch.float64).requires_grad_()
+        for h, d in ((4, 6), (2, 6), (2, 5))
+    )
+    score = torch.randn(1, 4, 9, generator=generator, dtype=torch.float64).requires_grad_()
+    value = torch.randn(1, 4, 9, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    visible = torch.arange(9)[None] >= 3
+
+    def compute(*x):
+        own_key = OwnKey(x[3], x[4], visible)
+        return window_attention(*x[:3], window=3, scaling=0.5, own_key=own_key)
+
+    assert torch.autograd.gradcheck(compute, (q, k, v, score, value))
+
+
+def test_equal_keys_have_their_true_mass():
+    """Where keys beyond the window are all alike, their mean stands for them exactly: patched = softmax."""
+    module = LinearAttention(
+        LinearAttentionConfig(feature_map="hedgehog", window=WINDOW), Geometry(D, H, HKV, SCALING), "layer"
+    ).double()
+    q, k, v, _ = inputs()
+    k, v = (x[:, :, :1].expand(-1, -1, T, -1) for x in (k, v))
+    v = v + 0 * k[..., :V]
+    k = k.clone()
+    k[:, :, -WINDOW:] += 1
+    v = v.clone()
+    v[:, :, -WINDOW:] += 1
+    with torch.no_grad():
+        o = module(q, k, v)[:, :, -1]
+    groups = H // HKV
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    softmax = (SCALING * torch.einsum("bhd,bhsd->bhs", q[:, :, -1], k)).softmax(-1)
+    torch.testing.assert_close(o, torch.einsum("bhs,bhsv->bhv", softmax, v), atol=1e-5, rtol=1e-5)
+
+
+def test_branches_can_be_switched_off():
+    module = attention("key").double()
+    q, k, v, mask = inputs()
+    with torch.no_grad():
+        with disable_branch(module, "linear"):
+            near = module(q, k, v, key_mask=mask)
+        alone = attention("window").double()(q, k, v, key_mask=mask)
+    torch.testing.assert_close(near, alone)
