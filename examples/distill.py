@@ -4,7 +4,7 @@ With no argument, the small teacher in this folder is distilled on the source te
 runs/distill. A run that was stopped goes on where it was when the same command is given again.
 
     python examples/distill.py
-    python examples/distill.py --model gpt2 --feature-map hedgehog --window 64 --sinks 4 --output-dir runs/gpt2
+    python examples/distill.py --model gpt2 --feature-map norm_preserving --window 64 --sinks 4 --output-dir runs/gpt2
     python examples/distill.py --preset lolcats --model gpt2 --dataset my.jsonl --output-dir runs/lolcats
     accelerate launch examples/distill.py --config recipe.yaml
 """

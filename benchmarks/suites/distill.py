@@ -49,6 +49,7 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "LoRA for all weights": {"trainable": "lora"},
     "frozen feature maps": {"train_feature_maps": False},
     "text only": {"recall_share": 0.0},
+    "answers weigh ten times": {"answer_weight": 10.0},
     "hedgehog features": {"feature_map": "hedgehog"},
     "elu with window": {"feature_map": "elu", "stages": ["distill"]},
     "elu alone": {**ELU, "stages": ["distill"]},
@@ -86,14 +87,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
 
+    recommended = settings_of(arguments, "recommended", 0, 1)
+
     @cache
-    def data_of(seed: int, recall_share: float) -> tuple[Data, Data]:
-        base = settings_of(arguments, "recommended", seed, 1).with_changes(recall_share=recall_share)
-        return load_data(base, tokenizer)
+    def data_of(seed: int, recall_share: float, answer_weight: float) -> tuple[Data, Data]:
+        base = settings_of(arguments, "recommended", seed, 1)
+        return load_data(base.with_changes(recall_share=recall_share, answer_weight=answer_weight), tokenizer)
 
     def figures(model: PreTrainedModel) -> dict[str, Any]:
-        # Held-out text and questions are those of one seed for all runs.
-        heldout, length = data_of(0, 0.35)[1], arguments.block_tokens
+        # Held-out text and questions are those of one seed and one mixture for all runs.
+        heldout = data_of(0, recommended.recall_share, recommended.answer_weight)[1]
+        length = arguments.block_tokens
         questions: dict[str, Any] = {"seed": 1000, "samples": arguments.samples}
         found = measure(model, heldout, tokenizer, rows=arguments.heldout_rows, length=length, **questions)
         found["mix"] = mixed_loss(model, heldout, arguments.heldout_rows, length, window)
@@ -106,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         return found
 
-    recommended = settings_of(arguments, "recommended", 0, 1)
     window = equal_cache_window(patched(teacher, recommended))
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items())))
     recipe = hashlib.sha256(
@@ -134,7 +137,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def run(name: str, seed: int) -> dict[str, Any]:
         settings = settings_with_folder(name, seed)
-        result = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data_of(seed, settings.recall_share))
+        result = distill(
+            settings,
+            teacher=teacher,
+            tokenizer=tokenizer,
+            data=data_of(seed, settings.recall_share, settings.answer_weight),
+        )
         return {
             "tokens": result.tokens,
             "elapsed_s": result.elapsed_s,

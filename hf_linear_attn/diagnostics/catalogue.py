@@ -21,7 +21,7 @@ A feature map decides what linear attention can do: `phi(q).phi(k)` stands in fo
 word away:
 
 ```python
-model = patch_model(model, feature_map="hedgehog")
+model = patch_model(model, feature_map="norm_preserving")
 model = patch_model(model, feature_map="performer", feature_map_options={"num_features": 512})
 ```
 

@@ -143,8 +143,8 @@ class DistillationSettings:
     block_tokens: int = 512
     length_factors: list[int] | None = None
     pack: bool = True
-    recall_share: float = 0.35
-    answer_weight: float = 10.0
+    recall_share: float = 0.3
+    answer_weight: float = 2.0
     rows: int = 4
     accumulation: int = 1
     transfer_steps: int = 100

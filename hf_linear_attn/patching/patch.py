@@ -262,8 +262,8 @@ def patch_model(
 
     Its class, its weights and its other instances stay as they are. A model that is merely patched is a poor one:
     softmax and linear attention are different functions, so distil it next. ``feature_map="elu"`` has nothing to
-    learn and recalls little of what lies far back; learned maps (``"hedgehog"``) with a window recall most, see
-    docs/feature-maps.md.
+    learn and recalls little of what lies far back; learned maps (``"norm_preserving"``, ``"hedgehog"``) with a window
+    recall most, see docs/feature-maps.md.
 
     Args:
         model: A Transformers model whose attention goes through the AttentionInterface.
