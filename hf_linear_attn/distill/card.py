@@ -40,7 +40,7 @@ model = from_pretrained("this/folder")
 ## Recipe
 
 {tokens:,} tokens in {minutes:.1f} minutes. The last stage trained {trained:,} of {all:,} parameters; feature maps and
-gates have {feature_maps:,}. Data: {data}.
+mixing weights have {feature_maps:,}. Data: {data}.
 
 ```json
 {settings}

@@ -25,8 +25,8 @@ def projections(model: nn.Module) -> dict[str, nn.Module]:
 def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfig:
     """Return a PEFT configuration for a patched model.
 
-    Adapters go on the attention projections, found by inspection; feature maps and gates are trained whole and saved
-    with the adapter, since a freshly patched base has untrained ones.
+    Adapters go on the attention projections, found by inspection; feature maps and mixing weights are trained whole and
+    saved with the adapter, since a freshly patched base has untrained ones.
 
     Args:
         model: A patched model.

@@ -50,7 +50,7 @@ class Plan:
         """Return the plan as a Markdown table."""
         parts = list(self.stages[0].memory_gib)
         lines = [
-            f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and gates "
+            f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
             f"{self.feature_map_parameters / 1e6:.1f}M, {self.gpus} GPUs",
             "",
             "| per GPU, GiB | " + " | ".join(stage.stage for stage in self.stages) + " |",

@@ -366,7 +366,7 @@ def teacher_loss(teacher: nn.Module | TeacherLogits, batch: Batch, numbers: list
 
 
 def count_parameters(student: nn.Module) -> dict[str, int]:
-    """Count a student's parameters: all, trained by the last stage, and those of feature maps and gates."""
+    """Count a student's parameters: all, trained by the last stage, and those of feature maps and mixing weights."""
     maps = {id(p) for part in linear_attention_parts(student) for p in part.parameters()}
     return {
         "all": sum(p.numel() for p in student.parameters()),

@@ -27,7 +27,7 @@ REFERENCE_HEAD_DIM = 128
 """Head dim at which :data:`REFERENCE_MAP_LR` is right."""
 
 REFERENCE_MAP_LR = 1e-2
-"""Adam's learning rate of feature maps and gates at :data:`REFERENCE_HEAD_DIM` (as LoLCATs, arXiv:2410.10254)."""
+"""Adam's learning rate of feature maps and mixing weights at :data:`REFERENCE_HEAD_DIM` (LoLCATs, arXiv:2410.10254)."""
 
 LENGTH_FACTORS = (1, 2, 4)
 """Lengths of sequences, as multiples of the shortest ones."""
@@ -77,8 +77,8 @@ class DistillationSettings:
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
-        map_lr: Learning rate of feature maps and gates, in every stage; None for ``1e-2 * 128 / head_dim``, since so
-            many numbers add up in each of their outputs.
+        map_lr: Learning rate of feature maps and mixing weights, in every stage; None for ``1e-2 * 128 / head_dim``,
+            since so many numbers add up in each of their outputs.
         distill_steps: Steps of logit distillation.
         distill_lr: Learning rate of the attention modules; None for ``5e-5 * 4096 / hidden_size``, since Adam's best
             rate goes as one over the width (Yang et al., 2022, arXiv:2203.03466).
@@ -89,7 +89,7 @@ class DistillationSettings:
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.
-        train_feature_maps: Whether feature maps and gates go on learning after ``transfer``.
+        train_feature_maps: Whether feature maps and mixing weights go on learning after ``transfer``.
         lora_rank: Rank of the adapters.
         lora_alpha: Their scale times the rank.
         merge_lora: Whether the student is saved with its adapters merged; otherwise as a PEFT folder.
@@ -263,7 +263,7 @@ class DistillationSettings:
         return self.distill_lr or REFERENCE_LR * REFERENCE_WIDTH / hidden_size
 
     def map_learning_rate(self, head_dim: int) -> float:
-        """Return the learning rate of feature maps and gates for that head dim."""
+        """Return the learning rate of feature maps and mixing weights for that head dim."""
         return self.map_lr or REFERENCE_MAP_LR * REFERENCE_HEAD_DIM / head_dim
 
     def map_options(self, head_dim: int) -> dict[str, Any]:

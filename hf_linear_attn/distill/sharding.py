@@ -12,8 +12,8 @@ from hf_linear_attn.errors import UnsupportedError, explain
 def shard(model: nn.Module, mixed_precision: str = "no") -> None:
     """Shard a model's parameters over all processes, layer by layer, in place.
 
-    Feature maps and gates stay whole on every process: attention transfer runs their backward inside the forward,
-    when a sharded layer's parameters are not to be had.
+    Feature maps and mixing weights stay whole on every process: attention transfer runs their backward inside the
+    forward, when a sharded layer's parameters are not to be had.
 
     Args:
         model: A Transformers model, on its device.

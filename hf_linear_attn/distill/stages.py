@@ -156,7 +156,7 @@ class Stage(ABC):
         """Return parameter groups with ``params`` and their peak ``lr``."""
 
     def map_groups(self) -> list[Group]:
-        """Return the groups of feature maps and gates."""
+        """Return the groups of feature maps and mixing weights."""
         return [
             {"params": list(part.parameters()), "lr": self.settings.map_learning_rate(part.geometry.head_dim)}
             for part in linear_attention_parts(self.student)

@@ -27,7 +27,7 @@ IMPLEMENTATION = "hf_linear_attn"
 IN_PLACE_TOKENS = 8
 """New tokens up to which the decode step, which reads them one by one, beats the chunked op."""
 
-GATE_BIAS = {"key": 0.0, "gate": -3.0, "shared": math.log(0.1 / 0.9)}
+MIX_BIAS = {"key": 0.0, "gate": -3.0, "shared": math.log(0.1 / 0.9)}
 """Start of the bias by mixing rule: a score equal to the mean key's times their number; a share of sigmoid(-3) = 5%
 for the linear branch; LoLCATs' factor of 0.1 for the window."""
 
@@ -74,9 +74,9 @@ class LinearAttention(nn.Module):
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
         if config.window is not None and config.mix != "window":
-            self.gate_bias = nn.Parameter(torch.full((heads,), GATE_BIAS[config.mix]))
+            self.mix_bias = nn.Parameter(torch.full((heads,), MIX_BIAS[config.mix]))
             if config.mix != "shared":
-                self.gate_weight = nn.Parameter(torch.zeros(heads, head_dim))
+                self.mix_weight = nn.Parameter(torch.zeros(heads, head_dim))
         self.disabled: frozenset[Branch] = frozenset()
         self.cache: LinearAttentionCacheLayer | None = None
         self.calls = 0
@@ -329,12 +329,12 @@ class LinearAttention(nn.Module):
             z = _running(_masked(far_k, far_mask), delay, None if state is None else state.z)
             far_den = _dot(far_q, z)
             num, den = window_sums(q, k, v, **exact)
-            share = upcast(self.gate_bias).sigmoid()[:, None]
+            share = upcast(self.mix_bias).sigmoid()[:, None]
             den, far_num = share * den, upcast(o_far) * (far_den + settings.eps)[..., None]
             o = (share[..., None] * num + far_num) / (den + far_den + settings.eps)[..., None]
             return o.to(q.dtype), kept
         x = upcast(q)
-        score = torch.einsum("bhtd,hd->bht", x, self.gate_weight.to(x.dtype)) + self.gate_bias[:, None]
+        score = torch.einsum("bhtd,hd->bht", x, self.mix_weight.to(x.dtype)) + self.mix_bias[:, None]
         if settings.mix == "key":
             # The softmax mass of n keys is at least n times that of their mean, by Jensen.
             number = counts.clamp(min=1)[:, None]

@@ -20,7 +20,7 @@ def test_the_linear_share_is_the_gate(llama):
     model = patched(llama, mix="gate")
     for layer in model.model.layers:
         gates = torch.linspace(0.1, 0.7, 4)
-        layer.self_attn.linear_attention.gate_bias.data = gates.logit()
+        layer.self_attn.linear_attention.mix_bias.data = gates.logit()
     report = branch_usage(model, IDS)
     # The linear branch sees its first token once that has left the window, and sinks are not its own.
     beyond = 1 - (WINDOW + SINKS) / T
@@ -34,7 +34,7 @@ def test_the_share_of_sinks_is_their_weight(llama):
     model = patched(llama)
     for layer in model.model.layers:
         attention = layer.self_attn.linear_attention
-        attention.gate_bias.data.fill_(-100.0)
+        attention.mix_bias.data.fill_(-100.0)
         layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
     seen = [max(0, min(SINKS, i - WINDOW + 1)) for i in range(T)]
     expected = sum(s / (s + min(i + 1, WINDOW)) for i, s in enumerate(seen)) / T
@@ -60,7 +60,7 @@ def test_linear_attention_throughout_is_one_branch(llama):
 def test_losses_are_those_of_the_model(llama, mix):
     model = patched(llama, mix=mix)
     for layer in model.model.layers:
-        layer.self_attn.linear_attention.gate_bias.data.fill_(0.5)
+        layer.self_attn.linear_attention.mix_bias.data.fill_(0.5)
     report = branch_usage(model, IDS)
     assert report["loss_nats"] == pytest.approx(model(input_ids=IDS, labels=IDS).loss.item(), rel=1e-5)
     for branch in ("window", "sinks", "linear"):

@@ -54,12 +54,12 @@ def joined(module, h, q, phi_q, k, phi_k, v, near, far, i):
     if mix == "window" or not far:
         return window
     linear = products @ v[far] / (products.sum() + module.settings.eps)
-    bias = module.gate_bias.detach().double()[h]
+    bias = module.mix_bias.detach().double()[h]
     if mix == "shared":
         # As LoLCATs: sinks belong to the window, whose scores are relative to their largest.
         weights = bias.sigmoid() * (scores - scores.max()).exp()
         return (weights @ v[near] + products @ v[far]) / (weights.sum() + products.sum() + module.settings.eps)
-    learned = bias + module.gate_weight.detach().double()[h] @ q
+    learned = bias + module.mix_weight.detach().double()[h] @ q
     if mix == "gate":
         return torch.lerp(window, linear, learned.sigmoid())
     own = math.log(len(far)) + SCALING * k[far].mean(0) @ q + learned
@@ -104,7 +104,7 @@ def test_large_scores_do_not_overflow():
     q, k, v, mask = inputs(torch.float32)
     for bias in (-300.0, 300.0):
         module = attention("key")
-        module.gate_bias.data.fill_(bias)
+        module.mix_bias.data.fill_(bias)
         with torch.no_grad():
             o = module(q, k, v, key_mask=mask) * mask[:, None, :, None]
         torch.testing.assert_close(o.double(), expected(module, q, k, v, mask), atol=1e-5, rtol=1e-4)

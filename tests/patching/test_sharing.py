@@ -114,8 +114,8 @@ def test_load_in_half_precision_keeps_everything(patched, tmp_path):
     loaded = from_pretrained(tmp_path, dtype=torch.bfloat16)
     part = next(module for module in loaded.modules() if type(module).__name__ == "LinearAttention")
     assert {p.dtype for p in part.parameters()} == {torch.bfloat16}
-    expected = patched.transformer.h[0].attn.linear_attention.gate_bias.bfloat16()
-    assert torch.equal(loaded.transformer.h[0].attn.linear_attention.gate_bias, expected)
+    expected = patched.transformer.h[0].attn.linear_attention.mix_bias.bfloat16()
+    assert torch.equal(loaded.transformer.h[0].attn.linear_attention.mix_bias, expected)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
@@ -125,7 +125,7 @@ def test_copies_are_independent(patched, duplicate):
     twin = duplicate(patched)
     assert torch.equal(Subject(twin, "causal").logits(ids), expected)
     with torch.no_grad():
-        twin.transformer.h[0].attn.linear_attention.gate_bias.add_(1)
+        twin.transformer.h[0].attn.linear_attention.mix_bias.add_(1)
     assert torch.equal(Subject(patched, "causal").logits(ids), expected)
 
 
@@ -183,6 +183,6 @@ def test_trl_fine_tunes_it(patched, tmp_path):
         max_length=16,
         save_strategy="no",
     )
-    before = patched.transformer.h[0].attn.linear_attention.gate_bias.detach().clone()
+    before = patched.transformer.h[0].attn.linear_attention.mix_bias.detach().clone()
     SFTTrainer(model=patched, args=settings, train_dataset=data, processing_class=tokenizer).train()
-    assert not torch.equal(patched.transformer.h[0].attn.linear_attention.gate_bias, before)
+    assert not torch.equal(patched.transformer.h[0].attn.linear_attention.mix_bias, before)
