@@ -155,6 +155,14 @@ def _with_own_key(
     sinks: tuple[Tensor, Tensor, Tensor] | None,
     own_key: OwnKey,
 ) -> Tensor:
+    if q.shape[2] == 1:
+        # So few scores cost less as they are than by the detour below.
+        blocks = _Blocks(q, k, v, window, key_mask, sinks)
+        scores = (blocks.q @ blocks.k.transpose(-1, -2)).to(own_key.score.dtype) * scaling
+        scores = torch.cat([scores.masked_fill(~blocks.visible, -torch.inf), own_key.score[..., None]], -1)
+        scores[..., -1].masked_fill_(~own_key.visible[:, None], -torch.inf)
+        weights = scores.softmax(-1).to(v.dtype)
+        return torch.addcmul(weights[..., :-1] @ blocks.v, weights[..., -1:], own_key.value)
     # To dense attention it is a sink like any other: a dimension of q that only this sink's key reads carries each
     # query's score, and a dimension of v that only this sink's value writes tells its weight.
     score = own_key.score / scaling

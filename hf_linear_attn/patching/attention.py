@@ -338,7 +338,7 @@ class LinearAttention(nn.Module):
         if settings.mix == "key":
             # The softmax mass of n keys is at least n times that of their mean, by Jensen.
             number = counts.clamp(min=1)[:, None]
-            score = score + scaling * _dot(q, key_sums / number[..., None]) + number.log()
+            score = score + scaling * _dot(q, key_sums) / number + number.log()
             return window_attention(q, k, v, **exact, own_key=OwnKey(score, o_far, counts > 0)), kept
         gate = (score.sigmoid() * (counts > 0)[:, None])[..., None].to(q.dtype)
         return torch.lerp(window_attention(q, k, v, **exact), o_far, gate), kept
