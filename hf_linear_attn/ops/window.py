@@ -71,7 +71,7 @@ class _Blocks:
             v = torch.cat([self._repeat(sink_v), v], dim=2)
             sink_visible = F.pad(sink_visible, (0, 0, 0, pad)).reshape(-1, 1, self.block, sink_k.shape[2])
             visible = torch.cat([sink_visible, visible], dim=-1)
-        self.k, self.v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        self.k, self.v = _repeat_heads(k, groups), _repeat_heads(v, groups)
         self.visible = visible
 
     def _decode(
@@ -93,7 +93,7 @@ class _Blocks:
             k, v = torch.cat([sink_k, k], dim=2), torch.cat([sink_v, v], dim=2)
             visible = torch.cat([sink_visible[:, None], visible], dim=-1)
         groups = q.shape[1] // k.shape[1]
-        self.q, self.k, self.v = q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        self.q, self.k, self.v = q, _repeat_heads(k, groups), _repeat_heads(v, groups)
         self.visible = visible
 
     def _split(self, x: Tensor, size: int, step: int) -> Tensor:
@@ -108,6 +108,11 @@ class _Blocks:
         batch, heads = self.shape
         x = x.reshape(batch, self.number, heads, self.block, *x.shape[3:]).transpose(1, 2)
         return x.flatten(2, 3)[:, :, : self.tokens]
+
+
+def _repeat_heads(x: Tensor, groups: int) -> Tensor:
+    # Repeating once would still copy.
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def window_attention(
@@ -137,34 +142,39 @@ def window_attention(
     Returns:
         ``o [B, H, T, V]``.
     """
-    if own_key is not None:
-        return _with_own_key(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key)
+    if own_key is not None and q.shape[2] > 1:
+        q, k, v, sinks = _as_sink(own_key, q, k, v, scaling, sinks)
     blocks = _Blocks(q, k, v, window, key_mask, sinks)
+    del q, k, v  # The blocks are copies, and larger.
+    if own_key is not None and blocks.tokens == 1:
+        return _single_query(blocks, scaling, own_key)
     o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
-    return blocks.join(o)
+    o = blocks.join(o)
+    return o if own_key is None else torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
 
 
-def _with_own_key(
+def _single_query(blocks: _Blocks, scaling: float, own_key: OwnKey) -> Tensor:
+    """Attend from one token: so few scores cost less as they are than by :func:`_as_sink`."""
+    scores = (blocks.q @ blocks.k.transpose(-1, -2)).to(own_key.score.dtype) * scaling
+    own_score = own_key.score.masked_fill(~own_key.visible[:, None], -torch.inf)
+    scores = torch.cat([scores.masked_fill(~blocks.visible, -torch.inf), own_score[..., None]], -1)
+    weights = scores.softmax(-1).to(blocks.v.dtype)
+    return torch.addcmul(weights[..., :-1] @ blocks.v, weights[..., -1:], own_key.value)
+
+
+def _as_sink(
+    own_key: OwnKey,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    window: int,
     scaling: float,
-    key_mask: Tensor | None,
     sinks: tuple[Tensor, Tensor, Tensor] | None,
-    own_key: OwnKey,
-) -> Tensor:
-    if q.shape[2] == 1:
-        # So few scores cost less as they are than by the detour below.
-        blocks = _Blocks(q, k, v, window, key_mask, sinks)
-        scores = (blocks.q @ blocks.k.transpose(-1, -2)).to(own_key.score.dtype) * scaling
-        scores = torch.cat([scores.masked_fill(~blocks.visible, -torch.inf), own_key.score[..., None]], -1)
-        scores[..., -1].masked_fill_(~own_key.visible[:, None], -torch.inf)
-        weights = scores.softmax(-1).to(v.dtype)
-        return torch.addcmul(weights[..., :-1] @ blocks.v, weights[..., -1:], own_key.value)
-    # To dense attention it is a sink like any other: a dimension of q that only this sink's key reads carries each
-    # query's score, and a dimension of v that only this sink's value writes tells its weight.
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Make each query's own key a sink like any other, for dense attention to read.
+
+    A dimension of q that only this sink's key reads carries each query's score, and one of v that only this sink's
+    value writes tells its weight.
+    """
     score = own_key.score / scaling
     high = score.to(q.dtype)
     # Half precision would round scores too coarsely: what it loses has a dimension of its own.
@@ -178,8 +188,7 @@ def _with_own_key(
     if sinks is not None:
         ours = [torch.cat([F.pad(x, (0, EXTRA)), y], 2) for x, y in zip(sinks[:2], ours, strict=True)]
         visible = torch.cat([sinks[2], visible], -1)
-    o = window_attention(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=(ours[0], ours[1], visible))
-    return torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
+    return q, k, v, (ours[0], ours[1], visible)
 
 
 def window_sums(
