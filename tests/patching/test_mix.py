@@ -158,3 +158,17 @@ def test_branches_can_be_switched_off():
             near = module(q, k, v, key_mask=mask)
         alone = attention("window").double()(q, k, v, key_mask=mask)
     torch.testing.assert_close(near, alone)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_scores_of_their_own_are_not_rounded_to_half_precision(tokens):
+    from hf_linear_attn.ops.window import OwnKey, window_attention
+
+    q = torch.zeros(1, 1, tokens, 8, dtype=torch.bfloat16)
+    q[..., 0] = 60
+    k = torch.zeros_like(q)
+    k[..., 0] = 1
+    score = torch.full((1, 1, tokens), 60.2)  # bf16 has 60.25
+    own_key = OwnKey(score, torch.ones_like(q), torch.ones(1, tokens, dtype=torch.bool))
+    o = window_attention(q, k, torch.zeros_like(q), window=1, scaling=1.0, own_key=own_key)
+    assert o.float().mean().item() == pytest.approx(1 / (1 + math.exp(-0.2)), abs=0.004)
