@@ -145,7 +145,6 @@ def window_attention(
     if own_key is not None and q.shape[2] > 1:
         q, k, v, sinks = _as_sink(own_key, q, k, v, scaling, sinks)
     blocks = _Blocks(q, k, v, window, key_mask, sinks)
-    del q, k, v  # The blocks are copies, and larger.
     if own_key is not None and blocks.tokens == 1:
         return _single_query(blocks, scaling, own_key)
     o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
