@@ -158,3 +158,20 @@ def test_cosformer_weighs_by_distance():
     distance = positions.T - positions
     torch.testing.assert_close(weights, torch.cos(distance.double() * math.pi / 80))
     assert weights.min() > 0
+
+
+def test_norm_preserving_features_are_their_definition():
+    phi = get_feature_map("norm_preserving", head_dim=6, num_heads=4, num_kv_heads=2).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in phi.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    for side, heads in (("q", 4), ("k", 2)):
+        x = torch.randn(2, heads, 5, 6, generator=generator, dtype=torch.float64)
+        y = x @ phi.get_parameter(f"weight_{side}")
+        length = y.norm(dim=-1, keepdim=True)
+        power = phi.get_parameter(f"power_{side}")
+        if side == "q":
+            power = power * (0.5 + torch.tanh(math.sqrt(phi.scaling) * length))
+        r = torch.cat([y, -y], -1).clamp(min=0) ** power
+        found = phi.phi_q(x) if side == "q" else phi.phi_k(x)
+        torch.testing.assert_close(found, length * r / r.norm(dim=-1, keepdim=True), atol=1e-8, rtol=1e-7)

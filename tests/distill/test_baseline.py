@@ -1,0 +1,29 @@
+"""The window alone that a conversion is held against has the cache bytes of that conversion."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.distill.baseline import equal_cache_window
+
+IDS = torch.arange(3, 83)[None]
+
+
+def cache_bytes(model):
+    layers = model(input_ids=IDS, use_cache=True).past_key_values.layers
+    names = ("kv", "z", "far_keys", "ring_k", "ring_v", "sink_k", "sink_v")
+    return sum(x.numel() * x.element_size() for layer in layers for name, x in layer.tensors.items() if name in names)
+
+
+@pytest.mark.parametrize("mix", ["key", "gate"])
+@torch.no_grad()
+def test_it_is_the_smallest_window_of_no_fewer_bytes(teacher, mix):
+    hybrid = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4, sinks=1, mix=mix)
+    window = equal_cache_window(hybrid)
+    sizes = [
+        cache_bytes(patch_model(copy.deepcopy(teacher), window=size, sinks=1, mix="window"))
+        for size in (window - 1, window)
+    ]
+    assert sizes[0] < cache_bytes(hybrid) <= sizes[1]
