@@ -54,11 +54,13 @@ ONE_FACTOR: dict[str, dict[str, Any]] = {
     "elu with window": {"feature_map": "elu", "stages": ["distill"]},
     "elu alone": {**ELU, "stages": ["distill"]},
 }
+ELU_LONG = "elu preset, one length, 7 times the tokens"
+"""Where attention is learned anew, which takes longer."""
 LONGER = 4
 """At so many times the length of a sequence students are measured as well."""
 WINDOW, LOLCATS = "window alone", "lolcats"
 WINDOW_TEXT = "window alone, text only"
-NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT)
+NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, ELU_LONG)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -229,6 +231,10 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
     }
     if name == LOLCATS:
         settings = DistillationSettings.from_preset("lolcats", **common)
+    elif name == ELU_LONG:
+        longer = {"window": None, "length_factors": [1], "distill_steps": 7 * arguments.distill_steps}
+        longer["transfer_steps"] = 7 * arguments.transfer_steps
+        settings = DistillationSettings.from_preset("elu", **(common | longer))
     elif name in (WINDOW, WINDOW_TEXT):
         changes = {"mix": "window", "window": window, "window_dropout": 0.0, "stages": ["distill"]}
         if name == WINDOW_TEXT:
@@ -237,7 +243,7 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
     else:
         settings = DistillationSettings(**(common | ONE_FACTOR[name]))
     if "transfer" not in settings.stages:
-        settings = settings.with_changes(distill_steps=arguments.transfer_steps + arguments.distill_steps)
+        settings = settings.with_changes(distill_steps=settings.transfer_steps + settings.distill_steps)
     return settings
 
 
@@ -383,16 +389,16 @@ def _claims(results: Mapping[str, Any]) -> list[str]:
                     if seed in recipes[other]
                 ]
                 lines.append(f"- Held-out nats by which it beats {what}, {where}: {_mean(gains, 4)}.")
-    if "elu alone" in recipes:
-        patched_loss = results["patched"]["elu alone"]["loss_nats"]
-        shares = [
-            gap_closed(run["figures"]["loss_nats"], teacher["loss_nats"], patched_loss)
-            for run in recipes["elu alone"].values()
-        ]
-        lines.append(
-            "- Gap in held-out nats between the merely patched elu model and the teacher that distillation closes: "
-            f"{_mean([share for share in shares if share is not None], 2)}."
-        )
+    for name in ("elu alone", ELU_LONG):
+        if name in recipes:
+            shares = [
+                gap_closed(run["figures"]["loss_nats"], teacher["loss_nats"], results["patched"][name]["loss_nats"])
+                for run in recipes[name].values()
+            ]
+            lines.append(
+                "- Gap in held-out nats between the merely patched elu model and the teacher that distillation closes, "
+                f"*{name}*: {_mean([share for share in shares if share is not None], 2)}."
+            )
     return lines
 
 

@@ -82,6 +82,7 @@ class DistillationSettings:
         distill_steps: Steps of logit distillation.
         distill_lr: Learning rate of the attention modules; None for ``5e-5 * 4096 / hidden_size``, since Adam's best
             rate goes as one over the width (Yang et al., 2022, arXiv:2203.03466).
+        lr_factor: Factor on that default; more where attention is to be learned anew.
         rest_lr_share: Learning rate of all other parameters, as a share of the attention modules'; 0 freezes them.
         distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
             of the text.
@@ -152,6 +153,7 @@ class DistillationSettings:
     transfer_loss: TransferLoss = "output"
     distill_steps: int = 600
     distill_lr: float | None = None
+    lr_factor: float = 1.0
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
@@ -190,7 +192,7 @@ class DistillationSettings:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ArgumentError(explain(name, "lie in 0..1", value, "It is a share."))
-        for name in ("map_lr", "distill_lr", "extend_lr"):
+        for name in ("map_lr", "distill_lr", "lr_factor", "extend_lr"):
             lr = getattr(self, name)
             if lr is not None and not 0 < lr < math.inf:
                 raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
@@ -260,7 +262,7 @@ class DistillationSettings:
 
     def learning_rate(self, hidden_size: int) -> float:
         """Return the attention modules' learning rate for a model of that width."""
-        return self.distill_lr or REFERENCE_LR * REFERENCE_WIDTH / hidden_size
+        return self.distill_lr or self.lr_factor * REFERENCE_LR * REFERENCE_WIDTH / hidden_size
 
     def map_learning_rate(self, head_dim: int) -> float:
         """Return the learning rate of feature maps and mixing weights for that head dim."""
@@ -308,6 +310,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sinks": 0,
         "stages": ["distill"],
         "recall_share": 0.0,
+        "lr_factor": 4.0,
         "rest_lr_share": 1.0,
         "window_dropout": 0.0,
     },

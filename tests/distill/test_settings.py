@@ -28,7 +28,8 @@ def test_learning_rate_goes_as_one_over_the_width():
     settings = DistillationSettings()
     assert settings.learning_rate(4096) == pytest.approx(5e-5)
     assert settings.learning_rate(128) == pytest.approx(1.6e-3)
-    assert DistillationSettings(distill_lr=0.5).learning_rate(128) == 0.5
+    assert DistillationSettings(distill_lr=0.5, lr_factor=2).learning_rate(128) == 0.5
+    assert DistillationSettings(lr_factor=2).learning_rate(128) == pytest.approx(3.2e-3)
 
 
 def test_maps_learn_the_slower_the_more_numbers_add_up():
