@@ -25,6 +25,9 @@ COMMANDS = {
     "plan": Command(
         "hf_linear_attn.distill.cli", "plan", "compute what distilling a model needs, from its config alone"
     ),
+    "teacher-logits": Command(
+        "hf_linear_attn.distill.cli", "teacher_logits", "run a teacher once and keep its logits on disk"
+    ),
     "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it"),
     "evaluate": Command("hf_linear_attn.evaluation.cli", "main", "evaluate a model at long context"),
     "compare": Command("hf_linear_attn.evaluation.cli", "compare", "lay several evaluations side by side"),

@@ -50,7 +50,7 @@ def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
-    assert "usage" in capsys.readouterr().out
+    assert f"usage: hf-linear-attn {command} " in capsys.readouterr().out
 
 
 def test_help_lists_the_commands(capsys):

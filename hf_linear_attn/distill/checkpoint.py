@@ -75,10 +75,10 @@ def save_checkpoint(
         sums = {name: _crc32(temporary / name) for name in (MODEL, OPTIMIZER)}
         (temporary / META).write_text(json.dumps({**meta, "crc32": sums}))
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
     except (OSError, RuntimeError, SafetensorError) as error:
         # A full disk shows as RuntimeError from torch and as SafetensorError from safetensors.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,7 +141,8 @@ def _crc32(path: Path) -> int:
     return value
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what was written to a file or folder reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

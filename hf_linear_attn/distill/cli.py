@@ -1,36 +1,48 @@
-"""The command lines of distillation: `hf-linear-attn distill`, `hf-linear-attn plan` and examples/distill.py."""
+"""The command lines of distillation: `hf-linear-attn distill`, `plan`, `teacher-logits`, and examples/distill.py."""
 
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
+import torch
+from transformers import AutoTokenizer, HfArgumentParser
 
+from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.plan import main as plan
-from hf_linear_attn.distill.run import DistillResult, distill
+from hf_linear_attn.distill.run import DistillResult, distill, load_teacher
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
+from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
+from hf_linear_attn.errors import ArgumentError, explain
 
-__all__ = ["main", "plan"]
+__all__ = ["main", "plan", "teacher_logits"]
 
 
 def make_parser(
-    description: str | None, defaults: Mapping[str, Any]
+    description: str | None,
+    defaults: Mapping[str, Any],
+    others: Sequence[argparse.ArgumentParser],
+    command: str | None,
 ) -> tuple[HfArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of all settings, and one of the two flags that change its defaults."""
+    """Return the parser of all settings and others, and one of the two flags that change its defaults."""
     first = argparse.ArgumentParser(add_help=False)
     start = first.add_mutually_exclusive_group()
     start.add_argument("--preset", choices=available_presets(), help="start from a named recipe")
     start.add_argument("--config", help="start from the settings in a YAML or JSON file")
     parser = HfArgumentParser(
         DistillationSettings,  # type: ignore[arg-type]
+        prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[first],
+        parents=[first, *others],
     )
     documented = setting_help()
     for action in parser._actions:
-        if action.dest in documented:
+        if action.option_strings and action.option_strings[0].startswith("--no_"):
+            action.help = f"The opposite of --{action.dest}."
+        elif action.dest in documented:
             # argparse formats help texts with %.
             action.help = documented[action.dest].replace("%", "%%")
     parser.set_defaults(**defaults)
@@ -38,19 +50,22 @@ def make_parser(
 
 
 def parse(
-    arguments: Sequence[str] | None, description: str | None, defaults: Mapping[str, Any], start: str = "recommended"
+    arguments: Sequence[str] | None,
+    description: str | None,
+    defaults: Mapping[str, Any],
+    start: str = "recommended",
+    others: Sequence[argparse.ArgumentParser] = (),
+    command: str | None = None,
 ) -> DistillationSettings:
     """Read settings from flags, over those of a file or preset, over ``defaults``; ``start`` is the usual preset."""
-    parser, first = make_parser(description, defaults)
+    parser, first = make_parser(description, defaults, others, command)
     known, _ = first.parse_known_args(arguments)
     if known.config is not None:
         parser.set_defaults(**read_settings(known.config))
     else:
         parser.set_defaults(**preset(known.preset or start))
     values = vars(parser.parse_args(arguments))
-    values.pop("preset")
-    values.pop("config")
-    return DistillationSettings(**values)
+    return DistillationSettings(**{setting.name: values[setting.name] for setting in fields(DistillationSettings)})
 
 
 def setting_help() -> dict[str, str]:
@@ -77,16 +92,59 @@ def main(
     """Run a distillation from the command line.
 
     Args:
-        arguments: Flags; defaults to those of the process.
+        arguments: Flags; defaults to those of the process, which is a script then.
         description: Shown by ``--help``.
         defaults: Settings that apply where neither flags nor a file or preset name them.
         start: Preset to start from where the flags name none.
 
     Returns:
         The result.
+
+    Raises:
+        ArgumentError: If a setting cannot be used, or no folder is named.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    settings = parse(arguments, description, defaults or {}, start)
+    command = None if arguments is None else "hf-linear-attn distill"
+    settings = parse(arguments, description, defaults or {}, start, command=command)
+    if settings.output_dir is None:
+        raise ArgumentError(explain("output_dir", "be the folder to write", None, "Pass --output-dir."))
     result = distill(settings)
     logging.getLogger(__name__).info("student saved in %s", settings.output_dir)
     return result
+
+
+def teacher_logits(arguments: Sequence[str] | None = None) -> None:
+    """Run a distillation's teacher once, and keep its likeliest next tokens on disk.
+
+    Args:
+        arguments: Flags; defaults to those of the process.
+
+    Raises:
+        ArgumentError: If a setting cannot be used, or no folder is named.
+        CheckpointError: If the folder cannot be written.
+    """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--top-k", type=int, default=TOP_K, help="next tokens kept per token; default %(default)s")
+    own.add_argument("--processes", type=int, default=1, help="of the distillation; default %(default)s")
+    settings = parse(
+        arguments,
+        "Run the teacher over what a distillation with the same flags will read, and keep its likeliest next\n"
+        "tokens in the folder that --teacher-logits names.",
+        {},
+        others=[own],
+        command="hf-linear-attn teacher-logits",
+    )
+    flags = own.parse_known_args(arguments)[0]
+    if settings.teacher_logits is None:
+        raise ArgumentError(
+            explain("teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill.")
+        )
+    if flags.processes < 1:
+        raise ArgumentError(explain("processes", "be at least 1", flags.processes, "Leave it out for one process."))
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    data, _ = load_data(settings, tokenizer, processes=flags.processes)
+    # One process: a teacher that is too large for one accelerator is spread over all.
+    teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
+    write_teacher_logits(
+        settings, teacher, data, Path(settings.teacher_logits), top_k=flags.top_k, processes=flags.processes
+    )

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -112,12 +113,12 @@ def distill(
         load_feature_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
         made = student is None and settings.student is None
-        if teacher is None and (made or reads_teacher(settings)):
+        fresh_student = partial(load_student, teacher=teacher)
+        if teacher is None and needs_teacher(settings, made):
             teacher = load_teacher(settings)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.model or settings.student)
-        student = student or load_student(settings, teacher)
+        student = student or fresh_student(settings)
         check_pair(teacher, student, tokenizer)
         if settings.pack and not takes(student, "position_ids"):
             raise ArgumentError(
@@ -137,7 +138,8 @@ def distill(
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
         if settings.softmax_budget and made and teacher is not None:
-            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), accelerator.device)
+            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
+            student.to(accelerator.device)
         if settings.shard:
             for model in (student, teacher):
                 if model is not None and not is_sharded(model):
@@ -199,9 +201,9 @@ def keep_softmax(
     teacher: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     data: tuple[Data, Data],
-    device: torch.device,
+    fresh_student: Callable[[DistillationSettings], PreTrainedModel],
 ) -> PreTrainedModel:
-    """Patch a copy of the teacher anew, without the layers that are best kept softmax.
+    """Make the student anew, without the layers that are best kept softmax.
 
     They are found on a student after attention transfer, if that is among the stages; a run that resumes reads the
     choice that it saved.
@@ -214,17 +216,15 @@ def keep_softmax(
             quick = settings.with_changes(stages=["transfer"], output_dir=None, heldout_rows=0, softmax_budget=0.0)
             student = distill(quick, teacher, student, tokenizer, data=data).student
         rows = range(0, settings.heldout_rows or 8, settings.rows)
-        batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens).to(device) for row in rows]
+        batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
+        batches = [batch.to(teacher.device) for batch in batches]
         selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
-    torch.manual_seed(settings.seed)
-    chosen = load_student(settings.with_changes(layers=kept), teacher)
-    chosen.to(device=device)  # type: ignore[call-arg]
-    return chosen
+    return fresh_student(settings.with_changes(layers=kept))
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
@@ -254,48 +254,59 @@ def recompute_activations(model: PreTrainedModel) -> None:
     enable()
 
 
-def reads_teacher(settings: DistillationSettings) -> bool:
-    """Tell whether training runs the teacher."""
-    learns_from_it = settings.distill_loss == "kl" and settings.ce_share < 1
-    return "distill" in settings.stages and learns_from_it and settings.teacher_logits is None
+def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
+    """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
+    learns_from_it = settings.distill_loss == "kl" and settings.ce_share < 1 and settings.teacher_logits is None
+    compared = bool(settings.heldout_rows or settings.softmax_budget)
+    return ("distill" in settings.stages and learns_from_it) or (made and compared)
 
 
-def load_teacher(settings: DistillationSettings) -> PreTrainedModel:
-    """Load the softmax model that the settings name.
+def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
+    """Load the softmax model that the settings name, in the dtype that they name.
+
+    Args:
+        settings: The settings.
+        **options: More of Transformers' ``from_pretrained``.
 
     Raises:
-        ArgumentError: If there is none, or it is patched already.
+        ArgumentError: If there is none.
     """
-    if settings.model is None:
+    if settings.teacher_dtype is not None:
+        options["dtype"] = getattr(torch, settings.teacher_dtype)
+    return _load_model(settings.model, **options)
+
+
+def _load_model(name: str | None, **options: Any) -> PreTrainedModel:
+    if name is None:
         raise ArgumentError(
             explain("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
         )
-    options = {} if settings.teacher_dtype is None else {"dtype": getattr(torch, settings.teacher_dtype)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, **options)
+        return AutoModelForCausalLM.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ArgumentError(
             explain(
                 "model",
                 "be a causal language model's folder or hub name",
-                settings.model,
+                name,
                 f"Loading it failed: {str(error).splitlines()[0]}",
             )
         ) from error
-    return model
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
-    """Load the student that the settings name, or patch a copy of the teacher."""
-    if settings.student is not None or teacher is None:
-        return from_pretrained(settings.student or "")
-    student = copy.deepcopy(teacher)
+    """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
+    if settings.student is not None:
+        return from_pretrained(settings.student)
+    student = _load_model(settings.model) if teacher is None else copy.deepcopy(teacher)
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.
         student.to(dtype=torch.float32)  # type: ignore[call-arg]
     head_dim = getattr(student.config, "head_dim", None) or (
         student.config.hidden_size // student.config.num_attention_heads
     )
+    # What feature maps draw at their start is the same in every run.
+    torch.manual_seed(settings.seed)
     return patch_model(
         student,
         feature_map=settings.feature_map,

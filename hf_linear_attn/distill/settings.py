@@ -42,8 +42,10 @@ class DistillationSettings:
     Args:
         model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
         student: A patched model to go on from; None to patch a copy of ``model``.
-        teacher_logits: Folder with the teacher's precomputed logits; None to run the teacher.
-        teacher_dtype: Dtype in which the teacher is loaded and run, such as ``bfloat16``; None for that of ``model``.
+        teacher_logits: Folder with the teacher's precomputed logits, made by ``hf-linear-attn teacher-logits``; None to
+            run the teacher.
+        teacher_dtype: Dtype in which the teacher is loaded and run, ``float32``, ``bfloat16`` or ``float16``; None for
+            that of ``model``, which is the student's.
         output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
         feature_map: As in :func:`patch_model`.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
@@ -197,12 +199,10 @@ class DistillationSettings:
             if lr is not None and not 0 < lr < math.inf:
                 raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
         for name, kind in CHOICES.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ArgumentError(
-                    explain(
-                        name, "be a known choice", getattr(self, name), "Use one of those", available=get_args(kind)
-                    )
-                )
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices:
+                named = filter(None, choices)
+                raise ArgumentError(explain(name, "be a known choice", value, "Use one of those", available=named))
         forwards = self.rows * self.accumulation
         if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
             raise ArgumentError(
@@ -293,7 +293,8 @@ LEAST: dict[str, float] = {
     "keep_checkpoints": 2,
 }
 SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
-CHOICES = {
+CHOICES: dict[str, Any] = {
+    "teacher_dtype": Literal["float32", "bfloat16", "float16", None],
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,

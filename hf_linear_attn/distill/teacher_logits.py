@@ -8,6 +8,7 @@ bound of the full one.
 import json
 import math
 import zlib
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_linear_attn.distill.checkpoint import write_atomic
+from hf_linear_attn.distill.checkpoint import sync, write_atomic
 from hf_linear_attn.distill.data import Batch, Data, sequences_of
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import predictions
-from hf_linear_attn.errors import CheckpointError, explain
+from hf_linear_attn.distill.trainer import locked
+from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+
+logger = getLogger(__name__)
 
 INDEX = "index.json"
 ROWS_PER_FILE = 256
+TOP_K = 64
+"""Classes kept per token."""
 
 
 def sequences(settings: DistillationSettings, rows_per_step: int) -> dict[int, range]:
@@ -45,8 +51,8 @@ def write_teacher_logits(
     data: Data,
     folder: Path,
     *,
-    top_k: int = 64,
-    rows_per_step: int | None = None,
+    top_k: int = TOP_K,
+    processes: int = 1,
 ) -> None:
     """Run the teacher over the sequences of the stage ``distill`` and keep its top-k logits.
 
@@ -57,31 +63,98 @@ def write_teacher_logits(
         teacher: The softmax model.
         data: The training data.
         folder: Where the files go.
-        top_k: Classes kept per token.
-        rows_per_step: Sequences per optimiser step over all processes; defaults to those of one process.
+        top_k: Classes kept per token, >= 1.
+        processes: Number of processes of that distillation.
+
+    Raises:
+        ArgumentError: If ``top_k`` is below 1, or another than that of the folder.
+        CheckpointError: If the folder holds logits of other data, is in use, or full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    rows_per_step = rows_per_step or settings.rows * settings.accumulation
+    if top_k < 1:
+        raise ArgumentError(explain("top_k", "be at least 1", top_k, f"Keep {TOP_K} or so."))
     device = next(teacher.parameters()).device
-    wanted = sequences(settings, rows_per_step)
-    starts = [(length, start) for length, numbers in wanted.items() for start in numbers[::ROWS_PER_FILE]]
-    for length, start in tqdm(starts, desc="teacher logits", disable=not settings.progress):
-        path = folder / file_name(length, start)
-        if path.exists():
-            continue
-        tensors: dict[str, Tensor] = {}
-        for number in range(start, min(start + ROWS_PER_FILE, wanted[length].stop)):
-            batch = data.batch([number], length)
-            logits = predictions(teacher, batch.to(device))[2]
-            top = logits.float().log_softmax(-1).topk(min(top_k, logits.shape[-1]))
-            tensors[f"{number}.tokens"] = top.indices.to(torch.int32).cpu()
-            tensors[f"{number}.log_p"] = top.values.to(torch.float16).cpu()
-            tensors[f"{number}.crc32"] = torch.tensor(fingerprint(batch))
-        temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary)
-        temporary.rename(path)
-    firsts = {length: numbers.start for length, numbers in wanted.items()}
-    write_atomic(folder / INDEX, json.dumps({"first": firsts, "top_k": top_k}))
+    wanted = sequences(settings, settings.rows * settings.accumulation * processes)
+    total = sum(len(numbers) for numbers in wanted.values())
+    with (
+        locked(folder, "teacher_logits"),
+        tqdm(total=total, desc="teacher logits", disable=not settings.progress) as bar,
+    ):
+        for length, whole in wanted.items():
+            # As many tokens per forward as the distillation has.
+            rows = max(1, settings.rows * settings.block_tokens // length)
+            for start in whole[::ROWS_PER_FILE]:
+                numbers = range(start, min(start + ROWS_PER_FILE, whole.stop))
+                path = folder / file_name(length, start)
+                if _holds(path, numbers, data.batch(numbers[:1], length), top_k):
+                    bar.update(len(numbers))
+                    continue
+                tensors: dict[str, Tensor] = {}
+                for first in numbers[::rows]:
+                    some = range(first, min(first + rows, numbers.stop))
+                    tensors |= _top_logits(teacher, data.batch(some, length), some, top_k, device)
+                    bar.update(len(some))
+                _save(path, tensors, top_k)
+        firsts = {length: numbers.start for length, numbers in wanted.items()}
+        write_atomic(folder / INDEX, json.dumps({"first": firsts, "top_k": top_k}))
+
+
+def _top_logits(
+    teacher: nn.Module, batch: Batch, numbers: range, top_k: int, device: torch.device
+) -> dict[str, Tensor]:
+    logits = predictions(teacher, batch.to(device))[2].float()
+    top = logits.topk(min(top_k, logits.shape[-1]))
+    log_p = top.values - logits.logsumexp(-1, keepdim=True)
+    counts = (batch.weights[:, 1:] > 0).sum(1).tolist()
+    found: dict[str, Tensor] = {}
+    rows = zip(numbers, torch.split(top.indices, counts), torch.split(log_p, counts), strict=True)
+    for index, (name, tokens, kept) in enumerate(rows):
+        found[f"{name}.tokens"] = tokens.to("cpu", torch.int32)
+        found[f"{name}.log_p"] = kept.to("cpu", torch.float16)
+        found[f"{name}.crc32"] = torch.tensor(fingerprint(batch.rows(index, index + 1)))
+    return found
+
+
+def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
+    """Tell whether a file is there and has all those sequences.
+
+    Raises:
+        ArgumentError: If it has another number of classes.
+        CheckpointError: If it is of other data.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            expected = file.get_tensor(f"{numbers[0]}.crc32").item()
+            known = int(file.metadata()["top_k"])
+            complete = f"{numbers[-1]}.crc32" in file.keys()  # noqa: SIM118
+    except FileNotFoundError:
+        return False
+    except SafetensorError:
+        logger.warning("%s is damaged and written anew", path)
+        return False
+    check_fingerprint(expected, first, numbers[0], path.parent)
+    if known != top_k:
+        raise ArgumentError(
+            explain("top_k", f"be that of the folder, {known}", top_k, "Choose another folder.", where=str(path.parent))
+        )
+    return complete
+
+
+def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        save_file(tensors, temporary, {"top_k": str(top_k)})
+        sync(temporary)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            explain(
+                "teacher_logits",
+                "have room for the logits",
+                str(path.parent),
+                f"Writing failed ({error}); make room and run again to go on.",
+            )
+        ) from error
 
 
 def file_name(length: int, start: int) -> str:
@@ -93,6 +166,24 @@ def fingerprint(batch: Batch) -> int:
     """Return a checksum of a sequence and its weights."""
     ids = batch.input_ids.to("cpu", torch.int64).numpy().tobytes()
     return zlib.crc32(batch.weights.cpu().numpy().tobytes(), zlib.crc32(ids))
+
+
+def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) -> None:
+    """Refuse logits of another sequence than that of ``batch``.
+
+    Raises:
+        CheckpointError: If the checksums differ.
+    """
+    if expected != fingerprint(batch):
+        raise CheckpointError(
+            explain(
+                "teacher_logits",
+                "come from the same data",
+                str(folder),
+                f"Sequence {number} differs: write the logits to an empty folder, or restore dataset, seed and "
+                "block_tokens.",
+            )
+        )
 
 
 class TeacherLogits:
@@ -115,7 +206,7 @@ class TeacherLogits:
                     "teacher_logits",
                     "be a folder of precomputed logits",
                     str(folder),
-                    "Run write_teacher_logits to its end.",
+                    "Run `hf-linear-attn teacher-logits` to its end.",
                 )
             ) from error
 
@@ -141,15 +232,7 @@ class TeacherLogits:
                     "Write the logits with these settings.",
                 )
             ) from error
-        if expected != fingerprint(batch):
-            raise CheckpointError(
-                explain(
-                    "teacher_logits",
-                    "come from the same data",
-                    str(self.folder),
-                    f"Sequence {number} differs: write the logits again, or restore dataset, seed and block_tokens.",
-                )
-            )
+        check_fingerprint(expected, batch, number, self.folder)
         return tokens.long(), log_p.float()
 
     def loss(self, student: Tensor, batch: Batch, numbers: list[int], weights: Tensor) -> Tensor:

@@ -438,8 +438,12 @@ def first_not_finite(model: nn.Module, batch: Batch) -> str:
 
 
 @contextmanager
-def locked(folder: Path | None) -> Iterator[None]:
+def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
     """Keep other runs out of a folder; the lock goes with the process, however it ends.
+
+    Args:
+        folder: The folder, which is made if need be; None for nothing to lock.
+        argument: Its name in messages.
 
     Raises:
         CheckpointError: If another run holds the folder.
@@ -454,7 +458,7 @@ def locked(folder: Path | None) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise CheckpointError(
-            explain("output_dir", "not be in use", str(folder), "Another run writes to it; choose another folder.")
+            explain(argument, "not be in use", str(folder), "Another run writes to it; choose another folder.")
         ) from error
     try:
         yield

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hf_linear_attn import from_pretrained
-from hf_linear_attn.distill.cli import main
+from hf_linear_attn.distill.cli import main, teacher_logits
+from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,6 +50,27 @@ def test_distil_then_finetune_from_the_command_line(files, monkeypatch):
     tuned, before = from_pretrained(files / "tuned"), from_pretrained(files / "student")
     assert tuned.config.linear_attention == before.config.linear_attention
     assert not (tuned.lm_head.weight == before.lm_head.weight).all()
+
+
+def test_a_run_whose_student_would_be_lost_is_refused(files):
+    with pytest.raises(ArgumentError, match=r"`output_dir` must be the folder to write, got None. Pass --output-dir."):
+        main(["--model", str(files / "teacher")])
+
+
+def test_teacher_logits_from_the_command_line(files):
+    flags = [*COMMON, "--dataset", str(files / "texts"), "--model", str(files / "teacher"), "--window", "4"]
+    flags += ["--transfer-steps", "1", "--distill-steps", "3"]
+    logits = ["--teacher-logits", str(files / "logits")]
+    teacher_logits([*flags, *logits, "--top-k", "259", "--processes", "1"])
+    live = main([*flags, "--output-dir", str(files / "live")])
+    stored = main([*flags, *logits, "--output-dir", str(files / "stored")])
+    for a, b in zip(live.history, stored.history, strict=True):
+        # Log-probabilities are stored in fp16.
+        assert a["loss_nats"] == pytest.approx(b["loss_nats"], rel=5e-3)
+    with pytest.raises(ArgumentError, match=r"`teacher_logits` must be the folder to write, got None. Pass"):
+        teacher_logits(flags)
+    with pytest.raises(ArgumentError, match=r"`processes` must be at least 1, got 0"):
+        teacher_logits([*flags, *logits, "--processes", "0"])
 
 
 @pytest.mark.parametrize("script", ["distill.py", "finetune.py"])

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import distill
 from hf_linear_attn.distill.checkpoint import checkpoints
+from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
 
@@ -35,6 +36,10 @@ def divergence(student, teacher, batch):
     """Return the mean KL divergence from the teacher over a batch's real tokens."""
     found, expected = (model(batch.input_ids).logits.log_softmax(-1) for model in (student, teacher))
     return F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)[batch.real].mean().item()
+
+
+def measure_loss(model, data):
+    return heldout_loss(model, data, 2, 16)["loss_nats"]
 
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
@@ -298,6 +303,25 @@ def test_recomputed_activations_train_alike(settings, teacher, tokenizer, data):
     recomputed = go(settings.with_changes(gradient_checkpointing=True), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in plain.history]
     assert [record["loss_nats"] for record in recomputed.history] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_student_has_the_checkpoints_dtype_whatever_the_teachers(settings, teacher, tokenizer, data, tmp_path):
+    teacher.save_pretrained(tmp_path)
+    settings = settings.with_changes(model=str(tmp_path), teacher_dtype="bfloat16", transfer_steps=0, distill_steps=1)
+    seen = []
+    settings = settings.with_changes(distill_lr=1e-30, map_lr=1e-30, heldout_rows=2)
+    result = distill(settings, tokenizer=tokenizer, data=data, on_step=seen.append)
+    assert len(seen) == 1
+    state = result.student.state_dict()
+    assert all(torch.equal(state[name], x) for name, x in teacher.state_dict().items())
+    assert result.metrics["teacher"]["loss_nats"] != measure_loss(teacher, data[1])
+
+
+def test_a_teacher_that_nobody_asks_is_not_kept(settings, teacher, tokenizer, data, tmp_path, monkeypatch):
+    teacher.save_pretrained(tmp_path)
+    settings = settings.with_changes(model=str(tmp_path), distill_loss="ce")
+    monkeypatch.setattr("hf_linear_attn.distill.run.load_teacher", None)
+    assert "teacher" not in distill(settings, tokenizer=tokenizer, data=data).metrics
 
 
 def test_mixed_precision_keeps_fp32_weights(settings, teacher, tokenizer, data):

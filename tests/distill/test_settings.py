@@ -72,6 +72,10 @@ def test_every_setting_is_described_in_the_help():
         ({"map_lr": float("inf")}, r"`map_lr` must be positive and finite, got inf"),
         ({"recall_share": 1.5}, r"`recall_share` must lie in 0..1, got 1.5"),
         ({"keep_checkpoints": 1}, r"`keep_checkpoints` must be at least 2, got 1"),
+        (
+            {"teacher_dtype": "half"},
+            r"`teacher_dtype` must be a known choice, .* available: bfloat16, float16, float32.",
+        ),
         ({"trainable": "some"}, r"`trainable` must be a known choice, got 'some'. .* available: full, lora."),
         ({"stages": ["distill", "transfer"]}, r"`stages` must be some of transfer, distill, extend, in that order"),
         ({"stages": []}, r"`stages` must be some of"),
