@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import hf_linear_attn
 
@@ -31,6 +32,7 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
         "hf_linear_attn": hf_linear_attn.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -46,8 +48,19 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "hip": torch.version.hip,
+            "driver": _driver(),
         }
     return facts
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, None where its tool is not there."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.split()[0]
 
 
 def _processor() -> str:
@@ -76,6 +89,12 @@ def by_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dic
     return {name: {"median_ms": statistics.median(x), "min_ms": min(x), "max_ms": max(x)} for name, x in times.items()}
 
 
+def spread(times_ms: Sequence[float]) -> dict[str, Any]:
+    """Return the median of times, their quartiles and number."""
+    quartiles = statistics.quantiles(times_ms, n=4, method="inclusive") if len(times_ms) > 1 else list(times_ms) * 3
+    return {"median_ms": quartiles[1], "iqr_ms": [quartiles[0], quartiles[2]], "repeats": len(times_ms)}
+
+
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rows as a table; floats with three digits, missing cells as a dash."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -92,19 +111,31 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 def facts_line(facts: Mapping[str, Any]) -> str:
     """Return provenance as one paragraph."""
+    gpu = f"driver {facts['driver']}, Triton {facts['triton']}, " if "gpu" in facts else ""
     return (
         f"`{facts['command']}` at commit {(facts['commit'] or 'unknown')[:10]}"
         f"{' with uncommitted changes' if facts['uncommitted_changes'] else ''}, {facts['date']}; "
-        f"{facts.get('gpu') or facts['processor']}, {facts['threads']} threads, torch {facts['torch']}, "
-        f"Python {facts['python']}, load average {facts['load_average']}.\n"
+        f"{facts.get('gpu') or facts['processor']}, {gpu}{facts['threads']} threads, torch {facts['torch']}, "
+        f"Transformers {facts['transformers']}, Python {facts['python']}, load average {facts['load_average']}.\n"
     )
+
+
+def earlier(output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an earlier run on the same machine and software left in ``output``, or nothing."""
+    if not output.exists():
+        return {}
+    found: dict[str, Any] = json.loads(output.read_text())
+    names = ("hf_linear_attn", "torch", "transformers", "triton", "gpu", "driver", "processor")
+    return found if all(found["provenance"].get(name) == facts.get(name) for name in names) else {}
 
 
 def write(output: Path, result: Mapping[str, Any], page: str) -> None:
     """Write ``output`` (JSON) and the page beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    output.with_suffix(".md").write_text(page)
+    for path, text in ((output, json.dumps(result, indent=1) + "\n"), (output.with_suffix(".md"), page)):
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text)
+        temporary.replace(path)
 
 
 def break_even(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> float | None:

@@ -6,21 +6,22 @@ Correctness: fresh inputs against the float64 oracle, unwritten memory filled wi
 whose kernels are wrong times nothing. Time: medians of events over buffers that together exceed the cache; decode steps
 as replays of a graph. The floor is the bytes of q, k, v, o and their gradients, each moved once, over the bandwidth of
 a large copy on the same device. Peers that are installed take part: flash-linear-attention (`pip install
-flash-linear-attention`) and the kernels behind scaled_dot_product_attention.
+flash-linear-attention`) and the kernels behind scaled_dot_product_attention. Every row is kept in the output as soon as
+it is measured, and the same command goes on from there.
 """
 
 import argparse
+import importlib.metadata
 import math
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import break_even, facts_line, markdown, picture, provenance, write
+from harness import break_even, earlier, facts_line, markdown, picture, provenance, spread, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import elu, scaled_dot_product_attention
@@ -164,27 +165,27 @@ def peers() -> dict[str, Function]:
     }
 
 
-def median_ms(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Return the median time of calls that are made in turn."""
+def times(calls: Sequence[Callable[[], object]], repeats: int, seconds: float = 3.0) -> dict[str, Any]:
+    """Return the spread of the times of calls that are made in turn, as many as fit into some seconds."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
-    times = []
-    for i in range(repeats):
+    found: list[float] = []
+    while len(found) < 3 or (len(found) < repeats and sum(found) < 1e3 * seconds):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        calls[i % len(calls)]()
+        calls[len(found) % len(calls)]()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        found.append(start.elapsed_time(end))
+    return spread(found)
 
 
 def copy_bandwidth() -> float:
     """Return the bytes per second, read and written, of a large copy."""
     x = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.numel() / (median_ms([lambda: y.copy_(x)], 20) / 1e3)
+    return 2 * x.numel() / (times([lambda: y.copy_(x)], 20)["median_ms"] / 1e3)
 
 
 def passes(function: Function, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
@@ -210,7 +211,11 @@ def time_shape(shape: Shape, tokens: int, named: dict[str, Function], bandwidth:
     for name, function in named.items():
         try:
             calls = [passes(function, shape.draw(tokens)) for _ in range(sets)]
-            timed: dict[str, Any] = {p: median_ms([c[p] for c in calls], repeats) for p in ("forward", "backward")}
+            timed: dict[str, Any] = {}
+            for which, size in floor.items():
+                found = times([call[which] for call in calls], repeats)
+                timed[which], timed[f"{which}_iqr"] = found["median_ms"], found["iqr_ms"]
+                timed[f"{which}_share_of_floor"] = size / bandwidth * 1e3 / timed[which]
             del calls
             inputs = [x.requires_grad_() for x in shape.draw(tokens)]
             torch.cuda.reset_peak_memory_stats()
@@ -224,8 +229,6 @@ def time_shape(shape: Shape, tokens: int, named: dict[str, Function], bandwidth:
             row["left_out"][name] = str(error).split("\n")[0]
             torch.cuda.empty_cache()
             continue
-        for which, size in floor.items():
-            timed[f"{which}_share_of_floor"] = size / bandwidth * 1e3 / timed[which]
         row[name] = timed
     return row
 
@@ -237,11 +240,13 @@ def time_decode(shape: Shape, bandwidth: float, repeats: int) -> list[dict[str, 
         q, k, v = Shape(batch, shape.H, shape.HKV, shape.D).draw(1)
         state = decode_state(batch, shape.HKV, shape.D, shape.D, device="cuda")
         moved = 2 * (state.kv.numel() + state.z.numel()) * 4
-        step = median_ms([captured(lambda a=(q, k, v, state): decode_step_(*a, backend="triton"))], repeats)
+        found = times([captured(lambda a=(q, k, v, state): decode_step_(*a, backend="triton"))], repeats)
+        step = found["median_ms"]
         row: dict[str, Any] = {
             "B": batch,
             **{name: x for name, x in asdict(shape).items() if name != "B"},
             OURS + ", µs": step * 1e3,
+            "quartiles": _quartiles(found["iqr_ms"], 1e3),
             "share of copy bandwidth": moved / bandwidth * 1e3 / step,
         }
         for tokens in (2048, 32768):
@@ -249,7 +254,7 @@ def time_decode(shape: Shape, bandwidth: float, repeats: int) -> list[dict[str, 
                 _, keys, values = Shape(batch, shape.HKV, shape.HKV, shape.D).draw(tokens)
                 group = shape.H != shape.HKV
                 attend = captured(lambda a=(q, keys, values), g=group: scaled_dot_product_attention(*a, enable_gqa=g))
-                row[f"softmax over {tokens}, µs"] = median_ms([attend], repeats) * 1e3
+                row[f"softmax over {tokens}, µs"] = times([attend], repeats)["median_ms"] * 1e3
             except (RuntimeError, torch.cuda.OutOfMemoryError):
                 row[f"softmax over {tokens}, µs"] = None
         rows.append(row)
@@ -269,18 +274,23 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+def _quartiles(found: Sequence[float], factor: float = 1.0) -> str:
+    return " - ".join(f"{factor * x:.3g}" for x in found)
+
+
 def tables(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """Return a table per shape."""
     parts = []
-    for shape in dict.fromkeys(Shape(*(row[x] for x in ("B", "H", "HKV", "D"))) for row in rows):
+    for shape in dict.fromkeys(map(shape_of, rows)):
         cells = []
         for row in rows:
-            if Shape(*(row[x] for x in ("B", "H", "HKV", "D"))) != shape:
+            if shape_of(row) != shape:
                 continue
             mine = row[OURS]
             cell: dict[str, Any] = {"tokens": row["tokens"]}
             for which in ("forward", "backward"):
                 cell[f"{which}, ms"] = mine[which]
+                cell[f"{which} quartiles"] = _quartiles(mine[f"{which}_iqr"])
                 cell[f"{which} share of floor"] = mine[f"{which}_share_of_floor"]
                 for name in names[1:]:
                     cell[f"{name} / ours, {which}"] = row[name][which] / mine[which] if name in row else None
@@ -300,33 +310,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.exit("`--suite kernels` needs a CUDA or ROCm GPU, and torch sees none. Use `--suite cpu` here.")
-    facts = provenance("kernels", argv or [])
-    checked = check_kernels()
-    bandwidth = copy_bandwidth()
-    named = peers()
-    rows = []
+    facts = provenance("kernels", argv or []) | {"flash-linear-attention": version("flash-linear-attention")}
+    result: dict[str, Any] = {
+        "provenance": facts,
+        "checked": check_kernels(),
+        "copy_bytes_per_second": copy_bandwidth(),
+    }
+    before = earlier(arguments.output, facts)
+    for name in ("rows", "decode", "left_out"):
+        result[name] = before.get(name, [])
+    named, bandwidth = peers(), result["copy_bytes_per_second"]
+    known = {(shape_of(row), row["tokens"]) for row in result["rows"]}
     for shape in SHAPES:
         for tokens in (n for n in LENGTHS if n * shape.B <= arguments.longest):
-            rows.append(time_shape(shape, tokens, named, bandwidth, arguments.repeats))
-            print(f"{shape} {tokens}: {rows[-1].get(OURS)}", flush=True)
-    # Where ours itself cannot run there is nothing to compare.
-    missing = [f"{row['tokens']}: {row['left_out'][OURS]}" for row in rows if OURS not in row]
-    rows = [row for row in rows if OURS in row]
-    decode = [row for shape in SHAPES[:2] for row in time_decode(shape, bandwidth, arguments.repeats)]
-    result = {
-        "provenance": facts,
-        "copy_bytes_per_second": bandwidth,
-        "checked": checked,
-        "rows": rows,
-        "decode": decode,
-        "left_out": missing,
-    }
-    drawn = [row for row in rows if Shape(*(row[x] for x in ("B", "H", "HKV", "D"))) == SHAPES[0]]
-    lengths = [row["tokens"] for row in drawn]
-    curves = {
-        which: {name: [row.get(name, {}).get(which) for row in drawn] for name in named}
-        for which in ("forward", "backward")
-    }
+            if (shape, tokens) in known:
+                continue
+            row = time_shape(shape, tokens, named, bandwidth, arguments.repeats)
+            print(f"{shape} {tokens}: {row.get(OURS)}", flush=True)
+            # Where ours itself cannot run there is nothing to compare.
+            if OURS in row:
+                result["rows"].append(row | {"commit": facts["commit"]})
+            else:
+                result["left_out"].append(f"{shape} {tokens}: {row['left_out'][OURS]}")
+            save(arguments.output, result)
+    if not result["decode"]:
+        result["decode"] = [row for shape in SHAPES[:2] for row in time_decode(shape, bandwidth, arguments.repeats)]
+    save(arguments.output, result)
+    print(f"wrote {arguments.output}, .md and .png")
+
+
+def version(package: str) -> str | None:
+    """Return a package's version, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def shape_of(row: Mapping[str, Any]) -> Shape:
+    """Return the shape of a row."""
+    return Shape(*(row[name] for name in ("B", "H", "HKV", "D")))
+
+
+def save(output: Path, result: dict[str, Any]) -> None:
+    """Write result, page and picture; the break-even is that of the first shape."""
+    rows: list[dict[str, Any]] = sorted(result["rows"], key=lambda row: (SHAPES.index(shape_of(row)), row["tokens"]))
+    names = [OURS, *dict.fromkeys(name for row in rows for name in row if name.startswith(("fla ", "softmax, ")))]
+    drawn = [row for row in rows if shape_of(row) == SHAPES[0]]
     flash = "softmax, flash"
     both = [row for row in drawn if flash in row]
     result["break_even"] = {
@@ -336,18 +366,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         for which in ("forward", "backward")
         if both
     }
+    facts = result["provenance"]
+    commits = ", ".join(sorted({str(row["commit"])[:10] for row in rows}))
+    not_run = [
+        *result["left_out"],
+        *(f"{shape_of(row)} {row['tokens']}, {name}: {why}" for row in rows for name, why in row["left_out"].items()),
+    ]
     parts = [
         "# Kernel results\n",
         facts_line(facts),
-        f"Copy bandwidth {bandwidth / 1e12:.2f} TB/s. Causal, bf16, elu. Break-even with flash attention, {SHAPES[0]}: "
-        f"{result['break_even']}.\n",
-        *tables(rows, list(named)),
+        f"Rows measured at commit {commits}; flash-linear-attention {facts['flash-linear-attention']}. Copy bandwidth "
+        f"{result['copy_bytes_per_second'] / 1e12:.2f} TB/s. Causal, bf16, elu. Break-even with flash attention, "
+        f"{SHAPES[0]}: {result['break_even']}.\n",
+        *tables(rows, names),
         "## Decode\n",
-        markdown(decode),
-        "![Time by length](kernels.png)\n",
+        markdown(result["decode"]),
+        f"![Time by length]({output.with_suffix('.png').name})\n",
+        "## Not run\n",
+        "".join(f"* {line}\n" for line in not_run) or "Nothing was left out.\n",
         "## Checked before timing\n",
-        markdown(checked),
+        markdown(result["checked"]),
     ]
-    write(arguments.output, result, "\n".join(parts))
-    picture(arguments.output.with_suffix(".png"), lengths, curves, OURS, flash)
-    print(f"wrote {arguments.output}, .md and .png")
+    write(output, result, "\n".join(parts))
+    if drawn:
+        lengths = [row["tokens"] for row in drawn]
+        curves = {
+            which: {name: [row.get(name, {}).get(which) for row in drawn] for name in names}
+            for which in ("forward", "backward")
+        }
+        picture(output.with_suffix(".png"), lengths, curves, OURS, flash)

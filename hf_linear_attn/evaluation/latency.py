@@ -99,7 +99,7 @@ def timed(device: torch.device, run: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - begin)
 
 
-def _peak_mib(device: torch.device, run: Callable[[], Any]) -> tuple[float, str]:
+def peak_memory_mib(device: torch.device, run: Callable[[], Any]) -> tuple[float, str]:
     """Return how far memory rises above what is held before the call, and how that was measured."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -186,7 +186,7 @@ def measure(subject: Subject, length: int, settings: EvaluationSettings) -> dict
             decodes.append(timed(device, lambda c=cache: decode(c)) / decoded)  # type: ignore[misc]
         filled.clear()
         del cache
-        peak_mib, method = _peak_mib(device, lambda: filled.append(decode(fill())))
+        peak_mib, method = peak_memory_mib(device, lambda: filled.append(decode(fill())))
     read, step = _quartiles(reads[settings.warmups :]), _quartiles(decodes[settings.warmups :])
     return {
         "prompt_tokens": length - decoded,

@@ -1,3 +1,4 @@
+import argparse
 import importlib.util
 import json
 import math
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 def load(name: str) -> ModuleType:
     """Import a file of the benchmarks folder, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{Path(name).name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -66,6 +67,90 @@ def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
     assert facts["threads"] == 1
     assert f"| 128 | {row['linear attention']['median_ms']:.3g} |" in (tmp_path / "cpu.md").read_text()
     assert (tmp_path / "cpu.png").stat().st_size > 1000
+
+
+def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(FOLDER)
+    kernels = load("suites/kernels")
+    facts = load("harness").provenance("kernels", []) | {"flash-linear-attention": None}
+
+    def timed(forward: float) -> dict[str, object]:
+        medians = {"forward": forward, "backward": 2 * forward}
+        quartiles = {f"{which}_iqr": [0.9 * time, 1.1 * time] for which, time in medians.items()}
+        shares = {f"{which}_share_of_floor": 0.5 for which in ("forward", "backward")}
+        return medians | quartiles | shares | {"saved_mib": 1.0, "peak_mib": 2.0}
+
+    shape = {"B": 1, "H": 32, "HKV": 8, "D": 128}
+    rows = [
+        {**shape, "tokens": tokens, "left_out": {}, kernels.OURS: timed(tokens / 512), "commit": "0123456789ab"}
+        | {"softmax, flash": timed((tokens / 512) ** 2 / 4)}
+        for tokens in (4096, 512)
+    ]
+    rows[0]["left_out"] = {"softmax, cuDNN": "no kernel"}
+    result = {"provenance": facts, "checked": [], "copy_bytes_per_second": 4e12, "rows": rows, "decode": []}
+    kernels.save(tmp_path / "h.json", result | {"left_out": []})
+    page = (tmp_path / "h.md").read_text()
+    # Quadratic time crosses linear time where a quarter of the square of n is n.
+    assert json.loads((tmp_path / "h.json").read_text())["break_even"]["forward"] == pytest.approx(2048)
+    assert "| 512 | 1 | 0.9 - 1.1 | 0.5 | 0.25 | 2 | 1.8 - 2.2 | 0.5 | 0.25 | 1 | 2 |" in page
+    assert "* B=1 H=32 HKV=8 D=128 4096, softmax, cuDNN: no kernel" in page
+    assert "![Time by length](h.png)" in page
+    assert (tmp_path / "h.png").stat().st_size > 1000
+    again = load("harness").earlier(tmp_path / "h.json", facts)
+    assert again["rows"] == rows
+    assert load("harness").earlier(tmp_path / "h.json", facts | {"torch": "9"}) == {}
+
+
+def test_models_suite_goes_on_from_what_it_measured(tmp_path: Path) -> None:
+    output = tmp_path / "models.json"
+    small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
+    small += [
+        "--lengths",
+        "32",
+        "64",
+        "--decode-lengths",
+        "32",
+        "64",
+        "--training-lengths",
+        "32",
+        "--batch-length",
+        "32",
+    ]
+    small += ["--most-batch", "4", "--decode-tokens", "2", "--decode-warm-up", "1", "--repeats", "2", "--chunk", "48"]
+    found = run(*small, "--variants", "softmax", "elu", "--longest-softmax", "32")
+    assert found.returncode == 0, found.stderr
+    first = json.loads(output.read_text())["cells"]
+    assert {key for key in first if "softmax" in key} == {
+        f"tiny/softmax/{part}/32" for part in ("prefill", "decode", "batch", "training")
+    }
+    # Two layers with 2 key-value heads of 8: keys and values of 32 tokens, or a state and a key sum in fp32.
+    assert first["tiny/softmax/prefill/32"]["cache_bytes"] == 2 * 2 * 2 * 32 * 8 * 4
+    states = [first[f"tiny/elu/prefill/{tokens}"]["cache_bytes"] for tokens in (32, 64)]
+    assert states[0] == states[1] < 2 * 2 * (8 + 2) * 8 * 4
+    found = run(*small, "--variants", "elu", "hedgehog, window 64")
+    assert found.returncode == 0, found.stderr
+    second = json.loads(output.read_text())["cells"]
+    assert first.items() <= second.items()
+    assert len(second) == len(first) + 6
+    row = first["tiny/softmax/prefill/32"]["median_ms"] / first["tiny/elu/prefill/32"]["median_ms"]
+    assert f"| {row:.3g} |" in output.with_suffix(".md").read_text()
+
+
+def test_models_suite_finds_the_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    models = load("suites/models")
+
+    def forward(model: object, ids: torch.Tensor, cache: object, **_: object) -> None:
+        if len(ids) > 23:
+            raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(models, "forward", forward)
+    model = models.build("tiny", torch.device("cpu"), torch.float32)
+    bench = models.Bench(model, argparse.Namespace(most_batch=4096))
+    assert bench.batch(16) == {"sequences": 22, "limited_by_memory": True}
+    bench.arguments.most_batch = 16
+    assert bench.batch(16) == {"sequences": 16, "limited_by_memory": False}
 
 
 def test_break_even() -> None:
