@@ -1,4 +1,4 @@
-r"""Train the small softmax Llama that the examples distil from, on this machine's CPU and without a download.
+r"""Train the small softmax Llama that the examples distil from, on one CPU and without a download, or a larger one.
 
 The teacher reads Python (the interpreter's own standard library) and answers recall questions, because only text with
 long dependencies tells linear attention methods apart. It is trained in three stages. `repeat` shows random segments
@@ -9,6 +9,12 @@ tasks and some repetition, down to a low learning rate. Recall mixed into text f
     python examples/train_teacher.py --export-only    # measure the last checkpoint and write it
     python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 --lengths 256 \
         --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
+
+A teacher of 99M parameters, on a GPU and with the source text of the installed packages as well:
+
+    python examples/train_teacher.py --device cuda --width 768 --layers 12 --heads 12 --kv-heads 6 --vocab-size 8192 \
+        --tokens-scale 8 --workers 8 --text "$(python -c 'import site; print(site.getsitepackages()[0])')" \
+        --run-dir runs/teacher-100m --output-dir runs/teacher-100m/teacher
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ import torch.nn.functional as F
 from ngram_baseline import NgramModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -43,7 +50,6 @@ from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
 
 logger = logging.getLogger("train_teacher")
 
-VOCAB_SIZE = 1024
 TRAINED_LENGTH, LONGEST_LENGTH = 512, 2048
 LOG_LINES = 100
 LENGTHS, DEPTHS, PAIRS = (256, 512, 1024, 2048), (0, 25, 50, 75, 100), (2, 4, 8, 16)
@@ -84,6 +90,9 @@ TRAINED_TASKS = {"passkey": 6, "kv_recall": 5, "niah_single": 3, "niah_multikey"
 QUESTION_TOKENS = 14
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
 ANSWER_WEIGHT = 0.5
+TEXT_SUFFIXES = (".py", ".md", ".rst", ".txt")
+MOST_BYTES = 2**19
+"""Of a file of further text: what is longer is a table or a bundle."""
 
 
 def task_text(rng: random.Random) -> str:
@@ -110,11 +119,11 @@ def _byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def train_tokenizer(documents: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: Sequence[str], seed: int, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train the byte-level BPE tokenizer on the training documents and on task sentences."""
     tokenizer = _byte_tokenizer()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=["<pad>", "<bos>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -133,7 +142,15 @@ def train_tokenizer(documents: Sequence[str], seed: int) -> PreTrainedTokenizerF
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    *,
+    width: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+) -> LlamaForCausalLM:
     """Make the untrained teacher, with previous-token heads in its first layer.
 
     A previous-token head is the first half of an induction head, and the half that takes long to form: with it given,
@@ -143,12 +160,12 @@ def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalL
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
+            hidden_size=width,
+            intermediate_size=11 * width // 4,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=width // heads,
             max_position_embeddings=8192,
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
@@ -184,10 +201,13 @@ class Batch:
 class Data:
     """The batches of every step: batch `n` depends on the seed and on `n` alone, so a resumed run sees the same."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], seed: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], seed: int, tokens_scale: int = 1
+    ) -> None:
         """Tokenise the documents into one stream, each ended by EOS."""
         self.tokenizer = tokenizer
         self.seed = seed
+        self.tokens_scale = tokens_scale
         stream: list[int] = []
         for encoding in tokenizer.backend_tokenizer.encode_batch(list(documents), add_special_tokens=False):
             stream += [tokenizer.bos_token_id, *encoding.ids, tokenizer.eos_token_id]
@@ -204,7 +224,7 @@ class Data:
         else:
             # Constant at first, for copying must form before contexts grow, then doubling up to the trained length.
             length = min(TRAINED_LENGTH, int(stage.first_length * 2 ** max(0.0, 8 * progress - 3) / 32) * 32)
-        rows = max(1, stage.tokens_per_step // length)
+        rows = max(1, self.tokens_scale * stage.tokens_per_step // length)
         if stage.name == "repeat":
             kinds = ["repeat"] * rows
         elif stage.name == "recall":
@@ -382,7 +402,7 @@ def answer_accuracy(
     for index in range(samples):
         sample = task.build(tokenizer, length, depth, sample_rng(seed, name, length, depth, index))
         answer = tokenizer(" " + ", ".join(sample.references), add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([[*sample.input_ids, *answer]])
+        ids = torch.tensor([[*sample.input_ids, *answer]], device=model.device)
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -len(answer) :]
         right += bool((model.lm_head(hidden).argmax(-1) == ids[:, -len(answer) :]).all())
     return right / samples
@@ -402,7 +422,8 @@ def heldout_bits_per_byte(
             [
                 tokenizer.bos_token_id,
                 *tokenizer.backend_tokenizer.encode(document, add_special_tokens=False).ids,
-            ]
+            ],
+            device=model.device,
         )
         scored = 1
         for start in range(0, max(1, len(ids) - stride), stride):
@@ -414,32 +435,51 @@ def heldout_bits_per_byte(
     return nll_nats / math.log(2) / sum(len(document.encode()) for document in documents)
 
 
-def load_documents(split: Literal["train", "heldout"], most: int | None) -> list[str]:
-    """Return the documents of a split, or the first `most` of them."""
-    return load_stdlib_documents(split)[:most]
+def load_documents(split: Literal["train", "heldout"], args: argparse.Namespace) -> list[str]:
+    """Return the documents of a split, or the first of them; further text is for training only."""
+    documents = load_stdlib_documents(split)
+    if split == "train":
+        documents += further_documents(args.text)
+    return documents[: args.max_documents]
+
+
+def further_documents(folders: Sequence[Path]) -> list[str]:
+    """Return the source text and documentation below some folders, each text once."""
+    found: dict[str, None] = {}
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES):
+            if path.is_file() and 0 < path.stat().st_size <= MOST_BYTES:
+                found[path.read_text(errors="replace")] = None
+    return list(found)
+
+
+def size_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return the model's size."""
+    return {"width": args.width, "layers": args.layers, "heads": args.heads, "kv_heads": args.kv_heads}
 
 
 def train(args: argparse.Namespace) -> None:
     """Train, or go on training, in the run's folder."""
     run_dir: Path = args.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    documents = load_documents("train", args.max_documents)
+    documents = load_documents("train", args)
     if not (run_dir / "tokenizer").exists():
-        train_tokenizer(documents, args.seed).save_pretrained(run_dir / "tokenizer.tmp")
+        train_tokenizer(documents, args.seed, args.vocab_size).save_pretrained(run_dir / "tokenizer.tmp")
         (run_dir / "tokenizer.tmp").rename(run_dir / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run_dir / "tokenizer")
-    model = make_model(tokenizer, args.seed)
+    device = torch.device(args.device)
+    model = make_model(tokenizer, args.seed, **size_of(args)).to(device)
     optimizers = make_optimizers(model)
     step, tokens, elapsed_s = 0, 0, 0.0
     checkpoint = run_dir / "checkpoint.pt"
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, tokens, elapsed_s = state["step"], state["tokens"], state["elapsed_s"]
         logger.info("resuming at step %d", step)
-    data = Data(tokenizer, documents, args.seed)
+    data = Data(tokenizer, documents, args.seed, args.tokens_scale)
     model.train()
     started = time.monotonic() - elapsed_s
     saved_at = time.monotonic()
@@ -452,14 +492,19 @@ def train(args: argparse.Namespace) -> None:
         lines = log_path.read_text().splitlines(keepends=True)
         log_path.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
+    def batch_of(step: int) -> Batch:
+        return data.batch(step, args.steps_scale)
+
+    batches = DataLoader(range(step, last), batch_size=None, collate_fn=batch_of, num_workers=args.workers)
     with log_path.open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
-        while step < last:
+        for drawn in batches:
             stage, _ = locate(step, args.steps_scale)
             share = lr_share(step, args.steps_scale)
             for optimizer, lr in zip(optimizers, (stage.matrix_lr, stage.other_lr), strict=True):
                 optimizer.param_groups[0]["lr"] = lr * share
-            batch = data.batch(step, args.steps_scale)
-            loss = weighted_loss(model, batch)
+            batch = Batch(drawn.input_ids.to(device), drawn.weights.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+                loss = weighted_loss(model, batch)
             if not torch.isfinite(loss):
                 raise SystemExit(f"The loss is {loss.item()} at step {step}. Last good checkpoint: {checkpoint}.")
             loss.backward()
@@ -505,8 +550,9 @@ def train(args: argparse.Namespace) -> None:
 
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> dict[str, Any]:
     """Measure what the card reports, on held-out files and on samples that training never drew."""
-    train_documents = load_documents("train", args.max_documents)
-    heldout = load_documents("heldout", args.max_documents)
+    train_documents = load_documents("train", args)
+    stdlib = load_stdlib_documents("train")
+    heldout = load_documents("heldout", args)
     seed = args.seed + 1
     per_depth = math.ceil(args.samples / len(DEPTHS))
     passkey: dict[str, dict[str, float]] = {}
@@ -526,7 +572,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
         }
     return {
         "bits_per_byte": heldout_bits_per_byte(model, tokenizer, heldout),
-        "bits_per_byte_5gram": NgramModel(train_documents, order=5).bits_per_byte(heldout),
+        "bits_per_byte_5gram": NgramModel(train_documents[: len(stdlib)], order=5).bits_per_byte(heldout),
         "heldout_bytes": sum(len(document.encode()) for document in heldout),
         "train_bytes": sum(len(document.encode()) for document in train_documents),
         "passkey_samples_per_cell": args.samples,
@@ -566,9 +612,10 @@ nothing else. Written by `examples/train_teacher.py`, figures included.
 
 ## Training
 
-Stages: {stages}; {record["tokens"]:,} tokens in {record["elapsed_s"] / 60:.0f} minutes with {record["threads"]} CPU
-thread(s). Contexts are {TRAINED_LENGTH} tokens, in one batch of the last stage out of seven up to {LONGEST_LENGTH}.
-Text: the standard library of Python {record["python"]} without tests and tables, {record["train_bytes"]:,} bytes.
+Stages: {stages}; {record["tokens"]:,} tokens in {record["elapsed_s"] / 60:.0f} minutes with {record["device"]}.
+Contexts are {TRAINED_LENGTH} tokens, in one batch of the last stage out of seven up to {LONGEST_LENGTH}.
+Text: the standard library of Python {record["python"]} without tests and tables{record["further"]},
+{record["train_bytes"]:,} bytes.
 Recall: generated samples of {", ".join(TRAINED_TASKS)}, key-value pairs of random tokens, and repeated random
 segments.
 {f"{chr(10)}{record['remark']}{chr(10)}" if record["remark"] else ""}
@@ -579,7 +626,7 @@ segments.
 | model | bits per byte |
 | --- | --- |
 | this one, windows of {TRAINED_LENGTH} tokens | {record["bits_per_byte"]:.3f} |
-| byte 5-gram, interpolated Kneser-Ney, same training files | {record["bits_per_byte_5gram"]:.3f} |
+| byte 5-gram, interpolated Kneser-Ney, the standard library's training files | {record["bits_per_byte_5gram"]:.3f} |
 
 ## Retrieval
 
@@ -606,10 +653,10 @@ trained.
 def export(args: argparse.Namespace) -> None:
     """Measure the last checkpoint and write it, its log and its card to the output folder."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.run_dir / "tokenizer")
-    state = torch.load(args.run_dir / "checkpoint.pt", weights_only=True)
-    model = make_model(tokenizer, args.seed)
+    state = torch.load(args.run_dir / "checkpoint.pt", weights_only=True, map_location="cpu")
+    model = make_model(tokenizer, args.seed, **size_of(args))
     model.load_state_dict(state["model"])
-    model.eval()
+    model.to(args.device).eval()
     log = [json.loads(line) for line in (args.run_dir / "log.jsonl").read_text().splitlines()]
     stage_steps = Counter(locate(step, args.steps_scale)[0].name for step in range(state["step"]))
     record = {
@@ -617,8 +664,9 @@ def export(args: argparse.Namespace) -> None:
         "stage_steps": dict(stage_steps),
         "tokens": state["tokens"],
         "elapsed_s": round(state["elapsed_s"], 1),
-        "threads": args.threads,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else f"{args.threads} CPU thread(s)",
         "python": platform.python_version(),
+        "further": ", and installed packages" if args.text else "",
         "remark": args.remark,
         "parameters": sum(p.numel() for p in model.parameters()),
         **measure(model, tokenizer, args),
@@ -649,6 +697,15 @@ def main() -> None:
     add("--samples", type=int, default=50, help="samples of every measured cell; default %(default)s")
     add("--lengths", type=int, nargs="+", default=LENGTHS, help="measured context lengths; default %(default)s")
     add("--seed", type=int, default=0, help="of weights, batches and samples; default %(default)s")
+    add("--width", type=int, default=128, help="hidden size; default %(default)s")
+    add("--layers", type=int, default=4, help="default %(default)s")
+    add("--heads", type=int, default=4, help="query heads; default %(default)s")
+    add("--kv-heads", type=int, default=2, help="key/value heads; default %(default)s")
+    add("--vocab-size", type=int, default=1024, help="default %(default)s")
+    add("--tokens-scale", type=int, default=1, help="multiply the tokens of every step; default %(default)s")
+    add("--text", type=Path, nargs="+", default=[], help="folders with further source text to train on")
+    add("--device", default="cpu", help="cpu or cuda, where forwards run in bf16; default %(default)s")
+    add("--workers", type=int, default=0, help="processes that prepare batches; default %(default)s")
     add("--threads", type=int, default=1, help="CPU threads; default %(default)s")
     add("--log-every", type=int, default=100, help="steps between log lines; default %(default)s")
     add("--remark", help="a paragraph for the card: what was different about this run, such as a change on the way")

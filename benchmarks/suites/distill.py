@@ -9,22 +9,18 @@ its checkpoint. ``--report`` writes the page docs/results/distillation.md from a
 
 import argparse
 import copy
-import datetime
 import functools
 import hashlib
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from harness import provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model
@@ -76,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--window", type=int, default=64, help="window of the recipes that have one (%(default)s)")
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
     found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
+    found.add_argument(
+        "--recall-factors",
+        type=int,
+        nargs="+",
+        default=[],
+        help="multiples of a sequence at which recall is measured",
+    )
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
     found.add_argument("--finished-only", action="store_true", help="train nothing, write what is finished")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
@@ -103,21 +106,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions: dict[str, Any] = {"seed": 1000, "samples": arguments.samples}
         found = measure(model, heldout, tokenizer, rows=arguments.heldout_rows, length=length, **questions)
         found["mix"] = mixed_loss(model, heldout, arguments.heldout_rows, length, window)
-        found["longer"] = heldout_loss(model, heldout, max(1, arguments.heldout_rows // LONGER), LONGER * length) | {
-            "recall": {
-                "4": recall_accuracy(
-                    model, tokenizer, pairs=4, length=LONGER * length, max_depth=MAX_DEPTH, **questions
-                )
-            }
-        }
+        found["longer"] = heldout_loss(model, heldout, max(1, arguments.heldout_rows // LONGER), LONGER * length)
+        found["longer"]["recall"] = {"4": recall_at(model, LONGER, questions)}
+        found["recall_at"] = {str(factor): recall_at(model, factor, questions) for factor in arguments.recall_factors}
         return found
+
+    def recall_at(model: PreTrainedModel, factor: int, questions: dict[str, Any]) -> float | None:
+        length = factor * arguments.block_tokens
+        return recall_accuracy(model, tokenizer, pairs=4, length=length, max_depth=MAX_DEPTH, **questions)
 
     window = equal_cache_window(patched(teacher, recommended))
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items())))
+    # Where Accelerate trains.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    teacher.to(device)
+    measured_on = [arguments.heldout_rows, arguments.samples, arguments.recall_factors]
     recipe = hashlib.sha256(
-        json.dumps(
-            [digest.hexdigest(), recommended.to_dict(), arguments.heldout_rows, arguments.samples], sort_keys=True
-        ).encode()
+        json.dumps([digest.hexdigest(), recommended.to_dict(), *measured_on], sort_keys=True).encode()
     ).hexdigest()[:12]
     folder = arguments.work_dir / recipe
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,10 +158,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
 
     def measured(name: str, seed: int) -> dict[str, Any]:
-        return figures(from_pretrained(settings_with_folder(name, seed).output_dir or "").eval())
+        student = from_pretrained(settings_with_folder(name, seed).output_dir or "")
+        return figures(student.to(device).eval())
 
     results: dict[str, Any] = {
-        "provenance": provenance(arguments, digest.hexdigest(), recommended, window),
+        "provenance": provenance("distill", argv or [])
+        | {
+            "teacher": str(arguments.teacher),
+            "teacher_sha256": digest.hexdigest(),
+            "seeds": arguments.seeds,
+            "samples": arguments.samples,
+            "equal_cache_window": window,
+            "recommended": recommended.to_dict(),
+        },
         "teacher": once("teacher", lambda: figures(teacher)),
         "patched": {},
         "recipes": {},
@@ -204,7 +218,7 @@ def mixed_loss(model: PreTrainedModel, data: Data, rows: int, length: int, first
     for kind, found in kinds.items():
         nats[kind] = tokens[kind] = 0.0
         for row in found:
-            batch = data.collate([row], length)
+            batch = data.collate([row], length).to(model.device)
             targets, _, logits = predictions(model, batch)
             beyond = (batch.weights[0, 1:] > 0).nonzero()[:, 0] + 1 >= first
             loss = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
@@ -259,30 +273,6 @@ def patched(teacher: PreTrainedModel, settings: DistillationSettings) -> PreTrai
     ).eval()
 
 
-def provenance(
-    arguments: argparse.Namespace, teacher_sha256: str, recommended: DistillationSettings, window: int
-) -> dict[str, Any]:
-    """Return what is needed to repeat the suite."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit or None,
-        "command": " ".join(["python", "benchmarks/run.py", "--suite", "distill", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "teacher": str(arguments.teacher),
-        "teacher_sha256": teacher_sha256,
-        "seeds": arguments.seeds,
-        "samples": arguments.samples,
-        "equal_cache_window": window,
-        "recommended": recommended.to_dict(),
-    }
-
-
 def gap_closed(value: float | None, teacher: float | None, baseline: float | None) -> float | None:
     """Return the share of the way from baseline to teacher, None where they do not differ or were not measured."""
     if value is None or teacher is None or baseline is None or teacher == baseline:
@@ -314,7 +304,8 @@ def report(results: Mapping[str, Any]) -> str:
         f"in as many tokens, asked for from well beyond any window, {facts['samples']} samples; - where the task does "
         f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at "
         f"commit `{str(facts['commit'])[:12]}`, torch "
-        f"{facts['torch']}, {facts['threads']} thread(s), load average {facts['load_average'][0]:.1f}.",
+        f"{facts['torch']}, {facts.get('gpu') or facts['processor']}, {facts['threads']} thread(s), load average "
+        f"{facts['load_average']}.",
         "",
         f"Made by `{facts['command']}`.",
         "",
@@ -342,10 +333,26 @@ def report(results: Mapping[str, Any]) -> str:
             _mean([f["mix"]["answer_nats"] for f in found]),
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += _recall_by_length(teacher, recipes)
     missing = [name for name in NAMES if name not in recipes]
     lines += ["", f"Rows without ± are one seed. Not run: {', '.join(missing) or 'nothing'}."]
     lines += ["", *_claims(results), "", "![Loss against training tokens](distillation.svg)", ""]
     return "\n".join(lines)
+
+
+def _recall_by_length(teacher: Mapping[str, Any], recipes: Mapping[str, Any]) -> list[str]:
+    """Return a table of recall at other lengths and of the rate of training, if recall was measured there."""
+    factors = list(teacher.get("recall_at", {}))
+    if not factors:
+        return []
+    lines = ["", "| recall of 4 pairs | " + " | ".join(f"{factor}x" for factor in factors) + " | tokens/s |"]
+    lines.append("| --- " * (len(factors) + 2) + "|")
+    lines.append("| teacher | " + " | ".join(_mean([teacher["recall_at"][factor]], 2) for factor in factors) + " | |")
+    for name, runs in recipes.items():
+        cells = [_mean([run["figures"]["recall_at"][factor] for run in runs.values()], 2) for factor in factors]
+        cells.append(_mean([run["tokens"] / run["elapsed_s"] for run in runs.values()], 0))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _figure(run: Mapping[str, Any], keys: Sequence[str]) -> float:

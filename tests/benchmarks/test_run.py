@@ -69,6 +69,27 @@ def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.png").stat().st_size > 1000
 
 
+def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output, page = tmp_path / "study.json", tmp_path / "study.md"
+    arguments = ["--suite", "distill", "--output", str(output), "--report", str(page), "--work-dir", str(tmp_path)]
+    arguments += ["--recipes", "window alone", "recommended", "--seeds", "0", "--transfer-steps", "1"]
+    arguments += ["--distill-steps", "1", "--block-tokens", "128", "--heldout-rows", "4", "--samples", "2"]
+    found = run(*arguments, "--recall-factors", "1", "2")
+    assert found.returncode == 0, found.stderr
+    result = json.loads(output.read_text())
+    assert result["recipes"]["recommended"]["0"]["tokens"] == 2 * 4 * 128
+    assert list(result["recipes"]["window alone"]["0"]["figures"]["recall_at"]) == ["1", "2"]
+    text = page.read_text()
+    assert f"| {result['recipes']['recommended']['0']['figures']['loss_nats']:.3f} |" in text
+    assert "| recall of 4 pairs | 1x | 2x | tokens/s |" in text
+    assert page.with_suffix(".svg").stat().st_size > 1000
+    # What is finished is not repeated.
+    before = result["recipes"]
+    assert run(*arguments, "--recall-factors", "1", "2", "--finished-only").returncode == 0
+    assert json.loads(output.read_text())["recipes"] == before
+
+
 def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(FOLDER)

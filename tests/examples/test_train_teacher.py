@@ -73,6 +73,31 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(killed_and_resum
         torch.testing.assert_close(resumed[name], weight, rtol=1e-4, atol=1e-5)
 
 
+def test_larger_teachers_read_further_text_and_take_batches_from_other_processes(tmp_path, monkeypatch):
+    (tmp_path / "text" / "package").mkdir(parents=True)
+    (tmp_path / "text" / "package" / "a.py").write_text("alpha = 1\n" * 50)
+    (tmp_path / "text" / "b.md").write_text("# beta\n" * 50)
+    (tmp_path / "text" / "b.copy.md").write_text("# beta\n" * 50)
+    (tmp_path / "text" / "c.json").write_text("{}")
+    assert train_teacher.further_documents([tmp_path / "text"]) == ["# beta\n" * 50, "alpha = 1\n" * 50]
+    monkeypatch.setattr(train_teacher, "load_stdlib_documents", lambda split: ["x = 1\n" * 400])
+    monkeypatch.setattr(train_teacher, "export", lambda args: None)
+    size = ["--width", "64", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--vocab-size", "300"]
+    weights = []
+    for workers in ("0", "2"):
+        folder = tmp_path / workers
+        arguments = ["--run-dir", str(folder), "--output-dir", str(folder / "teacher"), *SMALL, *size]
+        arguments += ["--text", str(tmp_path / "text"), "--tokens-scale", "2", "--workers", workers]
+        monkeypatch.setattr(sys, "argv", ["train_teacher.py", *arguments])
+        train_teacher.main()
+        weights.append(torch.load(folder / "checkpoint.pt", weights_only=True)["model"])
+        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert log[0]["tokens"] == 2 * train_teacher.STAGES[0].tokens_per_step
+    assert weights[0]["model.embed_tokens.weight"].shape == (300, 64)
+    assert weights[0]["model.layers.0.self_attn.k_proj.weight"].shape == (32, 64)
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
 def test_the_card_and_the_log_hold_the_measured_figures(killed_and_resumed):
     folder, _ = killed_and_resumed
     lines = [json.loads(line) for line in (folder / "teacher" / "training_log.jsonl").read_text().splitlines()]
