@@ -10,11 +10,11 @@ tasks and some repetition, down to a low learning rate. Recall mixed into text f
     python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 --lengths 256 \
         --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
 
-A teacher of 99M parameters, on a GPU and with the source text of the installed packages as well:
+A teacher of 86M parameters, on a GPU and with the source text of the installed packages as well:
 
     python examples/train_teacher.py --device cuda --width 768 --layers 12 --heads 12 --kv-heads 6 --vocab-size 8192 \
         --tokens-scale 8 --workers 8 --text "$(python -c 'import site; print(site.getsitepackages()[0])')" \
-        --run-dir runs/teacher-100m --output-dir runs/teacher-100m/teacher
+        --run-dir runs/teacher-86m --output-dir runs/teacher-86m/teacher
 """
 
 from __future__ import annotations

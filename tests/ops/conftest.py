@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.ops.triton import plan
+from tests.ops.oracle import DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -17,20 +18,35 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Make tensors where the kernels run."""
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+def target(processors: int) -> plan.Target:
+    """Return a device like the one at hand with so many processors."""
+    found = plan.target_of(DEVICE)
+    assert found is not None, f"no kernels for {DEVICE}"
+    return found._replace(processors=processors)
+
+
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let sequences be cut into segments of 16 tokens, as if the device had room for many programs."""
+    """Let sequences be cut into segments of 16 tokens or a tile, as if the device had room for many programs."""
     monkeypatch.setattr(plan, "SHORTEST_SEGMENT", dict.fromkeys(plan.SHORTEST_SEGMENT, 16))
-    target = plan.Target("interpreter", 64)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: target)
+    many = target(64)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: many)
 
 
 @pytest.fixture
 def few_processors(short_segments: None, monkeypatch: pytest.MonkeyPatch) -> plan.Target:
     """Leave so few processors that dq, with a program per tile of D, fills them with fewer segments."""
-    target = plan.Target("interpreter", 16)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: target)
-    return target
+    few = target(16)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: few)
+    return few
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+"""Where the kernels are tested: on a GPU if there is one, otherwise in Triton's interpreter."""
+
 MAPS = ("elu", "relu", "squared_relu", "exp", "sigmoid", "identity")
 
 
@@ -34,7 +37,7 @@ class Case:
 
     def inputs(self) -> dict[str, Tensor]:
         """Draw q, k, v and whatever else the case has, leaves that require gradients in the case's dtype."""
-        g = torch.Generator().manual_seed(self.seed)
+        g = torch.Generator(DEVICE).manual_seed(self.seed)
         S = self.T if self.S is None else self.S
         B = 1 if self.lengths is not None else self.B
 

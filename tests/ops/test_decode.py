@@ -3,12 +3,13 @@ import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.decode import decode_state, decode_step_
+from tests.ops.oracle import DEVICE
 
 BACKENDS = ("torch", "triton")
 
 
 def draw(H: int, HKV: int, T: int, D: int, V: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(T)
+    g = torch.Generator(DEVICE).manual_seed(T)
     return tuple(
         torch.randn(2, T, heads, dim, generator=g).to(dtype).transpose(1, 2)
         for heads, dim in ((H, D), (HKV, D), (HKV, V))
@@ -32,7 +33,7 @@ def test_decode_is_causal_attention(
     q, k, v = draw(H, HKV, 11, D, V, dtype)
     if phi == "identity":
         q, k = q.abs(), k.abs()
-    mask = torch.rand(2, 11, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask = torch.rand(2, 11, generator=torch.Generator(DEVICE).manual_seed(0)) > 0.3
     mask[1, 6:] = False
     expected, final = linear_attention(
         q.double(), k.double(), v.double(), feature_map=phi, key_mask=mask, backend="reference"
@@ -72,7 +73,7 @@ def test_masked_rows_keep_their_state(backend: str) -> None:
 
 def test_decode_state_is_empty_and_fits() -> None:
     q, k, v = draw(4, 2, 1, 8, 6, torch.float32)
-    state = decode_state(2, 2, 8, 6, device="cpu")
+    state = decode_state(2, 2, 8, 6, device=DEVICE)
     assert state.kv.shape == (2, 2, 8, 6)
     assert state.z.shape == (2, 2, 1, 8)
     o = decode_step_(q, k, v, state)

@@ -6,12 +6,13 @@ import torch.nn.functional as F
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.decode import decode_state, decode_step_
+from tests.ops.oracle import DEVICE
 
 
 def test_100k_decoded_bf16_tokens_keep_the_normaliser() -> None:
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator(DEVICE).manual_seed(0)
     tokens, piece = 100_000, 2_000
-    state = decode_state(1, 1, 8, 8, device="cpu")
+    state = decode_state(1, 1, 8, 8, device=DEVICE)
     z = torch.zeros(8, dtype=torch.float64)
     for _ in range(tokens // piece):
         k = torch.randn(1, 1, piece, 8, generator=g).bfloat16()
@@ -25,7 +26,7 @@ def test_100k_decoded_bf16_tokens_keep_the_normaliser() -> None:
 def test_fp16_at_64k_tokens(backend: str) -> None:
     # Sums over 64k tokens are beyond fp16's 65504, those of values with a mean too, and their reciprocals near its
     # least. That column has no gradient: dq would be a difference of nearly equal terms, and measure cancellation.
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator(DEVICE).manual_seed(0)
     T, D, V, last = 65_536, 128, 16, 64
     q, k = (torch.randn(1, 1, T, D, generator=g).half() for _ in range(2))
     v, do = (torch.randn(1, 1, T, V, generator=g).half() for _ in range(2))
@@ -62,7 +63,7 @@ def test_fp16_at_64k_tokens(backend: str) -> None:
 
 
 def test_a_million_tokens_in_pieces() -> None:
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator(DEVICE).manual_seed(0)
     T, piece = 1_000_000, 62_500
     q, k, v = (torch.randn(1, 1, T, 8, generator=g) for _ in range(3))
     v += 1

@@ -8,12 +8,20 @@ import torch
 
 from hf_linear_attn.ops.triton.backward import query_segments
 from hf_linear_attn.ops.triton.plan import Problem, Target
-from tests.ops.oracle import MAPS, Case, check
+from tests.ops.oracle import DEVICE, MAPS, Case, check
 
 # fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in the half precisions
 # (2^-9 and 2^-12 relative), and up to four such roundings meet in a gradient.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = tuple(TOLERANCE)
+
+if DEVICE.type == "cpu":
+    LENGTHS, DIMS, VALUE_DIMS = [1, 2, 5, 15, 16, 17, 31, 33, 40], [3, 4, 16, 20, 24], [1, 8, 16, 17, 32]
+    TILE = 16
+else:
+    # Tiles of a GPU are larger than what an interpreter gets through in time.
+    LENGTHS, DIMS, VALUE_DIMS = [1, 5, 16, 33, 64, 65, 127, 200, 333], [4, 20, 64, 80, 128], [1, 17, 64, 96, 128]
+    TILE = 64
 
 
 def drawn(n: int, seed: int) -> list[Case]:
@@ -22,15 +30,15 @@ def drawn(n: int, seed: int) -> list[Case]:
     cases = []
     for i in range(n):
         kv_heads, group = r.choice([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
-        T = r.choice([1, 2, 5, 15, 16, 17, 31, 33, 40])
+        T = r.choice(LENGTHS)
         kind = r.choice(["causal", "causal", "delayed", "packed", "bidirectional", "bidirectional packed"])
         case = Case(
             B=r.choice([1, 2]),
             H=kv_heads * group,
             HKV=kv_heads,
             T=T,
-            D=r.choice([3, 4, 16, 20, 24]),
-            V=r.choice([1, 8, 16, 17, 32]),
+            D=r.choice(DIMS),
+            V=r.choice(VALUE_DIMS),
             phi=MAPS[i % len(MAPS)],
             dtype=DTYPES[i % len(DTYPES) if i // 6 % 2 else (i + 1) % len(DTYPES)],
             masked=r.random() < 0.4,
@@ -78,7 +86,8 @@ def test_kernels_split(case: Case) -> None:
 def test_kernels_split_for_dq_at_fewer_places(
     lengths: tuple[int, ...] | None, state: bool, few_processors: Target
 ) -> None:
-    case = Case(B=1, H=1, HKV=1, T=160, D=64, V=16, lengths=lengths, state=state)
+    scaled = None if lengths is None else tuple(TILE // 16 * length for length in lengths)
+    case = Case(B=1, H=1, HKV=1, T=10 * TILE, D=64, V=16, lengths=scaled, state=state)
     x = case.inputs()
     p = Problem(few_processors, x["q"], x["k"], x["v"], None, x.get("cu_seqlens"), None, None, "elu", True, 0)
     coarse, fine = query_segments(p), p.segments("forward", case.T)
