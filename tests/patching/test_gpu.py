@@ -25,7 +25,7 @@ SETTINGS = {
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
 """Relative to the largest logit: matrix products of fp32 inputs may run in TF32 outside of the kernels."""
 
-TOKENS = 200
+TOKENS = 100
 
 
 @pytest.fixture(params=SETTINGS)
@@ -38,7 +38,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Subject, Subject]:
 def padded(subject: Subject) -> tuple[Tensor, Tensor]:
     ids = subject.tokens(TOKENS)
     mask = torch.ones_like(ids)
-    mask[1, :70] = 0
+    mask[1, :35] = 0
     return ids * mask, mask
 
 
@@ -77,7 +77,8 @@ def test_generation(pair: tuple[Subject, Subject], options: dict[str, Any]) -> N
     # What the CPU generates, forced: a tie that falls differently once would change all that follows.
     whole = cpu.generate(ids, attention_mask=mask)
     seen = torch.cat([mask, torch.ones_like(whole[:, -NEW:])], 1)
-    expected = cpu.logits(whole, attention_mask=seen)[:, -NEW - 1 : -1]
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    expected = cpu.logits(whole, attention_mask=seen, position_ids=positions)[:, -NEW - 1 : -1]
 
     def forced(_: Any, scores: Tensor) -> Tensor:
         step = len(steps)
@@ -87,6 +88,7 @@ def test_generation(pair: tuple[Subject, Subject], options: dict[str, Any]) -> N
     for _ in range(2):
         # The second time, what was compiled and captured is run again.
         steps: list[Tensor] = []
-        gpu.generate(ids.to(DEVICE), attention_mask=mask.to(DEVICE), logits_processor=[forced], **options)
+        settings = {"attention_mask": mask.to(DEVICE), "logits_processor": [forced], "min_new_tokens": 0}
+        gpu.generate(ids.to(DEVICE), **settings, **options)
         found = torch.stack(steps, 1)
         assert error(found, expected, torch.ones(found.shape[:2])) < TOLERANCE[torch.float32]
