@@ -3,15 +3,21 @@
     python benchmarks/tune.py --output tiles.json
 
 Every kernel of every size is timed with each candidate tile that compiles and fits; the fastest becomes a row of the
-table. Rows of other processors are kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json``
-and run ``benchmarks/compile_check.py --update``. Nothing is ever tuned while a model runs.
+table. Compiling takes far longer than timing, so other processes compile ahead into Triton's cache. The table is
+written after every row, and a further run starts from it: ``--roles`` and ``--sizes`` choose what to tune. Rows of
+other processors are kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json`` and run
+``benchmarks/compile_check.py --update``. Nothing is ever tuned while a model runs.
 """
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +28,7 @@ from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
 
+DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode")
 
 
@@ -31,8 +38,8 @@ def candidates(role: str, size: int) -> Iterator[Tile]:
         for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
             yield Tile(1, width, warps, 1, 1)
         return
-    widths = [w for w in (16, 32, 64, 128) if w <= size]
-    for tokens, width, warps, stages in itertools.product((16, 32, 64), widths, (4, 8), (1, 2, 3)):
+    widths = [w for w in (32, 64, 128) if w <= size]
+    for tokens, width, warps, stages in itertools.product((32, 64), widths, (4, 8), (1, 2, 3)):
         yield Tile(tokens, width, warps, stages, 1)
 
 
@@ -77,25 +84,60 @@ def time_ms(launch: Launch, repeats: int) -> float:
     return statistics.median(times)
 
 
-def tune(target: Target, dtypes: Sequence[str], sizes: Sequence[int], repeats: int) -> dict[Key, Tile]:
-    """Return the table with this processor's rows replaced by the fastest."""
+Row = tuple[str, int, str]
+"""Dtype, size and role."""
+
+
+def trial(table: dict[Key, Tile], key: Key, candidate: Tile) -> None:
+    """Put a candidate into the table."""
+    # How many programs a processor holds decides the cut into segments; it stays what it was.
+    table[key] = candidate._replace(resident=plan.tile_table()[key].resident)
+
+
+def compile_ahead(target: Target, row: Row, candidate: Tile) -> None:
+    """Run a candidate once, in a process of its own, for what Triton then keeps of it on disk."""
+    kind, size, role = row
+    shipped = plan.tile_table()
+    table = dict(shipped)
+    trial(table, (target.arch, kind, role, size, size, 0), candidate)
+    plan.tile_table = lambda: table
+    # The process that times meets the same errors and says so.
+    with suppress(Exception):
+        launch_of(role, target, DTYPES[kind], size).run()
+        torch.cuda.synchronize()
+    plan.tile_table = lambda: shipped
+
+
+def compile_all(target: Target, rows: Sequence[Row], jobs: int) -> None:
+    """Compile every candidate of some rows."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        tasks = [(target, row, candidate) for row in rows for candidate in candidates(row[2], row[1])]
+        for number, _ in enumerate(pool.map(compile_ahead, *zip(*tasks, strict=True)), 1):
+            if number % 50 == 0:
+                print(f"compiled {number} of {len(tasks)}", flush=True)
+
+
+def tune(target: Target, rows: Sequence[Row], repeats: int, output: Path) -> dict[Key, Tile]:
+    """Replace this processor's rows by the fastest, write the table after each, and return it."""
     table = dict(plan.tile_table())
     plan.tile_table = lambda: table
-    named = {name: dtype for dtype, name in plan.KINDS.items()}
-    for kind, size, role in itertools.product(dtypes, sizes, ROLES):
+    for kind, size, role in rows:
         key = (target.arch, kind, role, size, size, 0)
         times: dict[Tile, float] = {}
         before = table[key]
         for candidate in {before, *candidates(role, size)}:
-            # How many programs a processor holds decides the cut into segments; it stays what it was.
-            table[key] = candidate._replace(resident=before.resident)
+            trial(table, key, candidate)
             try:
-                times[table[key]] = time_ms(launch_of(role, target, named[kind], size), repeats)
+                times[table[key]] = time_ms(launch_of(role, target, DTYPES[kind], size), repeats)
             # A tile that does not fit or compile is no candidate; Triton has no common base for such errors.
             except Exception as error:
                 print(f"  {key} {tuple(candidate)}: {type(error).__name__}", flush=True)
         table[key] = min(times, key=times.__getitem__) if times else before
-        print(f"{key}: {tuple(before)} -> {tuple(table[key])} {times.get(table[key])} ms", flush=True)
+        gain = f"{times[before]:.4f} -> {times[table[key]]:.4f} ms" if before in times else "the old one does not run"
+        print(f"{key}: {tuple(before)} -> {tuple(table[key])}, {gain}", flush=True)
+        temporary = output.with_suffix(".tmp")
+        temporary.write_text(plan.format_table(table))
+        temporary.replace(output)
     return table
 
 
@@ -105,6 +147,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="the table to write")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=sorted(plan.KINDS.values()))
     parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128], choices=(64, 128, 256))
+    parser.add_argument("--roles", nargs="+", default=ROLES, choices=ROLES, help="kernels (all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (%(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="timings of which the median counts (%(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -112,8 +156,12 @@ def main() -> int:
     target = plan.target_of(torch.device("cuda", torch.cuda.current_device()))
     if target is None:
         sys.exit(f"No kernels for {torch.cuda.get_device_name()}.")
-    table = tune(target, arguments.dtypes, arguments.sizes, arguments.repeats)
-    arguments.output.write_text(plan.format_table(table))
+    if arguments.output.exists():
+        known = plan.parse_table(arguments.output.read_text())
+        plan.tile_table = lambda: known
+    rows = list(itertools.product(arguments.dtypes, arguments.sizes, arguments.roles))
+    compile_all(target, rows, arguments.jobs)
+    tune(target, rows, arguments.repeats, arguments.output)
     print(f"wrote {arguments.output}")
     return 0
 
