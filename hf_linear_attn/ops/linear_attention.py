@@ -113,7 +113,10 @@ def linear_attention(
     if backend not in BACKENDS:
         raise ArgumentError(explain("backend", "be a known backend", backend, "Use one of those", available=BACKENDS))
     if isinstance(feature_map, str):
-        feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1]).to(q.device)
+        feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1])
+        if feature_map.kernel is None:
+            # Kernels compute the others, whose modules hold nothing.
+            feature_map.to(q.device)
     phi = "identity"
     if feature_map is not None:
         if feature_map.kernel is None:
