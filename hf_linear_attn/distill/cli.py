@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.plan import main as plan
-from hf_linear_attn.distill.run import DistillResult, distill, load_teacher
+from hf_linear_attn.distill.run import DistillResult, distill, load_teacher, model_name
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError, explain
@@ -141,7 +141,7 @@ def teacher_logits(arguments: Sequence[str] | None = None) -> None:
         )
     if flags.processes < 1:
         raise ArgumentError(explain("processes", "be at least 1", flags.processes, "Leave it out for one process."))
-    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_name(settings))
     data, _ = load_data(settings, tokenizer, processes=flags.processes)
     # One process: a teacher that is too large for one accelerator is spread over all.
     teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))

@@ -273,14 +273,24 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
     """
     if settings.teacher_dtype is not None:
         options["dtype"] = getattr(torch, settings.teacher_dtype)
-    return _load_model(settings.model, **options)
+    return _load_model(settings, **options)
 
 
-def _load_model(name: str | None, **options: Any) -> PreTrainedModel:
-    if name is None:
+def model_name(settings: DistillationSettings) -> str:
+    """Return the softmax checkpoint that the settings name.
+
+    Raises:
+        ArgumentError: If there is none.
+    """
+    if settings.model is None:
         raise ArgumentError(
             explain("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
         )
+    return settings.model
+
+
+def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
+    name = model_name(settings)
     try:
         return AutoModelForCausalLM.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
@@ -298,7 +308,7 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
     """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
     if settings.student is not None:
         return from_pretrained(settings.student)
-    student = _load_model(settings.model) if teacher is None else copy.deepcopy(teacher)
+    student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.
         student.to(dtype=torch.float32)  # type: ignore[call-arg]

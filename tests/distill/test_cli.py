@@ -69,6 +69,8 @@ def test_teacher_logits_from_the_command_line(files):
         assert a["loss_nats"] == pytest.approx(b["loss_nats"], rel=5e-3)
     with pytest.raises(ArgumentError, match=r"`teacher_logits` must be the folder to write, got None. Pass"):
         teacher_logits(flags)
+    with pytest.raises(ArgumentError, match=r"`model` must be a folder or hub name, got None. Name a softmax"):
+        teacher_logits(logits)
     with pytest.raises(ArgumentError, match=r"`processes` must be at least 1, got 0"):
         teacher_logits([*flags, *logits, "--processes", "0"])
 
