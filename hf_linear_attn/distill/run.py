@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
@@ -28,7 +27,7 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions, takes
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
@@ -130,20 +129,22 @@ def distill(
                 )
             )
         if teacher is not None:
-            teacher.to(accelerator.device).eval()
-        student.to(accelerator.device)
-        if settings.gradient_checkpointing:
-            recompute_activations(student)
+            teacher.train(False)
         train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
         if settings.softmax_budget and made and teacher is not None:
-            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
             student.to(accelerator.device)
-        if settings.shard:
-            for model in (student, teacher):
-                if model is not None and not is_sharded(model):
+            teacher.to(accelerator.device)
+            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
+        for model in (student, teacher):
+            if model is not None:
+                # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
+                if settings.shard and not is_sharded(model):
                     shard(model, settings.mixed_precision)
+                model.to(accelerator.device)
+        if settings.gradient_checkpointing:
+            recompute_activations(student)
         source = teacher if settings.teacher_logits is None else TeacherLogits(Path(settings.teacher_logits))
         trainer = Trainer(
             settings,
@@ -188,7 +189,7 @@ def distill(
         if settings.trackers:
             accelerator.end_training()
         # Gathering a sharded model takes all processes.
-        state = whole_state(result.student)
+        state = whole_state(result.student, accelerator.is_main_process)
         if folder is not None and accelerator.is_main_process:
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
@@ -213,7 +214,8 @@ def keep_softmax(
         selection = Selection.load(path)
     else:
         if "transfer" in settings.stages:
-            quick = settings.with_changes(stages=["transfer"], output_dir=None, heldout_rows=0, softmax_budget=0.0)
+            changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
+            quick = settings.with_changes(stages=["transfer"], **changes)
             student = distill(quick, teacher, student, tokenizer, data=data).student
         rows = range(0, settings.heldout_rows or 8, settings.rows)
         batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
@@ -396,12 +398,12 @@ def count_parameters(student: nn.Module) -> dict[str, int]:
     }
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a sharded model's state dict with whole tensors on the CPU, and None for any other model."""
+def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
+    """Return a sharded model's state dict with whole tensors on the CPU where it is kept, None for any other model."""
     reshard(model)
     if not is_sharded(model):
         return None
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu() for name, x in model.state_dict().items()}
+    return {name: whole(x, keep) for name, x in model.state_dict().items()}
 
 
 def save_result(

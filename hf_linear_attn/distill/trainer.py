@@ -272,8 +272,9 @@ class Trainer:
         return found
 
     def _save(self, stage: Stage, step: int, done: int, optimizer: torch.optim.Optimizer) -> None:
-        tensors = full_tensors(self.student, self.trained)
-        state = full_optimizer_state(optimizer)
+        keep = self.accelerator.is_main_process
+        tensors = full_tensors(self.student, self.trained, keep)
+        state = full_optimizer_state(optimizer, keep)
         if self.accelerator.is_main_process and self.folder is not None:
             save_checkpoint(
                 self.folder / "checkpoints",
@@ -374,22 +375,28 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return total.item()
 
 
-def full_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return whole parameters by name, gathering sharded ones; every process must call it."""
+def whole(x: Any, keep: bool) -> Any:
+    """Return a sharded tensor whole, on the CPU, where it is kept; every process must call it.
+
+    Gathered one by one, so that a device never holds more than one tensor that is whole.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    gathered = x.full_tensor()
+    return gathered.cpu() if keep else None
+
+
+def full_tensors(model: nn.Module, names: Iterable[str], keep: bool) -> dict[str, Tensor]:
+    """Return whole parameters by name, those of sharded ones where they are kept; every process must call it."""
     parameters = dict(model.named_parameters())
-    return {
-        name: p.full_tensor() if isinstance(p := parameters[name].detach(), DTensor) else p
-        for name in sorted(names)
-        if name in parameters
-    }
+    return {name: whole(parameters[name].detach(), keep) for name in sorted(names) if name in parameters}
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimiser's state dict with whole tensors."""
+def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
+    """Return an optimiser's state dict with whole tensors where they are kept; every process must call it."""
     state = optimizer.state_dict()
     state["state"] = {
-        index: {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in values.items()}
-        for index, values in state["state"].items()
+        index: {key: whole(x, keep) for key, x in values.items()} for index, values in state["state"].items()
     }
     return state
 

@@ -44,7 +44,7 @@ def launch(folder, kind):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    return folder, run(str(folder), accumulation=2)
+    return folder, [record["loss_nats"] for record in run(str(folder), accumulation=2).history]
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])

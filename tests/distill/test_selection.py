@@ -56,10 +56,11 @@ def test_budgets_that_leave_nothing_are_refused(four):
 
 def test_distillation_keeps_the_chosen_layers_and_saves_the_choice(settings, tokenizer, data, tmp_path):
     teacher = tiny_teacher(4)
-    settings = settings.with_changes(softmax_budget=0.25, output_dir=str(tmp_path))
+    settings = settings.with_changes(softmax_budget=0.25, output_dir=str(tmp_path), gradient_checkpointing=True)
     result = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data)
     selection = Selection.load(tmp_path / "layers.json")
     assert len(selection.chosen) == 1
     kept = [n for n in range(4) if n not in selection.chosen]
     assert result.student.config.linear_attention["layers"] == kept
+    assert all(layer.gradient_checkpointing for layer in result.student.model.layers)
     assert f"| 1 | model.layers.{selection.chosen[0]}.self_attn |" in selection.table()

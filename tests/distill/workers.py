@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
 from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows, bos_of
+from hf_linear_attn.distill.trainer import full_tensors
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 
@@ -45,23 +46,31 @@ def settings(folder: str, accumulation: int) -> DistillationSettings:
     )
 
 
-def run(folder: str, accumulation: int, sharded: bool = False) -> list[float]:
-    """Distil the tiny teacher; return the losses."""
+def run(folder: str, accumulation: int, sharded: bool = False) -> DistillResult:
+    """Distil the tiny teacher."""
     torch.set_num_threads(1)
     student = patch_model(tiny_teacher(), feature_map="hedgehog", window=4, sinks=1)
-    result = distill(
+    return distill(
         settings(folder, accumulation).with_changes(shard=sharded),
         teacher=tiny_teacher(),
         student=student,
         tokenizer=byte_tokenizer(),
         data=make_data(),
     )
-    return [record["loss_nats"] for record in result.history]
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    losses = run(sys.argv[1], 1, sharded=sys.argv[2] == "sharded")
-    if dist.get_rank() == 0:
+    result = run(sys.argv[1], 1, sharded=sys.argv[2] == "sharded")
+    first = dist.get_rank() == 0
+    if sys.argv[2] == "sharded":
+        # Only one process holds what is gathered: all of them together would need as many times the memory.
+        names = [name for name, _ in result.student.named_parameters()]
+        gathered = full_tensors(result.student, names, keep=first)
+        kept = {name for name, x in gathered.items() if x is not None}
+        maps = {name for name in names if "linear_attention" in name}
+        assert kept == (set(names) if first else maps), kept
+    if first:
+        losses = [record["loss_nats"] for record in result.history]
         Path(sys.argv[1], "losses.txt").write_text("\n".join(map(repr, losses)))
     dist.destroy_process_group()
