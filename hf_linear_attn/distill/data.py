@@ -8,6 +8,7 @@ resumes, or that is spread over more processes, reads the same ones.
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -153,7 +154,7 @@ class DocumentBlocks(Blocks):
         self.documents, self.bos, self.seed = documents, list(bos), seed
         self.shortest, self.pack = shortest, pack
         self._places: dict[int, list[list[tuple[int, int]]]] = {}
-        self._order: tuple[int, int, list[int]] = (0, -1, [])
+        self._orders: dict[int, tuple[int, list[int]]] = {}
 
     def places(self, length: int) -> list[list[tuple[int, int]]]:
         """Return the documents and their first tokens of every block.
@@ -171,11 +172,13 @@ class DocumentBlocks(Blocks):
     def block(self, number: int, length: int) -> Row:
         places = self.places(length)
         epoch, index = divmod(number, len(places))
-        if self._order[:2] != (length, epoch):
+        of_epoch, order = self._orders.get(length, (-1, []))
+        if of_epoch != epoch:
             order = list(range(len(places)))
             random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
-            self._order = length, epoch, order
-        pieces = places[self._order[2][index]]
+            # Steps take lengths in turn, so each keeps its own.
+            self._orders[length] = epoch, order
+        pieces = places[order[index]]
         return fill(((self.documents[document], first) for document, first in pieces), length, self.bos)
 
 
@@ -465,17 +468,18 @@ def load_data(
     bos, end = bos_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     needed = tokens_read(settings, processes)
 
-    def encode(texts: Sequence[str], enough: float = math.inf) -> list[list[int]]:
-        """Tokenise texts in a fixed random order until they have ``enough`` tokens."""
+    def encode(texts: Sequence[str], enough: float = math.inf) -> list[Sequence[int]]:
+        """Tokenise texts in a fixed random order until they have ``enough`` tokens; others are not even read."""
         order = list(range(len(texts)))
         random.Random(settings.seed).shuffle(order)
-        found: list[list[int]] = []
+        found: list[Sequence[int]] = []
         tokens = 0
         for start in range(0, len(order), ENCODED_AT_ONCE):
-            part = [texts[index] for index in order[start : start + ENCODED_AT_ONCE]]
+            part = [text for index in order[start : start + ENCODED_AT_ONCE] if has_words(text := texts[index])]
             # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
-            for ids in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]:
-                found.append([*ids, *end])
+            for ids in tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] if part else []:
+                # A list would take nine times the memory.
+                found.append(array("i", [*ids, *end]))
                 tokens += len(ids)
             if tokens >= enough:
                 break
@@ -496,7 +500,8 @@ def load_data(
         heldout = blocks(encode(first))
         training = StreamBlocks(_Reread(settings, encode, skip=len(first)), bos, shortest, pack=settings.pack)
     else:
-        documents = encode(check_not_empty(settings, list(_read_dataset(settings))), needed)
+        documents = encode(open_texts(settings), needed)
+        check_not_empty(settings, documents)
         if len(documents) < HELDOUT_ONE_IN:
             # So few documents that leaving whole ones out would hurt: their last twentieth is held out.
             cuts = [len(ids) - len(ids) // HELDOUT_ONE_IN for ids in documents]
@@ -528,9 +533,14 @@ def load_data(
     )
 
 
-def check_not_empty(settings: DistillationSettings, texts: list[str]) -> list[str]:
-    """Return the texts, or raise an ArgumentError if there are none."""
-    if not texts:
+def has_words(text: str | None) -> bool:
+    """Tell whether there is anything to read."""
+    return bool(text) and not str(text).isspace()
+
+
+def check_not_empty(settings: DistillationSettings, found: Sequence[Any]) -> None:
+    """Raise an ArgumentError if nothing was found."""
+    if not found:
         raise ArgumentError(
             explain(
                 "dataset",
@@ -539,7 +549,6 @@ def check_not_empty(settings: DistillationSettings, texts: list[str]) -> list[st
                 "It is empty: check the path, the split and the column.",
             )
         )
-    return texts
 
 
 class _Reread:
@@ -553,8 +562,15 @@ class _Reread:
             yield from self.encode([text])
 
 
-def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
-    """Yield the texts of the dataset that the settings name."""
+def open_texts(settings: DistillationSettings) -> Any:
+    """Open the text column of the dataset that the settings name.
+
+    Returns:
+        A sequence whose texts are read when they are asked for, or, where the dataset streams, an iterable.
+
+    Raises:
+        ArgumentError: If there is no such dataset or column.
+    """
     from datasets import load_dataset
 
     path = Path(settings.dataset or "")
@@ -597,10 +613,15 @@ def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
         raise ArgumentError(
             explain("text_column", "be a column of the dataset", column, "Use one of those", available=columns)
         )
+    return dataset[column]
+
+
+def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
+    """Yield the texts of the dataset that the settings name, in their order."""
     try:
-        for record in dataset:
-            if record[column] and record[column].strip():
-                yield record[column]
+        for text in open_texts(settings):
+            if has_words(text):
+                yield text
     except (ConnectionError, OSError) as error:
         raise TrainingError(
             explain(

@@ -18,6 +18,7 @@ from hf_linear_attn.distill.data import (
     bos_of,
     load_data,
     sequences_of,
+    tokens_read,
 )
 from hf_linear_attn.distill.stages import predictions, teacher_forced
 from hf_linear_attn.errors import ArgumentError
@@ -206,6 +207,29 @@ def test_local_files_are_read(tmp_path, tokenizer, streaming):
     train, heldout = load_data(settings, tokenizer)
     texts = [{tokenizer.decode(d.text_row(n, 32).input_ids[1:]).strip() for n in range(20)} for d in (train, heldout)]
     assert texts[0].isdisjoint(texts[1])
+
+
+def test_no_more_of_a_dataset_is_read_than_a_run_needs(tokenizer, monkeypatch):
+    read = []
+
+    class Column(list):
+        def __len__(self):
+            return 10**6
+
+        def __iter__(self):
+            raise AssertionError("all of it is read")
+
+        def __getitem__(self, index):
+            read.append(index)
+            return f"text {index} " * 40 if index % 3 else " \n"
+
+    monkeypatch.setattr("hf_linear_attn.distill.data.open_texts", lambda settings: Column())
+    settings = DistillationSettings(dataset="large", block_tokens=32, rows=2, distill_steps=20)
+    train, heldout = load_data(settings, tokenizer)
+    needed = tokens_read(settings, processes=1)
+    assert needed < sum(len(document) for document in train.blocks.documents) < 5 * needed
+    assert len(set(read)) < 200
+    assert heldout.text_row(0, 32).input_ids
 
 
 def test_text_and_parquet_files_are_read(tmp_path, tokenizer):
