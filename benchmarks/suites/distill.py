@@ -309,10 +309,10 @@ def report(results: Mapping[str, Any]) -> str:
         "",
         f"Made by `{facts['command']}`.",
         "",
-        "| recipe | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
+        "| recipe | seeds | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
         f"| recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x | nats, mix beyond the window | of answers |",
-        "| --- " * 13 + "|",
-        f"| teacher | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
+        "| --- " * 14 + "|",
+        f"| teacher | | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
         f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | "
         f"| {teacher['longer']['loss_nats']:.3f} | {_mean([teacher['longer']['recall']['4']], 2)} "
         f"| {teacher['mix']['loss_nats']:.3f} | {teacher['mix']['answer_nats']:.3f} |",
@@ -321,6 +321,7 @@ def report(results: Mapping[str, Any]) -> str:
         found = [run["figures"] for run in runs.values()]
         off = [f["linear_off"] for f in found if f["linear_off"]]
         cells = [
+            str(len(runs)),
             f"{results['patched'][name]['loss_nats']:.3f}",
             _mean([f["loss_nats"] for f in found]),
             _mean([f["late_loss_nats"] for f in found]),
@@ -335,7 +336,7 @@ def report(results: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += _recall_by_length(teacher, recipes)
     missing = [name for name in NAMES if name not in recipes]
-    lines += ["", f"Rows without ± are one seed. Not run: {', '.join(missing) or 'nothing'}."]
+    lines += ["", f"Not run: {', '.join(missing) or 'nothing'}."]
     lines += ["", *_claims(results), "", "![Loss against training tokens](distillation.svg)", ""]
     return "\n".join(lines)
 
