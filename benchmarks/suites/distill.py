@@ -27,7 +27,6 @@ from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
-from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.stages import predictions
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
@@ -190,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.report is not None:
         arguments.report.write_text(report(results))
-        histories = {name: next(iter(runs.values()))["history"] for name, runs in results["recipes"].items()}
-        draw_losses(histories, arguments.report.with_suffix(".svg"))
+        picture(results, arguments.report.with_suffix(".svg"))
 
 
 @torch.no_grad()
@@ -309,8 +307,9 @@ def report(results: Mapping[str, Any]) -> str:
         "",
         f"Made by `{facts['command']}`.",
         "",
-        "| recipe | seeds | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 | recall 4, off "
-        f"| recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x | nats, mix beyond the window | of answers |",
+        "| recipe | seeds | nats, merely patched | nats | nats, late half | late, off | recall 4 | recall 8 "
+        f"| recall 4, off | recall 8, off | nats at {LONGER}x | recall 4 at {LONGER}x "
+        "| nats, mix beyond the window | of answers |",
         "| --- " * 14 + "|",
         f"| teacher | | | {teacher['loss_nats']:.3f} | {teacher['late_loss_nats']:.3f} | "
         f"| {_mean([teacher['recall']['4']], 2)} | {_mean([teacher['recall']['8']], 2)} | | "
@@ -337,7 +336,8 @@ def report(results: Mapping[str, Any]) -> str:
     lines += _recall_by_length(teacher, recipes)
     missing = [name for name in NAMES if name not in recipes]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}."]
-    lines += ["", *_claims(results), "", "![Loss against training tokens](distillation.svg)", ""]
+    lines += ["", *_claims(results), "", "![Nats of text and recall by recipe](distillation.svg)", ""]
+    lines += ["*A dot is a seed, the dotted line the teacher.*", ""]
     return "\n".join(lines)
 
 
@@ -354,6 +354,40 @@ def _recall_by_length(teacher: Mapping[str, Any], recipes: Mapping[str, Any]) ->
         cells.append(_mean([run["tokens"] / run["elapsed_s"] for run in runs.values()], 0))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
+
+
+def picture(results: Mapping[str, Any], path: Path) -> None:
+    """Draw each recipe's nats of text and recall, a dot per seed, with the teacher's as lines."""
+    from matplotlib import pyplot as plt
+
+    teacher, recipes = results["teacher"], dict(reversed(results["recipes"].items()))
+    panels = {
+        "nats per token of held-out text": ("loss_nats",),
+        "the same, late half of the context": ("late_loss_nats",),
+        "recall of 8 pairs": ("recall", "8"),
+    }
+    # Recipes that lost text would press all others together.
+    farthest = 3.1
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 0.3 * len(recipes) + 1.2), sharey=True)
+    for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+        best = functools.reduce(lambda found, key: found[key], keys, teacher)
+        if best is not None:
+            axis.axvline(best, color="grey", linestyle=":")
+        for row, (name, runs) in enumerate(recipes.items()):
+            values = [functools.reduce(lambda found, key: found[key], keys, run["figures"]) for run in runs.values()]
+            shown = [value for value in values if value is not None and value <= farthest]
+            axis.plot(
+                shown, [row] * len(shown), "o", alpha=0.7, color="tab:red" if name == "recommended" else "tab:blue"
+            )
+            if any(value is not None and value > farthest for value in values):
+                axis.annotate(
+                    f"{max(values):.2f} →", (1, row), xycoords=("axes fraction", "data"), ha="right", va="center"
+                )
+        axis.set(title=title, yticks=range(len(recipes)), yticklabels=list(recipes))
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
 
 
 def _figure(run: Mapping[str, Any], keys: Sequence[str]) -> float:
