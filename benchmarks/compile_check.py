@@ -6,7 +6,8 @@ python benchmarks/compile_check.py --update     # measure anew and rewrite the b
 
 A kernel fails if it uses more stack or shared memory than its budget, more than its processor has, over 5 % more
 instructions in its main loop, or, on sm_90 from D = 64, no warp-group matrix instruction. ``issue`` is the loop's
-instructions per token and head times warps over the four schedulers: clocks for issue alone.
+instructions per token and head times warps over the four schedulers: clocks for issue alone (of the window's
+kernels, per tile of keys).
 """
 
 import argparse
@@ -35,7 +36,8 @@ from triton.compiler import ASTSource
 from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Target
+from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
+from hf_linear_attn.ops.triton.window import WindowProblem, window_backward_launches, window_launches
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 LOOP_SLACK = 1.05
@@ -119,6 +121,38 @@ def launches(config: Config) -> Iterator[Launch]:
     tiles = -(-config.V // 32)
     z = torch.empty(1, 2, tiles, config.D, device="meta")
     yield decode_launch(p.target, q, k, v, out.kv, z, None, "elu", 1e-6)[1]
+    of_window = window_problem(config)
+    saved, forward = window_launches(of_window)
+    _, backward = window_backward_launches(of_window, saved, torch.empty_like(saved.o))
+    yield from forward
+    yield from (launch for launch in backward if launch.role in ("window_dq", "window_dkv"))
+
+
+def window_problem(config: Config) -> WindowProblem:
+    """Build what distillation's recommended recipe asks of the window, without memory."""
+    p = problem(config, split=True)
+    (batch, heads, tokens, _), kv_heads = p.q.shape, p.k.shape[1]
+
+    def empty(*sizes: int, dtype: torch.dtype = p.q.dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    return WindowProblem(
+        p.target,
+        p.q,
+        p.k,
+        p.v,
+        codes=empty(batch, tokens, dtype=torch.uint8),
+        sink_k=empty(batch, kv_heads, 4, config.D),
+        sink_v=empty(batch, kv_heads, 4, config.V),
+        seen=empty(batch, tokens, 4, dtype=torch.uint8),
+        f=empty(batch, tokens, heads, config.V).transpose(1, 2),
+        number=empty(batch, tokens, dtype=torch.int64),
+        before=None,
+        bias=empty(heads),
+        weight=empty(heads, config.D),
+        window=64,
+        scaling=0.125,
+    )
 
 
 def signature(launch: Launch) -> ASTSource:
@@ -155,7 +189,8 @@ def measure(config: Config, launch: Launch) -> Result:
     compiled = triton.compile(signature(launch), target=gpu_target(config.arch), options=launch.options)
     figures = _amd(compiled) if config.arch.startswith("gfx") else _nvidia(compiled)
     tokens = launch.arguments.get("BT", 1)
-    passes = {"forward": config.V, "dv": config.V}.get(launch.role, config.D) / launch.tile.width
+    tiled = TILED.get(launch.role)
+    passes = {"D": config.D, "V": config.V}[tiled] / launch.tile.width if tiled else 1
     return Result(
         str(config),
         launch.role,
@@ -240,7 +275,7 @@ def complaints(result: Result, budget: dict[str, int] | None) -> list[str]:
     found = []
     if result.shared > SHARED_LIMIT[arch]:
         found.append(f"{result.shared} B of shared memory, and {arch} has {SHARED_LIMIT[arch]}")
-    multiplies = result.role not in ("scan", "delta", "decode")
+    multiplies = result.role not in ("scan", "delta", "decode", "key_sums", "key_scan")
     if arch == "sm_90" and dtype == "bf16" and int(size[1:]) >= 64 and multiplies and result.matrix == 0:
         found.append("no matrix instruction")
     if budget is None:

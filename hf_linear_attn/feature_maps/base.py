@@ -7,7 +7,7 @@ from functools import cache
 from inspect import Parameter, signature
 from logging import getLogger
 from pathlib import Path
-from typing import ClassVar, TypedDict, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,24 @@ class CommonOptions(TypedDict, total=False):
     scale: float
     separate: bool
     per_head: bool
+
+
+class Pair(NamedTuple):
+    """What a kernel needs to know of a map whose features are one half of ``y = factor x W`` and one of ``-y``.
+
+    Attributes:
+        name: The kernel's word for the halves.
+        weight: ``W [heads or 1, D, F / 2]``.
+        factor: On ``x W``.
+        power: ``[heads or 1]``, of the norm-preserving map.
+        sharpness: By which a query's power grows with its length, likewise; 0 for keys.
+    """
+
+    name: str
+    weight: Tensor
+    factor: float
+    power: Tensor | None = None
+    sharpness: float = 0.0
 
 
 class FeatureMap(nn.Module, ABC):
@@ -104,6 +122,10 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
+
+    def pair(self, side: Literal["q", "k"]) -> Pair | None:
+        """Return what a kernel needs to compute the features of one side; None where there is none."""
+        return None
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return ``scale * x`` in the dtype in which features are computed."""

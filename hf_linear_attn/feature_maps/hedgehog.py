@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, register_feature_map
+from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
 
 
@@ -57,6 +57,11 @@ class Hedgehog(LearnedMap):
     @property
     def feature_dim(self) -> int:
         return self.num_features
+
+    @override
+    def pair(self, side: Side) -> Pair:
+        factor = self.scale * math.sqrt(self.scaling)
+        return Pair("hedgehog", self.weight_of("weight", side), factor)
 
     @override
     def features(self, x: Tensor, side: Side) -> Tensor:

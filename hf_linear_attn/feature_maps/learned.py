@@ -44,14 +44,14 @@ class LearnedMap(FeatureMap):
             copies = start.expand(count if self.per_head else 1, *start.shape).clone()
             self.register_parameter(name + suffix, nn.Parameter(copies))
 
-    def weight_of(self, name: str, side: Side, x: Tensor) -> Tensor:
-        """Return the weight of that name for one side, ``[heads or 1, ...]``, in the dtype of ``x``."""
-        if self.separate:
-            return self.get_parameter(f"{name}_{side}").to(x.dtype)
-        shared = self.get_parameter(name).to(x.dtype)
-        if side == "q" and self.per_head:
-            return shared.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-        return shared
+    def weight_of(self, name: str, side: Side, x: Tensor | None = None) -> Tensor:
+        """Return the weight of that name for one side, ``[heads or 1, ...]``, in the dtype of ``x`` if given."""
+        found: Tensor = self.get_parameter(f"{name}_{side}" if self.separate else name)
+        if x is not None:
+            found = found.to(x.dtype)
+        if not self.separate and self.per_head and side == "q":
+            return found.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+        return found
 
     def features(self, x: Tensor, side: Side) -> Tensor:
         """Map ``x [B, heads, T, D]``, scaled, to features ``[B, heads, T, F]`` of that side."""

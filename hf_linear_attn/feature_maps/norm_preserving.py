@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, register_feature_map
+from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
 
 TINY = 1e-12
@@ -56,6 +56,12 @@ class NormPreserving(LearnedMap):
     @property
     def feature_dim(self) -> int:
         return 2 * self.head_dim
+
+    @override
+    def pair(self, side: Side) -> Pair:
+        sharpness = math.sqrt(self.scaling) if side == "q" else 0.0
+        power = self.weight_of("power", side).flatten()
+        return Pair("norm_preserving", self.weight_of("weight", side), self.scale, power, sharpness)
 
     @override
     def features(self, x: Tensor, side: Side) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, explain
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.chunked import linear_attention_chunked
+from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.reference import linear_attention_reference
 from hf_linear_attn.ops.state import LinearAttentionState
 
@@ -120,9 +121,8 @@ def linear_attention(
     phi = "identity"
     if feature_map is not None:
         if feature_map.kernel is None:
-            q_dtype = q.dtype
-            q, k = feature_map.phi_q(q, positions), feature_map.phi_k(k, positions)
-            q, k = q.to(q_dtype), k.to(q_dtype)
+            q = features_of(feature_map, q, "q", positions, backend)
+            k = features_of(feature_map, k, "k", positions, backend)
         else:
             phi = feature_map.kernel
     _check_state(q, k, v, cu_seqlens, state)

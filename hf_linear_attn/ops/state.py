@@ -18,7 +18,7 @@ class LinearAttentionState(NamedTuple):
     z: Tensor
 
 
-def empty_like_tokens(x: Tensor, dim: int) -> Tensor:
+def empty_like_tokens(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate ``[B, heads, T, dim]`` laid out as ``[B, T, heads, dim]``, as output projections read it."""
     b, h, t, _ = x.shape
-    return torch.empty(b, t, h, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(b, t, h, dim, dtype=dtype or x.dtype, device=x.device).transpose(1, 2)

@@ -1,7 +1,8 @@
 """Exact softmax over the last W tokens and a few sink tokens, in O(T W) time.
 
-Queries are cut into blocks; each block attends to its own keys and the W - 1 before them, so that a library's dense
-attention does the work on ``[block, block + W - 1]`` scores.
+On GPUs a kernel does it, see :mod:`hf_linear_attn.ops.triton.window`. Elsewhere queries are cut into blocks; each block
+attends to its own keys and the W - 1 before them, so that a library's dense attention does the work on
+``[block, block + W - 1]`` scores.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_linear_attn.errors import BackendError, explain
+from hf_linear_attn.feature_maps.base import upcast
 
 MIN_BLOCK = 64
 """Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
@@ -18,17 +22,58 @@ EXTRA = 8
 
 
 class OwnKey(NamedTuple):
-    """A key of each query's own, that stands in for all that lies beyond its window.
+    """A key of each query's own, that stands for the n keys beyond its window.
+
+    Its score is that of their mean, plus ``log n``, since the softmax mass of n keys is at least n times that of their
+    mean (by Jensen), plus what is learned.
 
     Attributes:
-        score: Its score ``[B, H, T]``, fp32.
         value: Its value ``[B, H, T, V]``.
-        visible: ``[B, T]`` bool.
+        bias: Added to the score, ``[H]``.
+        weight: Multiplied with q and added to the score, ``[H, D]``.
+        counts: Which keys count once they lie beyond the window, ``[B, P + T]`` bool.
+        number: How many do so by now, ``[B, T]`` int64; where it is 0 the own key is not visible.
+        before: Sum of those that came before the P, ``[B, HKV, D]`` fp32, or None.
     """
 
-    score: Tensor
     value: Tensor
-    visible: Tensor
+    bias: Tensor
+    weight: Tensor
+    counts: Tensor
+    number: Tensor
+    before: Tensor | None = None
+
+    def score(self, q: Tensor, k: Tensor, window: int, scaling: float) -> Tensor:
+        """Return the scores ``[B, H, T]``, fp32 (fp64 for fp64 input)."""
+        x = upcast(q)
+        gone = max(k.shape[2] - window, 0)
+        keys = upcast(k[:, :, :gone]) * self.counts[:, None, :gone, None]
+        keys = running_sum(keys, q.shape[2] - gone, self.before)
+        number = self.number.clamp(min=1)[:, None].to(x.dtype)
+        learned = torch.einsum("bhtd,hd->bht", x, self.weight.to(x.dtype)) + self.bias[:, None]
+        return learned + scaling * key_product(q, keys) / number + number.log()
+
+
+def running_sum(x: Tensor, lag: int, before: Tensor | None) -> Tensor:
+    """Sum over tokens up to each one, and put that off by a number of tokens.
+
+    Args:
+        x: ``[B, T]`` or ``[B, HKV, T, D]``.
+        lag: Number of tokens, >= 0; as many sums of no token come first.
+        before: The sum over earlier tokens, without their dimension.
+
+    Returns:
+        The sums, with ``T + lag`` tokens.
+    """
+    dim = 1 if x.ndim == 2 else 2
+    sums = F.pad(x.cumsum(dim), [0, 0] * (x.ndim - dim - 1) + [lag, 0])
+    return sums if before is None else sums + before.unsqueeze(dim)
+
+
+def key_product(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the product of every query with its own key of ``[B, HKV, T, D]``, ``[B, H, T]``."""
+    grouped = upcast(q).reshape(q.shape[0], keys.shape[1], -1, *q.shape[2:])
+    return torch.einsum("bhgtd,bhtd->bhgt", grouped, keys).flatten(1, 2)
 
 
 class _Blocks:
@@ -125,44 +170,65 @@ def window_attention(
     key_mask: Tensor | None = None,
     sinks: tuple[Tensor, Tensor, Tensor] | None = None,
     own_key: OwnKey | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Compute causal softmax attention over the last ``window`` keys, the sinks, and a key of each query's own.
 
     Args:
         q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, P + T, D]``: P keys from before the first query, then its own.
+        k: Keys ``[B, HKV, P + T, D]``: P keys from before the first query, at most ``window``, then its own.
         v: Values ``[B, HKV, P + T, V]``.
         window: Keys in sight, the query's own included, >= 1.
         scaling: Factor on ``q.k``.
         key_mask: ``[B, P + T]`` bool, True = a real token.
         sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
             sink inside a query's window must not be visible a second time.
-        own_key: Score, value and visibility of one more key per query.
+        own_key: One more key per query.
+        backend: ``"auto"``, ``"triton"``, ``"torch"`` or ``"reference"``; the last two are one here.
 
     Returns:
         ``o [B, H, T, V]``.
+
+    Raises:
+        BackendError: If the backend asked for cannot run here.
     """
-    if own_key is not None and q.shape[2] > 1:
-        q, k, v, sinks = _as_sink(own_key, q, k, v, scaling, sinks)
+    if backend in ("auto", "triton"):
+        # Imported here so that the package needs neither Triton nor a GPU.
+        from hf_linear_attn.ops import triton as triton_backend
+
+        obstacle = triton_backend.obstacle(q, k, v)
+        if obstacle is None and (backend == "triton" or q.is_cuda):
+            return triton_backend.window_attention_triton(
+                q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
+            )
+        if backend == "triton":
+            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
+    if own_key is None:
+        blocks = _Blocks(q, k, v, window, key_mask, sinks)
+        o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
+        return blocks.join(o)
+    score, visible = own_key.score(q, k, window, scaling), own_key.number > 0
+    if q.shape[2] == 1:
+        return _single_query(_Blocks(q, k, v, window, key_mask, sinks), scaling, score, visible, own_key.value)
+    q, k, v, sinks = _as_sink(score, visible, q, k, v, scaling, sinks)
     blocks = _Blocks(q, k, v, window, key_mask, sinks)
-    if own_key is not None and blocks.tokens == 1:
-        return _single_query(blocks, scaling, own_key)
     o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
     o = blocks.join(o)
-    return o if own_key is None else torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
+    return torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
 
 
-def _single_query(blocks: _Blocks, scaling: float, own_key: OwnKey) -> Tensor:
+def _single_query(blocks: _Blocks, scaling: float, own_score: Tensor, own_visible: Tensor, own_value: Tensor) -> Tensor:
     """Attend from one token: so few scores cost less as they are than by :func:`_as_sink`."""
-    scores = (blocks.q @ blocks.k.transpose(-1, -2)).to(own_key.score.dtype) * scaling
-    own_score = own_key.score.masked_fill(~own_key.visible[:, None], -torch.inf)
+    scores = (blocks.q @ blocks.k.transpose(-1, -2)).to(own_score.dtype) * scaling
+    own_score = own_score.masked_fill(~own_visible[:, None], -torch.inf)
     scores = torch.cat([scores.masked_fill(~blocks.visible, -torch.inf), own_score[..., None]], -1)
     weights = scores.softmax(-1).to(blocks.v.dtype)
-    return torch.addcmul(weights[..., :-1] @ blocks.v, weights[..., -1:], own_key.value)
+    return torch.addcmul(weights[..., :-1] @ blocks.v, weights[..., -1:], own_value)
 
 
 def _as_sink(
-    own_key: OwnKey,
+    own_score: Tensor,
+    own_visible: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -174,7 +240,7 @@ def _as_sink(
     A dimension of q that only this sink's key reads carries each query's score, and one of v that only this sink's
     value writes tells its weight.
     """
-    score = own_key.score / scaling
+    score = own_score / scaling
     high = score.to(q.dtype)
     # Half precision would round scores too coarsely: what it loses has a dimension of its own.
     low = (score - high.to(score.dtype)).to(q.dtype)
@@ -183,7 +249,7 @@ def _as_sink(
     read, written = k.new_zeros(k.shape[-1]), v.new_zeros(v.shape[-1])
     read[-EXTRA : 2 - EXTRA], written[-EXTRA] = 1, 1
     ours = [x.expand(*k.shape[:2], 1, -1) for x in (read, written)]
-    visible = own_key.visible[..., None]
+    visible = own_visible[..., None]
     if sinks is not None:
         ours = [torch.cat([F.pad(x, (0, EXTRA)), y], 2) for x, y in zip(sinks[:2], ours, strict=True)]
         visible = torch.cat([sinks[2], visible], -1)

@@ -17,7 +17,8 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.decode import decode_step_
-from hf_linear_attn.ops.window import OwnKey, window_attention, window_sums
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.window import OwnKey, key_product, running_sum, window_attention, window_sums
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 
@@ -203,7 +204,8 @@ class LinearAttention(nn.Module):
         seen = layer.tensors["seen"]
         if self.feature_map.kernel is None:
             positions = _positions(q, key_mask, seen)
-            q, k = (x.to(q.dtype) for x in (self.feature_map.phi_q(q, positions), self.feature_map.phi_k(k, positions)))
+            q = features_of(self.feature_map, q, "q", positions, self.settings.backend)
+            k = features_of(self.feature_map, k, "k", positions, self.settings.backend)
         o = self._step_(q, k, v, key_mask, layer.tensors)
         seen += q.shape[2] if key_mask is None else key_mask.sum(1)
         layer.advance(q.shape[2], q.device)
@@ -226,25 +228,21 @@ class LinearAttention(nn.Module):
         if self.settings.sinks:
             far_mask = mask & (positions >= self.settings.sinks)
             sinks = self._sinks(k, v, mask & ~far_mask, positions, start, old)
-        # What the window still holds comes before the new tokens. Shifted by the window, keys that lag do not lag.
-        delay, far_positions = window, positions
+        # What the window still holds comes before the new tokens.
+        far_positions = positions
         if old:
             k, v = torch.cat([old["ring_k"], k], dim=2), torch.cat([old["ring_v"], v], dim=2)
             mask, far_mask = torch.cat([old["ring_mask"], mask], 1), torch.cat([old["ring_far"], far_mask], 1)
             far_positions = torch.cat([old["ring_position"], positions], 1)
-            delay = 0
-        far = (
-            (k, v, far_mask, far_positions)
-            if delay
-            else (k[:, :, :tokens], v[:, :, :tokens], far_mask[:, :tokens], far_positions[:, :tokens])
-        )
         visible_sinks = None
         if sinks is not None and "sinks" not in self.disabled:
             # A sink is shown apart once it has left the window.
             slots = start + torch.arange(tokens, device=q.device)
             visible_sinks = sinks[0], sinks[1], sinks[2][:, None] <= (slots - window)[None, :, None]
         in_place = layer is not None and self._decodes_in_place(q, layer)
-        o, kept = self._mix(q, (k, v, mask, visible_sinks), far, positions, old, scaling, delay, in_place)
+        o, kept = self._mix(
+            q, k, v, mask, visible_sinks, far_mask, positions, far_positions, old, scaling, window, in_place
+        )
         if layer is not None:
             ring = {"ring_k": k, "ring_v": v}
             rows = {"ring_mask": mask, "ring_far": far_mask, "ring_position": far_positions}
@@ -278,33 +276,47 @@ class LinearAttention(nn.Module):
     def _mix(
         self,
         q: Tensor,
-        near: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None],
-        far: tuple[Tensor, Tensor, Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        sinks: tuple[Tensor, Tensor, Tensor] | None,
+        counts: Tensor,
         positions: Tensor,
+        far_positions: Tensor,
         old: Mapping[str, Tensor],
         scaling: float,
-        delay: int,
+        window: int,
         in_place: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Join the exact and the linear branch; return the output and what is new in the linear branch's state."""
+        """Join the exact and the linear branch; return the output and what is new in the linear branch's state.
+
+        Keys, values and what belongs to them begin with the tokens that the window still held before the new ones;
+        ``counts`` says which of them belong to the linear branch once they leave the window.
+        """
         settings = self.settings
-        window = settings.window or 0
-        k, v, mask, sinks = near
         exact: dict[str, Any] = {"window": window, "scaling": scaling, "key_mask": mask, "sinks": sinks}
+        fused = {**exact, "backend": settings.backend}
         if settings.mix == "window":
-            return window_attention(q, k, v, **exact), {}
-        far_k, far_v, far_mask, far_positions = far
+            return window_attention(q, k, v, **fused), {}
+        # Keys that lag by the window lag by nothing where they begin a window earlier.
+        tokens, past = q.shape[2], k.shape[2] - q.shape[2]
+        delay = window - past
+        far_k, far_v = k[:, :, :tokens], v[:, :, :tokens]
+        far_mask, far_positions = counts[:, :tokens], far_positions[:, :tokens]
         state = LinearAttentionState(old["kv"], old["z"]) if old else None
-        counts = _running(far_mask, delay, old.get("far_count"))
-        kept = {"far_count": counts[:, -1].clone()}
-        if settings.mix == "key":
-            key_sums = _running(_masked(far_k, far_mask), delay, old.get("far_keys"))
-            kept["far_keys"] = key_sums[:, :, -1].clone()
+        # So many tokens have left the window by the end.
+        left = max(tokens - delay, 0)
+        number = running_sum(far_mask[:, :left], tokens - left, old.get("far_count"))
+        kept = {"far_count": number[:, -1].clone()}
+        if settings.mix == "key" and self.cache is not None:
+            gone = torch.where(far_mask[:, None, :left, None], far_k[:, :, :left], 0)
+            sums = gone.sum(2, dtype=upcast(gone).dtype)
+            kept["far_keys"] = sums + old["far_keys"] if old else sums
         phi: FeatureMap | None = self.feature_map
         far_q = q
         if self.feature_map.kernel is None or settings.mix == "shared":
-            far_q = self.feature_map.phi_q(q, positions).to(q.dtype)
-            far_k = self.feature_map.phi_k(far_k, far_positions).to(q.dtype)
+            far_q = features_of(self.feature_map, q, "q", positions, settings.backend)
+            far_k = features_of(self.feature_map, far_k, "k", far_positions, settings.backend)
             phi = None
         if in_place and settings.mix != "shared":
             o_far = self._step_(far_q, far_k, far_v, far_mask, old)
@@ -324,24 +336,22 @@ class LinearAttention(nn.Module):
         if "window" in self.disabled:
             return o_far, kept
         if "linear" in self.disabled:
-            return window_attention(q, k, v, **exact), kept
+            return window_attention(q, k, v, **fused), kept
         if settings.mix == "shared":
-            z = _running(_masked(far_k, far_mask), delay, None if state is None else state.z)
-            far_den = _dot(far_q, z)
+            z = running_sum(upcast(far_k[:, :, :left]) * far_mask[:, None, :left, None], tokens - left, old.get("z"))
+            far_den = key_product(far_q, z)
             num, den = window_sums(q, k, v, **exact)
             share = upcast(self.mix_bias).sigmoid()[:, None]
             den, far_num = share * den, upcast(o_far) * (far_den + settings.eps)[..., None]
             o = (share[..., None] * num + far_num) / (den + far_den + settings.eps)[..., None]
             return o.to(q.dtype), kept
+        if settings.mix == "key":
+            own_key = OwnKey(o_far, self.mix_bias, self.mix_weight, counts, number, old.get("far_keys"))
+            return window_attention(q, k, v, **fused, own_key=own_key), kept
         x = upcast(q)
         score = torch.einsum("bhtd,hd->bht", x, self.mix_weight.to(x.dtype)) + self.mix_bias[:, None]
-        if settings.mix == "key":
-            # The softmax mass of n keys is at least n times that of their mean, by Jensen.
-            number = counts.clamp(min=1)[:, None]
-            score = score + scaling * _dot(q, key_sums) / number + number.log()
-            return window_attention(q, k, v, **exact, own_key=OwnKey(score, o_far, counts > 0)), kept
-        gate = (score.sigmoid() * (counts > 0)[:, None])[..., None].to(q.dtype)
-        return torch.lerp(window_attention(q, k, v, **exact), o_far, gate), kept
+        gate = (score.sigmoid() * (number > 0)[:, None])[..., None].to(q.dtype)
+        return torch.lerp(window_attention(q, k, v, **fused), o_far, gate), kept
 
 
 NOWHERE = 2**62
@@ -391,32 +401,6 @@ def _seen(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
     """Count the real tokens of each row so far, ``[B]`` int64."""
     new = key_mask.sum(1) if key_mask is not None else torch.full(q.shape[:1], q.shape[2], device=q.device)
     return new if seen is None else seen + new
-
-
-def _running(x: Tensor, delay: int, before: Tensor | None) -> Tensor:
-    """Return the sums of ``x [B, T]`` or ``[B, HKV, T, D]`` over the tokens that are ``delay`` back or more.
-
-    Args:
-        x: What is summed over tokens.
-        delay: Number of tokens by which sums lag.
-        before: The sum over earlier calls, without the tokens' dimension.
-    """
-    dim = 1 if x.ndim == 2 else 2
-    sums = x.cumsum(dim)
-    if delay:
-        kept = sums.narrow(dim, 0, max(x.shape[dim] - delay, 0))
-        sums = nn.functional.pad(kept, [0, 0] * (x.ndim - dim - 1) + [x.shape[dim] - kept.shape[dim], 0])
-    return sums if before is None else sums + before.unsqueeze(dim)
-
-
-def _masked(k: Tensor, mask: Tensor) -> Tensor:
-    return upcast(k) * mask[:, None, :, None]
-
-
-def _dot(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the product of every query with its own key of ``[B, HKV, T, D]``, ``[B, H, T]``."""
-    grouped = upcast(q).reshape(q.shape[0], keys.shape[1], -1, *q.shape[2:])
-    return torch.einsum("bhgtd,bhtd->bhgt", grouped, keys).flatten(1, 2)
 
 
 def _last(x: Tensor, number: int, dim: int) -> Tensor:

@@ -110,26 +110,6 @@ def test_large_scores_do_not_overflow():
         torch.testing.assert_close(o.double(), expected(module, q, k, v, mask), atol=1e-5, rtol=1e-4)
 
 
-def test_gradients_of_a_key_of_its_own_are_those_of_the_definition():
-    """The score is handed over in two parts; together they must carry one gradient."""
-    from hf_linear_attn.ops.window import OwnKey, window_attention
-
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, h, 9, d, generator=generator, dtype=torch.float64).requires_grad_()
-        for h, d in ((4, 6), (2, 6), (2, 5))
-    )
-    score = torch.randn(1, 4, 9, generator=generator, dtype=torch.float64).requires_grad_()
-    value = torch.randn(1, 4, 9, 5, generator=generator, dtype=torch.float64).requires_grad_()
-    visible = torch.arange(9)[None] >= 3
-
-    def compute(*x):
-        own_key = OwnKey(x[3], x[4], visible)
-        return window_attention(*x[:3], window=3, scaling=0.5, own_key=own_key)
-
-    assert torch.autograd.gradcheck(compute, (q, k, v, score, value))
-
-
 def test_equal_keys_have_their_true_mass():
     """Where keys beyond the window are all alike, their mean stands for them exactly: patched = softmax."""
     module = LinearAttention(
@@ -158,17 +138,3 @@ def test_branches_can_be_switched_off():
             near = module(q, k, v, key_mask=mask)
         alone = attention("window").double()(q, k, v, key_mask=mask)
     torch.testing.assert_close(near, alone)
-
-
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_scores_of_their_own_are_not_rounded_to_half_precision(tokens):
-    from hf_linear_attn.ops.window import OwnKey, window_attention
-
-    q = torch.zeros(1, 1, tokens, 8, dtype=torch.bfloat16)
-    q[..., 0] = 60
-    k = torch.zeros_like(q)
-    k[..., 0] = 1
-    score = torch.full((1, 1, tokens), 60.2)  # bf16 has 60.25
-    own_key = OwnKey(score, torch.ones_like(q), torch.ones(1, tokens, dtype=torch.bool))
-    o = window_attention(q, k, torch.zeros_like(q), window=1, scaling=1.0, own_key=own_key)
-    assert o.float().mean().item() == pytest.approx(1 / (1 + math.exp(-0.2)), abs=0.004)

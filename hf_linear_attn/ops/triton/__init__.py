@@ -1,14 +1,21 @@
 """The Triton backend; importing this package imports neither Triton nor CUDA."""
 
+from __future__ import annotations
+
 import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import target_of, tile
+
+if TYPE_CHECKING:
+    from hf_linear_attn.ops.window import OwnKey
 
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD = 256
@@ -71,6 +78,49 @@ def linear_attention_triton(
     kv0, z0 = (None, None) if state is None else state
     o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
+
+
+def window_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own_key: OwnKey | None,
+) -> Tensor:
+    """Compute attention over a window with Triton kernels; see :func:`hf_linear_attn.ops.window.window_attention`."""
+    from hf_linear_attn.ops.triton.op import triton_window
+
+    codes = None if key_mask is None else key_mask.to(torch.uint8)
+    of_queries: tuple[Tensor | None, ...] = (None,) * 5
+    if own_key is not None:
+        counts = own_key.counts.to(torch.uint8) * 2
+        codes = counts + 1 if codes is None else counts + codes
+        of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
+    sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
+    o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
+    return o
+
+
+def features_obstacle(x: Tensor, pair: Pair) -> str | None:
+    """Say why the Triton backend cannot compute these features here, or None where it can."""
+    reason: str | None = _device_obstacle(x.device)
+    if reason is None and x.dtype == torch.float64:
+        reason = "the kernels take bf16, fp16 and fp32, not float64"
+    if reason is None and max(x.shape[3], 2 * pair.weight.shape[2]) > LARGEST_HEAD:
+        reason = f"the kernels hold at most {LARGEST_HEAD} features"
+    return reason
+
+
+def features_triton(x: Tensor, pair: Pair) -> Tensor:
+    """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
+    from hf_linear_attn.ops.triton.op import triton_features
+
+    o: Tensor = triton_features(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
+    return o
 
 
 def decode_copies(device: torch.device, feature_dim: int, value_dim: int) -> int:

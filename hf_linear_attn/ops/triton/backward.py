@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.forward import Forward, scan_launch
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
     derivative,
     dot,
@@ -413,6 +413,18 @@ def allocate_backward(p: Problem) -> Backward:
     )
 
 
+def delta_launch(chosen: Tile, o: Tensor, do: Tensor, delta: Tensor) -> Launch:
+    """Plan ``delta = do . o``."""
+    (_, H, T, V), rows = o.shape, delta.numel()
+    arguments = {
+        **{"o": o, "do": do, "delta": delta, "rows": rows, "T": T, "H": H},
+        **strides("o", o),
+        **strides("do", do),
+        **{"V": V, "BV": padded(V), "BT": chosen.tokens},
+    }
+    return Launch("delta", delta_kernel, -(-rows // chosen.tokens), arguments, chosen, (o, do), (delta,))
+
+
 def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Tensor) -> tuple[Backward, list[Launch]]:
     """Plan the backward.
 
@@ -456,16 +468,7 @@ def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Ten
         if not p.causal:
             seed = out.dkv0, out.dz0
     else:
-        chosen = p.tile("delta")
-        rows = den.numel()
-        arguments = {
-            **{"o": o, "do": do, "delta": delta, "rows": rows, "T": T, "H": H},
-            **strides("o", o),
-            **strides("do", do),
-            **{"V": V, "BV": padded(V), "BT": chosen.tokens},
-        }
-        programs = -(-rows // chosen.tokens)
-        launches.append(Launch("delta", delta_kernel, programs, arguments, chosen, (o, do), (delta,)))
+        launches.append(delta_launch(p.tile("delta"), o, do, delta))
 
     shared = {
         **{"q": q, "k": k, "do": do, "den": den, "T": T, "d_b": den.stride(0), "CAUSAL": p.causal},

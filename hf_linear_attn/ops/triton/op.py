@@ -10,8 +10,23 @@ from hf_linear_attn.ops.library import refuse_transforms
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.backward import Saved, allocate_backward, backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
+from hf_linear_attn.ops.triton.features import (
+    FeatureProblem,
+    allocate_features,
+    allocate_features_backward,
+    features_backward_launch,
+    features_launch,
+)
 from hf_linear_attn.ops.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, readable, target_of
+from hf_linear_attn.ops.triton.window import (
+    WindowForward,
+    WindowProblem,
+    allocate_window,
+    allocate_window_backward,
+    window_backward_launches,
+    window_launches,
+)
 
 
 def _target(device: torch.device) -> Target:
@@ -19,6 +34,10 @@ def _target(device: torch.device) -> Target:
     if target is None:
         raise BackendError(f"`backend` must be able to run here, got 'triton'. No kernels for {device}.")
     return target
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _problem(
@@ -40,8 +59,8 @@ def _problem(
         readable(v),
         None if key_mask is None else key_mask.contiguous().view(torch.uint8),
         None if cu_seqlens is None else cu_seqlens.to(torch.int64),
-        None if kv0 is None else kv0.contiguous(),
-        None if z0 is None else z0.contiguous(),
+        _contiguous(kv0),
+        _contiguous(z0),
         phi,
         causal,
         delay,
@@ -132,6 +151,184 @@ def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: T
     return empty_like_tokens(q, v.shape[3])
 
 
+def _window_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> WindowProblem:
+    return WindowProblem(
+        _target(q.device),
+        readable(q),
+        readable(k),
+        readable(v),
+        _contiguous(codes),
+        _contiguous(sink_k),
+        _contiguous(sink_v),
+        None if seen is None else seen.contiguous().view(torch.uint8),
+        None if f is None else readable(f),
+        _contiguous(number),
+        _contiguous(before),
+        _contiguous(bias),
+        _contiguous(weight),
+        window,
+        scaling,
+    )
+
+
+@torch.library.custom_op("hf_linear_attn::triton_window", mutates_args=())
+def triton_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
+    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
+    out, launches = window_launches(_window_problem(*inputs, window, scaling))
+    _run(q.device, launches)
+    return out
+
+
+@triton_window.register_fake
+def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return allocate_window(_window_problem(q, *inputs))
+
+
+@torch.library.custom_op("hf_linear_attn::triton_window_backward", mutates_args=())
+def triton_window_backward(
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Tensor,
+    prefix: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what :class:`WindowBackward` holds."""
+    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
+    problem = _window_problem(*inputs, window, scaling)
+    out, launches = window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do))
+    _run(q.device, launches)
+    return out
+
+
+@triton_window_backward.register_fake
+def _(
+    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_window_backward(_window_problem(*inputs))
+
+
+def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.window, ctx.scaling = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _window_backward(ctx: Any, do: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, k, _, _, sink_k, sink_v, _, f, _, before, bias, weight = ctx.saved_tensors[4:]
+    found = triton_window_backward(do, *ctx.saved_tensors, ctx.window, ctx.scaling)
+    dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
+    # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
+    sinks = (
+        None if x is None else dx.unflatten(1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype)
+        for x, dx in ((sink_k, dsink_k), (sink_v, dsink_v))
+    )
+    own: tuple[Tensor | None, ...] = (None,) * 5
+    if f is not None:
+        db, dw = dscore.sum((0, 2)).to(bias.dtype), dweight.sum((0, 2)).to(weight.dtype)
+        own = df, None, None if before is None else dbefore, db, dw
+    return dq, dk, dv, None, *sinks, None, *own, None, None
+
+
+def _feature_problem(
+    x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+) -> FeatureProblem:
+    weight, power = weight.contiguous(), _contiguous(power)
+    return FeatureProblem(_target(x.device), readable(x), weight, power, name, factor, sharpness)
+
+
+@torch.library.custom_op("hf_linear_attn::triton_features", mutates_args=())
+def triton_features(
+    x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+) -> Tensor:
+    """Return the features of a pair of halves."""
+    o, launch = features_launch(_feature_problem(x, weight, power, name, factor, sharpness))
+    _run(x.device, [launch])
+    return o
+
+
+@triton_features.register_fake
+def _(*inputs: Any) -> Tensor:
+    return allocate_features(_feature_problem(*inputs))
+
+
+@torch.library.custom_op("hf_linear_attn::triton_features_backward", mutates_args=())
+def triton_features_backward(
+    do: Tensor, x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``x W`` and, by piece, of the power."""
+    problem = _feature_problem(x, weight, power, name, factor, sharpness)
+    found, launch = features_backward_launch(problem, readable(do))
+    _run(x.device, [launch])
+    return found
+
+
+@triton_features_backward.register_fake
+def _(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return allocate_features_backward(_feature_problem(*inputs))
+
+
+def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, power, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight, power)
+
+
+def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, power = ctx.saved_tensors
+    dy, dpower = triton_features_backward(do, x, weight, power, *ctx.settings)
+    dx = (dy @ weight.mT.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+    dweight = (x.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype) if ctx.needs_input_grad[1] else None
+    if dweight is not None and len(weight) == 1:
+        dweight = dweight.sum(0, keepdim=True)
+    if power is None:
+        return dx, dweight, None, None, None, None
+    of_power = dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)
+    return dx, dweight, of_power.to(power.dtype), None, None, None
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
     q, k, v, _, cu_seqlens, kv0, z0 = tensors
@@ -152,4 +349,8 @@ def _backward(
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
+torch.library.register_autograd(triton_features, _features_backward, setup_context=_save_features)
+torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)
 refuse_transforms("triton", triton_forward, triton_decode_, backward=triton_backward)
+refuse_transforms("triton", triton_features, backward=triton_features_backward)
+refuse_transforms("triton", triton_window, backward=triton_window_backward)

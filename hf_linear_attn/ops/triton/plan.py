@@ -23,6 +23,9 @@ SHORTEST_SEGMENT = {64: 512, 128: 1024, 256: 1024}
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
+TILED = {"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V", "decode": "V"}
+"""Kernels whose programs share a head, and the dimension that they share out."""
+
 GOOD_WAVE = 0.7
 """Share of the last wave of programs that must be busy for a single pass: 4 U / 0.7 is under the 6 U of a split."""
 
@@ -62,7 +65,7 @@ class Tile(NamedTuple):
 
     Attributes:
         tokens: Tokens per chunk, BT.
-        width: Columns of the tiled dimension per program.
+        width: Columns of the tiled dimension per program; keys per tile of the window's kernels.
         warps: Warps per program.
         stages: Depth of the software pipeline.
         resident: Programs that one processor holds at a time.
@@ -146,10 +149,9 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         (target.arch, kind, role, larger, larger, 0),
     )
     found = next(table[key] for key in keys if key in table)
-    if role in ("scan", "delta"):
-        return found
-    tiled = V if role in ("forward", "dv", "decode") else D
-    return found._replace(width=min(found.width, padded(tiled)))
+    if role in TILED:
+        return found._replace(width=min(found.width, padded(V if TILED[role] == "V" else D)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,16 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) < 2**24 else x.contiguous()
 
 
+def precision(target: Target, dtype: torch.dtype, dim: int) -> str:
+    """Return how products are computed, in Triton's word, where the larger dimension of a tile is ``dim``."""
+    if not target.arch.startswith("sm_") or dtype == torch.bfloat16:
+        return "ieee"
+    if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    # Of three products of 256 columns the assembler makes kilobytes of stack; plain fp32 needs a few hundred.
+    return "ieee" if bucket(dim) > 128 else "tf32x3"
+
+
 class Problem(NamedTuple):
     """One call of the op, with inputs in the layout that kernels read.
 
@@ -339,18 +351,12 @@ class Problem(NamedTuple):
 
     def sizes(self) -> dict[str, Any]:
         """Return the compile-time settings that all walks share."""
-        precision = "ieee"
-        if self.target.arch.startswith("sm_") and self.q.dtype != torch.bfloat16:
-            exact = self.q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-            # Of three products of 256 columns the assembler makes kilobytes of stack; plain fp32 needs a few hundred.
-            large = max(bucket(self.k.shape[3]), bucket(self.v.shape[3])) > 128
-            precision = ("ieee" if large else "tf32x3") if exact else "tf32"
         return {
             "D": self.k.shape[3],
             "V": self.v.shape[3],
             "MAP": self.phi,
             "VARLEN": self.cu_seqlens is not None,
-            "PRECISION": precision,
+            "PRECISION": precision(self.target, self.q.dtype, max(self.k.shape[3], self.v.shape[3])),
             # Inline assembly, see primitives.rounded.
             "PIN": self.target.arch.startswith("sm_"),
         }

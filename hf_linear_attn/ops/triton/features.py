@@ -1,0 +1,256 @@
+"""Kernels of learned maps that turn y = x W into a pair of halves, one of y and one of -y.
+
+A program takes one head and walks tiles of BT tokens: x ``[BT, BD]``, W ``[BD, BM]`` in fast memory throughout, the
+features ``[BT, BM]`` twice. bf16 x meets W as a sum of two rounded parts, so that y is as exact as from fp32; the rest
+is fp32. The backward computes y anew from x and writes its gradient; products of that with W and x are a library's.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
+from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_tile, product, store_tile
+
+TINY = tl.constexpr(_TINY)
+LARGEST_FP16 = tl.constexpr(65504.0)
+
+
+@triton.jit
+def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``factor x W``."""
+    y = product(x, weight, PRECISION)
+    if SPLIT:
+        y = dot(x, rest, y, PRECISION)
+    return y * factor
+
+
+@triton.jit
+def load_weight(weight, w_d, od, om, D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """Load W in the dtype of its products, and where asked what that leaves of it."""
+    w = tl.load(weight + od[:, None] * w_d + om[None, :], mask=(od < D)[:, None] & (om < M)[None, :], other=0.0)
+    w = w.to(tl.float32)
+    high = w.to(dtype)
+    rest = high
+    if SPLIT:
+        rest = (w - high.to(tl.float32)).to(dtype)
+    return high, rest
+
+
+@triton.jit
+def softmax(y, inside):
+    """Return the softmax of each row."""
+    y = tl.where(inside, y * LOG2E, float("-inf"))
+    e = tl.exp2(y - tl.max(y, 1)[:, None])
+    return e / tl.sum(e, 1)[:, None]
+
+
+@triton.jit
+def roots(y, power, sharpness, inside, QUERY: tl.constexpr):
+    """Return ``|y|``, the row's power, ``|y_i|^p / ||y|^p|`` and ``log |y_i|``."""
+    length = tl.sqrt(tl.sum(y * y, 1) + TINY)
+    p = power
+    if QUERY:
+        # tanh, of a number >= 0
+        t = tl.exp2(sharpness * length * (-2 * LOG2E))
+        p = power * (0.5 + (1 - t) / (1 + t))
+    else:
+        p = power + 0 * length
+    logs = tl.log(tl.abs(y) + TINY)
+    return length, p, tl.sqrt(softmax(2 * p[:, None] * logs, inside)), logs
+
+
+@triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
+def features_kernel(
+    x, weight, power, o,
+    T, L, heads, factor, sharpness,
+    x_b, x_h, x_t, o_b, o_h, o_t, w_h, w_d, p_h,
+    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write the features of L tokens of one head."""
+    pid = tl.program_id(0)
+    i_h = pid % heads
+    i_l = (pid // heads) % tl.cdiv(T, L)
+    i_b = (pid // heads // tl.cdiv(T, L)).to(tl.int64)
+    od = tl.arange(0, BD)
+    om = tl.arange(0, BM)
+    ot = tl.arange(0, BT)
+    x += i_b * x_b + i_h.to(tl.int64) * x_h
+    o += i_b * o_b + i_h.to(tl.int64) * o_h
+    operand: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
+    # [BD, BM]
+    w, rest = load_weight(weight + i_h * w_h, w_d, od, om, D, M, operand, SPLIT)
+    inside = (om < M)[None, :]
+    if MAP == "norm_preserving":
+        a = tl.load(power + i_h * p_h).to(tl.float32)
+    start = i_l.to(tl.int64) * L
+    for c in range(start, tl.minimum(start + L, T), BT):
+        rows = ot < (T - c).to(tl.int32)
+        # [BT, BD]
+        xx = load_tile(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD)
+        # [BT, BM]
+        y = project(xx, w, rest, factor, PRECISION, SPLIT)
+        if MAP == "hedgehog":
+            above = softmax(y, inside)
+            below = softmax(-y, inside)
+        else:
+            length, _, r, _ = roots(y, a, sharpness, inside, QUERY)
+            bent = length[:, None] * r
+            if o.dtype.element_ty == tl.float16:
+                bent = tl.minimum(bent, LARGEST_FP16)
+            above = tl.where(y > 0, bent, 0.0)
+            below = tl.where(y < 0, bent, 0.0)
+        store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
+        store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
+
+
+@triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
+def features_backward_kernel(
+    x, weight, power, do, dy, dpower,
+    T, L, heads, factor, sharpness,
+    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, w_h, w_d, p_h,
+    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of ``x W`` of L tokens of one head, and their part of the power's."""
+    pid = tl.program_id(0)
+    i_h = pid % heads
+    i_l = (pid // heads) % tl.cdiv(T, L)
+    i_b = (pid // heads // tl.cdiv(T, L)).to(tl.int64)
+    od = tl.arange(0, BD)
+    om = tl.arange(0, BM)
+    ot = tl.arange(0, BT)
+    x += i_b * x_b + i_h.to(tl.int64) * x_h
+    do += i_b * do_b + i_h.to(tl.int64) * do_h
+    dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
+    operand: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
+    # [BD, BM]
+    w, rest = load_weight(weight + i_h * w_h, w_d, od, om, D, M, operand, SPLIT)
+    inside = (om < M)[None, :]
+    if MAP == "norm_preserving":
+        a = tl.load(power + i_h * p_h).to(tl.float32)
+    sum_p = tl.zeros([BT], tl.float32)
+    start = i_l.to(tl.int64) * L
+    for c in range(start, tl.minimum(start + L, T), BT):
+        rows = ot < (T - c).to(tl.int32)
+        # [BT, BD]
+        xx = load_tile(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD)
+        # [BT, BM]
+        above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
+        below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)
+        y = project(xx, w, rest, factor, PRECISION, SPLIT)
+        if MAP == "hedgehog":
+            p = softmax(y, inside)
+            g = p * (above - tl.sum(p * above, 1)[:, None])
+            p = softmax(-y, inside)
+            g -= p * (below - tl.sum(p * below, 1)[:, None])
+        else:
+            length, p, r, logs = roots(y, a, sharpness, inside, QUERY)
+            # Of the magnitudes length r; those that fp16 cuts off have none.
+            dm = tl.where(y > 0, above, tl.where(y < 0, below, 0.0))
+            if do.dtype.element_ty == tl.float16:
+                dm = tl.where(length[:, None] * r > LARGEST_FP16, 0.0, dm)
+            dlength = tl.sum(dm * r, 1)
+            half = 0.5 * length[:, None] * dm * r
+            du = half - r * r * tl.sum(half, 1)[:, None]
+            dp = tl.sum(tl.where(inside, 2 * du * logs, 0.0), 1)
+            if QUERY:
+                t = tl.exp2(sharpness * length * (-2 * LOG2E))
+                tanh = (1 - t) / (1 + t)
+                sum_p += dp * (0.5 + tanh)
+                dlength += dp * a * sharpness * (1 - tanh * tanh)
+            else:
+                sum_p += dp
+            sign = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
+            g = 2 * p[:, None] * du / (tl.abs(y) + TINY) * sign + (dlength / length)[:, None] * y
+        store_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
+    if MAP == "norm_preserving":
+        tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))
+
+
+class FeatureProblem(NamedTuple):
+    """One call of the op, with inputs in the layout that kernels read.
+
+    Attributes:
+        target: The device.
+        x: Queries or keys ``[B, heads, T, D]``.
+        weight: ``W [heads or 1, D, M]``, contiguous.
+        power: ``[heads or 1]`` of the norm-preserving map, contiguous, or None.
+        name: ``"hedgehog"`` or ``"norm_preserving"``.
+        factor: On ``x W``.
+        sharpness: By which a query's power grows with its length; 0 for keys.
+    """
+
+    target: Target
+    x: Tensor
+    weight: Tensor
+    power: Tensor | None
+    name: str
+    factor: float
+    sharpness: float
+
+    def launch(
+        self, role: str, kernel: Any, reads: dict[str, Tensor], writes: dict[str, Tensor], **others: Any
+    ) -> Launch:
+        """Plan a kernel, with its tensors over tokens and whatever else is its own."""
+        copies, D, M = self.weight.shape
+        B, heads, T, _ = self.x.shape
+        chosen = self.tile(role)
+        arguments = {
+            **{"weight": self.weight, "power": self.power, **reads, **writes, **others},
+            **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
+            **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
+            "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
+            **{"D": D, "M": M, "BD": padded(D), "BM": padded(M), "BT": chosen.tokens},
+            **{"MAP": self.name, "QUERY": self.sharpness > 0},
+            "PRECISION": precision(self.target, torch.float32, max(D, M)) if self.x.dtype != torch.bfloat16 else "ieee",
+            "SPLIT": self.x.dtype == torch.bfloat16,
+        }
+        for name, x in {**reads, **writes}.items():
+            arguments |= strides(name, x)
+        programs = B * heads * self.pieces(role)
+        return Launch(role, kernel, programs, arguments, chosen, tuple(reads.values()), tuple(writes.values()))
+
+    def tile(self, role: str) -> Tile:
+        """Return the tile with which a kernel is launched; its width is the number of tokens that a program walks."""
+        return tile(self.target, self.x.dtype, role, self.weight.shape[1], self.weight.shape[2], 0)
+
+    def pieces(self, role: str) -> int:
+        """Return the number of programs that share a head's tokens."""
+        return -(-self.x.shape[2] // self.tile(role).width)
+
+
+def allocate_features(p: FeatureProblem) -> Tensor:
+    """Allocate the features ``[B, heads, T, 2 M]``."""
+    return empty_like_tokens(p.x, 2 * p.weight.shape[2])
+
+
+def features_launch(p: FeatureProblem) -> tuple[Tensor, Launch]:
+    """Plan the forward; return the features, allocated, and the launch."""
+    o = allocate_features(p)
+    return o, p.launch("features", features_kernel, {"x": p.x}, {"o": o})
+
+
+def allocate_features_backward(p: FeatureProblem) -> tuple[Tensor, Tensor]:
+    """Allocate the gradients of ``x W [B, heads, T, M]`` and, by piece, of the power ``[B, heads, pieces]``.
+
+    The former goes through one more product, which fp16 need not hold.
+    """
+    pieces = 0 if p.power is None else p.pieces("features_backward")
+    dpower = torch.empty(*p.x.shape[:2], pieces, dtype=torch.float32, device=p.x.device)
+    dtype = torch.float32 if p.x.dtype == torch.float16 else p.x.dtype
+    return empty_like_tokens(p.x, p.weight.shape[2], dtype), dpower
+
+
+def features_backward_launch(p: FeatureProblem, do: Tensor) -> tuple[tuple[Tensor, Tensor], Launch]:
+    """Plan the backward; return the gradients, allocated, and the launch."""
+    dy, dpower = allocate_features_backward(p)
+    launch = p.launch("features_backward", features_backward_kernel, {"x": p.x, "do": do}, {"dy": dy}, dpower=dpower)
+    return (dy, dpower), launch

@@ -1,0 +1,124 @@
+"""The kernels of learned maps, against PyTorch's features in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.triton import op
+
+MAPS = ("hedgehog", "norm_preserving")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""By norm: features are rounded once, gradients twice."""
+H, HKV, D, T = 4, 2, 20, 37
+
+
+def drawn(name: str, **options: object) -> FeatureMap:
+    """Return a map whose weights are not where they start."""
+    feature_map = get_feature_map(name, D, H, HKV, **options)
+    g = torch.Generator(torch.get_default_device()).manual_seed(0)
+    for weight in feature_map.parameters():
+        nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
+    return feature_map.to(torch.get_default_device())
+
+
+def tokens(heads: int, dtype: torch.dtype, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
+    g = torch.Generator(torch.get_default_device()).manual_seed(1)
+    x, do = (2 * torch.randn(2, T, heads, n, generator=g).to(dtype).transpose(1, 2) for n in (D, 2 * D))
+    return (x, do) if layout == "bthd" else (x.contiguous(), do.contiguous())
+
+
+def run(feature_map: FeatureMap, x: Tensor, do: Tensor, side: str, backend: str) -> dict[str, Tensor]:
+    if backend == "torch":
+        feature_map, x, do = feature_map.double(), x.double(), do.double()
+    x = x.detach().requires_grad_()
+    feature_map.zero_grad()
+    o = features_of(feature_map, x, side, backend=backend)
+    o.backward(do)
+    found = {"o": o.detach(), "dx": x.grad}
+    return found | {name: p.grad.clone() for name, p in feature_map.named_parameters() if p.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == exact.keys()
+    for name, expected in exact.items():
+        error = (found[name].double() - expected).norm() / expected.norm()
+        assert error <= tolerance, f"{name} off by {error:.1e}"
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_features_and_gradients(name: str, side: str, dtype: torch.dtype) -> None:
+    x, do = tokens(H if side == "q" else HKV, dtype)
+    found = run(drawn(name), x, do, side, "triton")
+    assert found["o"].dtype == dtype
+    assert_near(found, run(drawn(name), x, do, side, "torch"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"separate": False}, {"per_head": False}, {"separate": False, "per_head": False}, {"scale": 0.7, "scaling": 0.3}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MAPS)
+def test_shared_weights_and_scales(name: str, options: dict[str, object]) -> None:
+    x, do = tokens(H, torch.float32, layout="bthd")
+    maps = (drawn(name, **options) for _ in range(2))
+    assert_near(run(next(maps), x, do, "q", "triton"), run(next(maps), x, do, "q", "torch"), 2e-5)
+
+
+def test_fewer_features_than_dimensions() -> None:
+    x, do = tokens(HKV, torch.float32)
+    do = do[..., :12]
+    maps = (drawn("hedgehog", num_features=12) for _ in range(2))
+    assert_near(run(next(maps), x, do, "k", "triton"), run(next(maps), x, do, "k", "torch"), 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_fp16_features_stay_finite(backend: str) -> None:
+    feature_map = get_feature_map("norm_preserving", D)
+    feature_map.to(torch.get_default_device()).weight_k.data.mul_(1e5)
+    x = torch.ones(1, 1, 3, D, dtype=torch.float16, requires_grad=True)
+    o = features_of(feature_map, x, "k", backend=backend)
+    o.sum().backward()
+    assert o.max() == 65504
+    # What is cut off has no gradient.
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_zero_has_finite_features_and_gradients(name: str) -> None:
+    x = torch.zeros(1, HKV, 3, D)
+    for y in run(drawn(name), x, torch.ones(1, HKV, 3, 2 * D), "k", "triton").values():
+        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_opcheck(name: str) -> None:
+    pair = drawn(name).pair("q")
+    x = torch.randn(1, H, 3, D, requires_grad=True)
+    power = None if pair.power is None else pair.power.detach().requires_grad_()
+    torch.library.opcheck(op.triton_features, (x, pair.weight, power, pair.name, pair.factor, pair.sharpness))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_writes_all_it_allocates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, do = tokens(H, torch.bfloat16)
+    clean = run(drawn(name), x, do, "q", "triton")
+    empty = torch.empty
+
+    def poisoned(x: Tensor) -> Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    for key, y in run(drawn(name), x, do, "q", "triton").items():
+        assert torch.equal(y, clean[key]), key
+
+
+def test_maps_without_a_kernel_are_computed_by_torch() -> None:
+    feature_map = get_feature_map("t2r", D, H, HKV).to(torch.get_default_device())
+    assert feature_map.pair("q") is None
+    x, _ = tokens(H, torch.bfloat16)
+    assert torch.equal(features_of(feature_map, x, "q", backend="triton"), feature_map.phi_q(x).to(x.dtype))

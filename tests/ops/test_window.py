@@ -1,0 +1,353 @@
+"""Attention over a window in both backends, against its definition in float64, and what the kernels cost."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.triton import op, window
+from hf_linear_attn.ops.triton.plan import Launch, Target
+from hf_linear_attn.ops.window import OwnKey, window_attention
+
+from .oracle import DEVICE
+
+BACKENDS = ("torch", "triton")
+SCALING = 0.4
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""By norm; no row may be off by ten times that."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem; everything in it follows from its fields."""
+
+    B: int = 2
+    H: int = 2
+    HKV: int = 1
+    T: int = 40
+    past: int = 0
+    D: int = 16
+    V: int = 16
+    window: int = 7
+    sinks: int = 0
+    own: bool = False
+    before: bool = False
+    masked: bool = False
+    layout: str = "bhtd"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    def inputs(self) -> dict[str, Tensor]:
+        g = torch.Generator(DEVICE).manual_seed(self.seed)
+        S = self.past + self.T
+
+        def draw(heads: int, tokens: int, dim: int) -> Tensor:
+            if self.layout == "bthd":
+                return torch.randn(self.B, tokens, heads, dim, generator=g).to(self.dtype).transpose(1, 2)
+            return torch.randn(self.B, heads, tokens, dim, generator=g).to(self.dtype)
+
+        x = {"q": draw(self.H, self.T, self.D), "k": draw(self.HKV, S, self.D), "v": draw(self.HKV, S, self.V)}
+        x["do"] = draw(self.H, self.T, self.V)
+        mask = torch.ones(self.B, S, dtype=torch.bool)
+        if self.masked:
+            mask = torch.rand(self.B, S, generator=g) > 0.3
+            mask[0, : S // 3] = False
+            x["mask"] = mask
+        if self.sinks:
+            x["sink_k"], x["sink_v"] = draw(self.HKV, self.sinks, self.D), draw(self.HKV, self.sinks, self.V)
+            x["seen"] = torch.rand(self.B, self.T, self.sinks, generator=g) > 0.4
+        if self.own:
+            x["f"] = draw(self.H, self.T, self.V)
+            exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+            x["bias"] = torch.randn(self.H, generator=g).to(exact)
+            x["weight"] = (0.3 * torch.randn(self.H, self.D, generator=g)).to(exact)
+            # Sinks are real and do not count.
+            x["counts"] = mask & (torch.rand(self.B, S, generator=g) > 0.2)
+            x["number"] = self.gone(x["counts"]).sum(-1)
+            if self.before:
+                x["before"] = 3 * torch.randn(self.B, self.HKV, self.D, generator=g).to(exact)
+                x["number"] = x["number"] + 5
+        return x
+
+    def distance(self) -> Tensor:
+        """Return how far back each key is, ``[T, S]``."""
+        return self.past + torch.arange(self.T)[:, None] - torch.arange(self.past + self.T)[None]
+
+    def gone(self, counts: Tensor) -> Tensor:
+        """Return which keys each query's own key stands for, ``[B, T, S]``."""
+        return counts[:, None] & (self.distance() >= self.window)
+
+
+LEAVES = ("q", "k", "v", "sink_k", "sink_v", "f", "bias", "weight", "before")
+
+
+def defined(case: Case, x: dict[str, Tensor], *, constant: bool = False) -> Tensor:
+    """Return o by its definition, dense, in the dtype of what it gets; where asked with a constant for the mass."""
+    group = case.H // case.HKV
+    k, v = (x[name].repeat_interleave(group, 1) for name in ("k", "v"))
+    distance = case.distance()
+    near = (distance >= 0) & (distance < case.window)
+    near = near & (x["mask"][:, None] | (distance == 0)) if case.masked else near.expand(case.B, -1, -1)
+    scores = [(SCALING * x["q"] @ k.mT).masked_fill(~near[:, None], -torch.inf)]
+    values = [v[:, :, None].expand(-1, -1, case.T, -1, -1)]
+    if case.sinks:
+        sink_k, sink_v = (x[name].repeat_interleave(group, 1) for name in ("sink_k", "sink_v"))
+        scores.append((SCALING * x["q"] @ sink_k.mT).masked_fill(~x["seen"][:, None], -torch.inf))
+        values.append(sink_v[:, :, None].expand(-1, -1, case.T, -1, -1))
+    if case.own:
+        keys = case.gone(x["counts"])[:, None].to(k.dtype) @ k
+        if case.before:
+            keys = keys + x["before"].repeat_interleave(group, 1)[:, :, None]
+        n = x["number"][:, None]
+        some = n.clamp(min=1).to(k.dtype)
+        own = (x["q"] * (SCALING * keys / some[..., None] + x["weight"][:, None])).sum(-1)
+        own = own + x["bias"][:, None] + some.log()
+        scores.append(own.masked_fill(n == 0, -torch.inf)[..., None])
+        values.append(x["f"][:, :, :, None])
+    every = torch.cat(scores, -1)
+    mass = every.logsumexp(-1, keepdim=True)
+    weights = (every - (mass.detach() if constant else mass)).exp()
+    return (weights[..., None, :] @ torch.cat(values, -2)).squeeze(-2)
+
+
+def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the output and the gradients of ``sum(o do)``.
+
+    ``definition`` computes in float64, and so does ``parts``, but without the gradient through the softmax's mass: dq
+    and dk are differences of that and what it gives, so errors are relative to the larger of both.
+    """
+    x = case.inputs() if inputs is None else dict(inputs)
+    exact = backend in ("definition", "parts")
+    leaves = {name: (x[name].double() if exact else x[name]).detach().requires_grad_() for name in LEAVES if name in x}
+    x |= leaves
+    if exact:
+        o = defined(case, x, constant=backend == "parts")
+    else:
+        own = None
+        if case.own:
+            own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"))
+        sinks = (x["sink_k"], x["sink_v"], x["seen"]) if case.sinks else None
+        o = window_attention(
+            *(x[name] for name in ("q", "k", "v")),
+            window=case.window,
+            scaling=SCALING,
+            key_mask=x.get("mask"),
+            sinks=sinks,
+            own_key=own,
+            backend=backend,
+        )
+        assert o.dtype == case.dtype
+    o.backward(x["do"].to(o.dtype))
+    return {"o": o.detach()} | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+
+
+def check(case: Case, backend: str) -> None:
+    x = case.inputs()
+    exact, parts, found = (run(case, name, x) for name in ("definition", "parts", backend))
+    tolerance = TOLERANCE[case.dtype]
+    for name, expected in exact.items():
+        rows = (found[name].double() - expected).norm(dim=-1)
+        scale = torch.maximum(expected.norm(dim=-1), parts[name].norm(dim=-1))
+        typical = scale.square().mean().sqrt()
+        if typical == 0:
+            assert (rows == 0).all(), f"{case}: {name} is not zero"
+            continue
+        whole, worst = rows.norm() / scale.norm(), (rows / scale.clamp(min=0.1 * typical)).max()
+        assert whole <= tolerance, f"{case}: {name} off by {whole:.1e}"
+        assert worst <= 10 * tolerance, f"{case}: a row of {name} off by {worst:.1e}"
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small problems have several blocks where the interpreter's tiles divide them."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(window, "BLOCK", 16)
+
+
+CORNERS = [
+    Case(),
+    Case(T=1, past=7, own=True, before=True, sinks=2, masked=True),
+    Case(T=3, past=7, own=True, before=True, sinks=2, masked=True),
+    Case(T=50, past=20, window=20, own=True, before=True, sinks=4, masked=True),
+    Case(T=50, past=32, window=32, own=True, before=True),
+    Case(T=37, window=1, own=True),
+    Case(T=20, window=64, own=True, masked=True),
+    Case(T=49, window=16, own=True, sinks=17),
+    Case(T=35, H=6, HKV=2, D=24, V=40, own=True, sinks=3, masked=True, layout="bthd"),
+    Case(T=35, sinks=3, masked=True, layout="bthd"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+def test_known_corners(case: Case, backend: str) -> None:
+    check(case, backend)
+
+
+def drawn(seed: int, dtype: torch.dtype) -> Case:
+    choose = random.Random(seed)
+    own, HKV = choose.random() < 0.8, choose.choice([1, 2])
+    width = choose.randint(1, 40)
+    continued = choose.random() < 0.4
+    return Case(
+        B=choose.choice([1, 2]),
+        H=HKV * choose.choice([1, 2]),
+        HKV=HKV,
+        T=choose.randint(1, 40),
+        past=width if continued else 0,
+        D=choose.choice([8, 16, 20]),
+        V=choose.choice([8, 16, 20]),
+        window=width,
+        sinks=choose.choice([0, 1, 4]),
+        own=own,
+        before=own and continued,
+        masked=choose.random() < 0.5,
+        layout=choose.choice(["bhtd", "bthd"]),
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_drawn_problems(seed: int, dtype: torch.dtype) -> None:
+    check(drawn(seed, dtype), "triton")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_problems_in_torch(seed: int) -> None:
+    check(drawn(seed, torch.float64), "torch")
+
+
+@pytest.mark.parametrize("tile", [16, 8])
+def test_blocks_of_several_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of keys are those of blocks, however many tiles of queries or of keys a block has."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(window, "BLOCK", 2 * tile if tile == 16 else 64)
+    check(Case(B=1, T=100, window=21, own=True, sinks=1, masked=True), "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_scores_of_their_own_are_not_rounded_to_half_precision(tokens: int, backend: str) -> None:
+    q = torch.zeros(1, 1, tokens, 8, dtype=torch.bfloat16)
+    q[..., 0] = 60
+    k = torch.zeros_like(q)
+    k[..., 0] = 1
+    counts = torch.zeros(1, tokens, dtype=torch.bool)
+    # bf16 has 60.25.
+    own_key = OwnKey(
+        torch.ones_like(q), torch.tensor([60.2]), torch.zeros(1, 8), counts, torch.ones(1, tokens, dtype=torch.int64)
+    )
+    o = window_attention(q, k, torch.zeros_like(q), window=1, scaling=1.0, own_key=own_key, backend=backend)
+    assert o.float().mean().item() == pytest.approx(1 / (1 + math.exp(-0.2)), abs=0.004)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bias", [-300.0, 300.0])
+def test_scores_far_apart_do_not_overflow(bias: float, backend: str) -> None:
+    case = Case(B=1, T=30, own=True, sinks=1)
+    x = case.inputs()
+    x["bias"] = torch.full_like(x["bias"], bias)
+    exact, found = run(case, "definition", x), run(case, backend, x)
+    for name in ("o", "dv", "df"):
+        torch.testing.assert_close(found[name].double(), exact[name], atol=1e-5, rtol=1e-4)
+
+
+def positional(case: Case) -> tuple[object, ...]:
+    x = case.inputs()
+    leaves = {name: x[name].requires_grad_() for name in LEAVES if name in x}
+    codes = x["mask"].to(torch.uint8) + 2 * x["counts"].to(torch.uint8) if case.own else None
+    names = ("f", "number", "before", "bias", "weight")
+    x |= leaves
+    own = [x.get(name) for name in names]
+    return (x["q"], x["k"], x["v"], codes, x.get("sink_k"), x.get("sink_v"), x.get("seen"), *own, case.window, SCALING)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(B=1, T=3, D=8, V=4), Case(B=1, T=20, D=8, V=4, own=True, masked=True, sinks=1, past=7, before=True)],
+    ids=["window", "own"],
+)
+def test_opcheck(case: Case) -> None:
+    torch.library.opcheck(op.triton_window, positional(case))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    case = Case(B=1, T=20, own=True, sinks=1)
+    x = case.inputs()
+    own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"])
+
+    def loss(q: Tensor) -> Tensor:
+        sinks = x["sink_k"], x["sink_v"], x["seen"]
+        o = window_attention(q, x["k"], x["v"], window=7, scaling=SCALING, sinks=sinks, own_key=own, backend="triton")
+        return o.square().sum()
+
+    def gradient(function: object) -> Tensor:
+        q = x["q"].clone().requires_grad_()
+        function(q).backward()
+        return q.grad
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert torch.equal(gradient(compiled), gradient(loss))
+
+
+@pytest.mark.parametrize("case", [CORNERS[3], CORNERS[9]], ids=str)
+def test_writes_all_it_allocates(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = run(case, "triton")
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(x: Tensor) -> Tensor:
+        return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+    assert torch.empty(1).isnan().all()
+    for name, x in run(case, "triton").items():
+        assert torch.equal(x, clean[name]), name
+
+
+def test_a_backend_that_cannot_run_here_is_refused() -> None:
+    q = torch.zeros(1, 1, 4, 512)
+    with pytest.raises(BackendError, match="q has head size 512, and the kernels hold at most 256"):
+        window_attention(q, q, q, window=2, scaling=1.0, backend="triton")
+
+
+@pytest.mark.parametrize(("H", "HKV"), [(32, 8), (32, 32)])
+def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor crosses memory once: 3 U + 2 U_kv, and for the sums of keys k once more."""
+    monkeypatch.setattr(window, "BLOCK", 64)
+    T, D = 131_072, 128
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    q, k, v, f = (empty(1, T, heads, D).transpose(1, 2) for heads in (H, HKV, HKV, H))
+    p = window.WindowProblem(
+        Target("sm_90", 132),
+        *(q, k, v, empty(1, T, dtype=torch.uint8)),
+        *(empty(1, HKV, 4, D), empty(1, HKV, 4, D), empty(1, T, 4, dtype=torch.uint8)),
+        *(f, empty(1, T, dtype=torch.int64), None, empty(H), empty(H, D)),
+        window=64,
+        scaling=0.1,
+    )
+    U = q.nbytes
+    U_kv = U * HKV // H
+
+    def traffic(launches: list[Launch]) -> int:
+        return sum(x.nbytes for launch in launches for x in (*launch.reads, *launch.writes))
+
+    saved, launches = window.window_launches(p)
+    assert [launch.role for launch in launches] == ["key_sums", "key_scan", "window"]
+    # Sums of 64 keys in fp32 are 1/32 of them: written and read by the scan, whose result is written.
+    assert traffic(launches) <= 3 * U + 3.1 * U_kv + 2 * saved.lse.nbytes
+    _, backward = window.window_backward_launches(p, saved, torch.empty_like(saved.o))
+    assert [launch.role for launch in backward] == ["delta", "window_dq", "key_scan", "window_dkv"]
+    assert traffic(backward) <= 9.1 * U + 6 * U_kv + 8 * saved.lse.nbytes
+    for launch in (*launches, *backward):
+        large = {id(x) for x in launch.arguments.values() if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == T}
+        assert large == {id(x) for x in (*launch.reads, *launch.writes) if x.ndim == 4 and x.shape[2] == T}
