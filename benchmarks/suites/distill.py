@@ -188,8 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.report is not None:
-        arguments.report.write_text(report(results))
-        picture(results, arguments.report.with_suffix(".svg"))
+        drawn = arguments.report.with_suffix(".svg")
+        arguments.report.write_text(report(results, drawn.name))
+        picture(results, drawn)
 
 
 @torch.no_grad()
@@ -286,8 +287,8 @@ def _mean(values: Sequence[float | None], digits: int = 3) -> str:
     return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
 
-def report(results: Mapping[str, Any]) -> str:
-    """Return the page as Markdown."""
+def report(results: Mapping[str, Any], drawn: str) -> str:
+    """Return the page as Markdown, with the picture of that name in it."""
     facts, teacher, recipes = results["provenance"], results["teacher"], results["recipes"]
     settings = facts["recommended"]
     tokens = next(iter(next(iter(recipes.values())).values()))["tokens"]
@@ -336,7 +337,7 @@ def report(results: Mapping[str, Any]) -> str:
     lines += _recall_by_length(teacher, recipes)
     missing = [name for name in NAMES if name not in recipes]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}."]
-    lines += ["", *_claims(results), "", "![Nats of text and recall by recipe](distillation.svg)", ""]
+    lines += ["", *_claims(results), "", f"![Nats of text and recall by recipe]({drawn})", ""]
     lines += ["*A dot is a seed, the dotted line the teacher.*", ""]
     return "\n".join(lines)
 

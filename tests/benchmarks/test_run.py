@@ -83,6 +83,7 @@ def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert f"| {result['recipes']['recommended']['0']['figures']['loss_nats']:.3f} |" in text
     assert "| recall of 4 pairs | 1x | 2x | tokens/s |" in text
+    assert "![Nats of text and recall by recipe](study.svg)" in text
     assert page.with_suffix(".svg").stat().st_size > 1000
     # What is finished is not repeated.
     before = result["recipes"]
