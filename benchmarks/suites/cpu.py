@@ -129,8 +129,8 @@ def measure_memory(longest: int) -> list[dict[str, Any]]:
     return rows
 
 
-def page(result: dict[str, Any]) -> str:
-    """Compose the page."""
+def page(result: dict[str, Any], drawn: str) -> str:
+    """Compose the page, with the picture of that name in it."""
     timed = []
     for row in result["lengths"]:
         cells: dict[str, Any] = {"tokens": row["tokens"]}
@@ -151,7 +151,7 @@ def page(result: dict[str, Any]) -> str:
         facts_line(result["provenance"]),
         f"Faster than softmax: {crossing}.\n",
         markdown(timed),
-        "![Time by length](cpu.png)\n",
+        f"![Time by length]({drawn})\n",
         "Peak memory beyond the inputs, in a fresh process:\n",
         markdown(result["memory"]),
         "One decoded token after a context, µs:\n",
@@ -185,8 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "memory": measure_memory(arguments.longest),
         "decode_us": time_decode(arguments.repeats),
     }
-    write(arguments.output, result, page(result))
-    picture(arguments.output.with_suffix(".png"), lengths, curves, OURS, SOFTMAX)
+    drawn = arguments.output.with_suffix(".png")
+    write(arguments.output, result, page(result, drawn.name))
+    picture(drawn, lengths, curves, OURS, SOFTMAX)
     print(f"wrote {arguments.output}, .md and .png")
 
 

@@ -54,10 +54,10 @@ def test_kernels_suite_asks_for_a_gpu() -> None:
 def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = run(
-        "--suite", "cpu", "--output", str(tmp_path / "cpu.json"), "--threads", "1", "--repeats", "1", "--longest", "256"
+        "--suite", "cpu", "--output", str(tmp_path / "at.json"), "--threads", "1", "--repeats", "1", "--longest", "256"
     )
     assert found.returncode == 0, found.stderr
-    result = json.loads((tmp_path / "cpu.json").read_text())
+    result = json.loads((tmp_path / "at.json").read_text())
     assert [row["tokens"] for row in result["lengths"]] == [128, 256]
     row = result["lengths"][0]["forward"]
     assert row["ratio"] == row["softmax (SDPA)"]["median_ms"] / row["linear attention"]["median_ms"]
@@ -65,8 +65,10 @@ def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
     assert facts["command"].startswith("python benchmarks/run.py --suite cpu --output")
     assert facts["torch"] == torch.__version__
     assert facts["threads"] == 1
-    assert f"| 128 | {row['linear attention']['median_ms']:.3g} |" in (tmp_path / "cpu.md").read_text()
-    assert (tmp_path / "cpu.png").stat().st_size > 1000
+    page = (tmp_path / "at.md").read_text()
+    assert f"| 128 | {row['linear attention']['median_ms']:.3g} |" in page
+    assert "![Time by length](at.png)" in page
+    assert (tmp_path / "at.png").stat().st_size > 1000
 
 
 def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
