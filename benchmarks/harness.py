@@ -129,13 +129,24 @@ def earlier(output: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     return found if all(found["provenance"].get(name) == facts.get(name) for name in names) else {}
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file so that a kill at any moment leaves the old text or the new one.
+
+    Several runs may write the same file: each has a temporary file of its own, and the last one stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write(output: Path, result: Mapping[str, Any], page: str) -> None:
     """Write ``output`` (JSON) and the page beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    for path, text in ((output, json.dumps(result, indent=1) + "\n"), (output.with_suffix(".md"), page)):
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+    replace_text(output, json.dumps(result, indent=1) + "\n")
+    replace_text(output.with_suffix(".md"), page)
 
 
 def break_even(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> float | None:

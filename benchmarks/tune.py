@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from harness import replace_text
 
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.backward import backward_launches, save
@@ -135,9 +136,7 @@ def tune(target: Target, rows: Sequence[Row], repeats: int, output: Path) -> dic
         table[key] = min(times, key=times.__getitem__) if times else before
         gain = f"{times[before]:.4f} -> {times[table[key]]:.4f} ms" if before in times else "the old one does not run"
         print(f"{key}: {tuple(before)} -> {tuple(table[key])}, {gain}", flush=True)
-        temporary = output.with_suffix(".tmp")
-        temporary.write_text(plan.format_table(table))
-        temporary.replace(output)
+        replace_text(output, plan.format_table(table))
     return table
 
 

@@ -12,7 +12,6 @@ import copy
 import functools
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import provenance
+from harness import provenance, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model
@@ -132,9 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def once(key: str, make: Any) -> Any:
         path = path_of(key)
         if not path.exists():
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(make()))
-            temporary.replace(path)
+            replace_text(path, json.dumps(make()))
         return json.loads(path.read_text())
 
     def settings_with_folder(name: str, seed: int) -> DistillationSettings:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness import by_turns, provenance
+from harness import by_turns, provenance, replace_text
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -89,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not path.exists():
             started = time.perf_counter()
             value = make()
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(value))
-            os.replace(temporary, path)
+            replace_text(path, json.dumps(value))
             print(f"{key}: {time.perf_counter() - started:.0f} s", flush=True)
         return json.loads(path.read_text())
 

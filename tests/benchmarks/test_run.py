@@ -177,6 +177,24 @@ def test_models_suite_finds_the_batch_that_fits(monkeypatch: pytest.MonkeyPatch)
     assert bench.batch(16) == {"sequences": 16, "limited_by_memory": False}
 
 
+def test_a_write_that_fails_leaves_the_old_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, path = load("harness"), tmp_path / "result.json"
+    harness.replace_text(path, "old")
+    harness.replace_text(path, "new")
+    assert path.read_text() == "new"
+
+    def full(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        harness.replace_text(path, "newer")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_break_even() -> None:
     break_even = load("harness").break_even
     # Linear time against quadratic time: equal at 100.
@@ -226,6 +244,7 @@ def test_compile_check_plans_every_kernel() -> None:
 
 
 def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
     tuner = load("tune")
     shipped = dict(tuner.plan.tile_table())
     key = ("sm_90", "bf16", "dk", 64, 64, 0)
@@ -248,7 +267,8 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
 
 
-def test_tuner_plans_real_launches() -> None:
+def test_tuner_plans_real_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
     tuner = load("tune")
     for role in tuner.ROLES:
         assert all(t.tokens >= 32 or role == "decode" for t in tuner.candidates(role, 64))
