@@ -16,9 +16,9 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import earlier, facts_line, markdown, provenance, spread, write
@@ -225,8 +225,22 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMod
     return model.eval()
 
 
-def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
-    """Yield shape, variant, part and tokens of all that is measured."""
+class Cell(NamedTuple):
+    """One figure."""
+
+    shape: str
+    variant: str
+    part: str
+    tokens: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the result."""
+        return "/".join(map(str, self))
+
+
+def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """Yield all that is measured; cells of one model follow on each other."""
     lengths = {
         "prefill": arguments.lengths,
         "decode": arguments.decode_lengths,
@@ -238,40 +252,34 @@ def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
             for part in arguments.parts:
                 for tokens in lengths[part]:
                     if variant != SOFTMAX or tokens <= arguments.longest_softmax:
-                        yield shape, variant, part, tokens
+                        yield Cell(shape, variant, part, tokens)
 
 
 def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure every cell that the result does not hold yet, and write the result after each."""
-    device = torch.device(arguments.device)
-    model: PreTrainedModel | None = None
-    at: tuple[str, str] | None = None
-    for shape, variant, part, tokens in cells(arguments):
-        key = f"{shape}/{variant}/{part}/{tokens}"
-        if key in result["cells"]:
-            continue
-        if at is None or at[0] != shape:
-            model = None
-            release()
-            model = build(shape, device, getattr(torch, arguments.dtype))
-        elif at[1] != variant and model is not None and is_patched(model):
-            unpatch_model(model)
-        if at != (shape, variant) and variant != SOFTMAX and model is not None:
-            patch_model(model, **VARIANTS[variant])
-        at = (shape, variant)
-        if model is None:
-            raise RuntimeError("a model is built before its first cell")
-        try:
-            found = {"status": "ok", **getattr(Bench(model, arguments), part)(tokens)}
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            found = {"status": "out of memory"}
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    missing = (cell for cell in cells(arguments) if cell.key not in result["cells"])
+    for shape, of_shape in groupby(missing, lambda cell: cell.shape):
+        model = build(shape, device, dtype)
+        for variant, of_variant in groupby(of_shape, lambda cell: cell.variant):
+            if is_patched(model):
+                unpatch_model(model)
+            if variant != SOFTMAX:
+                patch_model(model, **VARIANTS[variant])
+            for cell in of_variant:
+                try:
+                    found = {"status": "ok", **getattr(Bench(model, arguments), cell.part)(cell.tokens)}
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    found = {"status": "out of memory"}
+                release()
+                result["cells"][cell.key] = cell._asdict() | {"commit": result["provenance"]["commit"]} | found
+                write(arguments.output, result, page(result))
+                print(f"{cell.key}: {found}", flush=True)
+        # Two models at a time may not fit.
+        del model
         release()
-        names = {"shape": shape, "variant": variant, "part": part, "tokens": tokens}
-        result["cells"][key] = names | {"commit": result["provenance"]["commit"]} | found
-        write(arguments.output, result, page(result))
-        print(f"{key}: {found}", flush=True)
 
 
 def page(result: Mapping[str, Any]) -> str:
