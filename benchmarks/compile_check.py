@@ -33,8 +33,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_linear_attn.ops.triton import LARGEST_PAIR, LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
+from hf_linear_attn.ops.triton.features import FeatureProblem, features_backward_launch, features_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
 from hf_linear_attn.ops.triton.window import WindowProblem, window_backward_launches, window_launches
@@ -121,11 +123,19 @@ def launches(config: Config) -> Iterator[Launch]:
     tiles = -(-config.V // 32)
     z = torch.empty(1, 2, tiles, config.D, device="meta")
     yield decode_launch(p.target, q, k, v, out.kv, z, None, "elu", 1e-6)[1]
-    of_window = window_problem(config)
-    saved, forward = window_launches(of_window)
-    _, backward = window_backward_launches(of_window, saved, torch.empty_like(saved.o))
-    yield from forward
-    yield from (launch for launch in backward if launch.role in ("window_dq", "window_dkv"))
+    if config.dtype != "fp32" or max(config.D, config.V) <= LARGEST_WINDOW_FP32:
+        of_window = window_problem(config)
+        saved, forward = window_launches(of_window)
+        _, backward = window_backward_launches(of_window, saved, torch.empty_like(saved.o))
+        yield from forward
+        yield from (launch for launch in backward if launch.role in ("window_dq", "window_dkv"))
+    if config.D <= LARGEST_PAIR:
+        # The map with the longer kernel.
+        weight, power = torch.empty(2 * config.group, config.D, config.D, device="meta"), torch.empty(1, device="meta")
+        pair = FeatureProblem(p.target, p.q, weight, power, "norm_preserving", 1.0, 0.3)
+        features, launch = features_launch(pair)
+        yield launch
+        yield features_backward_launch(pair, features)[1]
 
 
 def window_problem(config: Config) -> WindowProblem:

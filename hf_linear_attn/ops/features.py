@@ -22,12 +22,12 @@ def features_of(
     Returns:
         Features ``[B, H or HKV, T, F]``.
     """
-    pair = feature_map.pair(side)
-    if pair is not None and (backend == "triton" or (backend == "auto" and x.is_cuda)):
+    if backend == "triton" or (backend == "auto" and x.is_cuda):
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops import triton as triton_backend
 
-        if triton_backend.features_obstacle(x, pair) is None:
+        pair = feature_map.pair(side)
+        if pair is not None and triton_backend.computes_features(x, pair):
             return triton_backend.features_triton(x, pair)
     phi = feature_map.phi_q if side == "q" else feature_map.phi_k
     return phi(x, positions).to(x.dtype)

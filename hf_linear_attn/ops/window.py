@@ -34,6 +34,7 @@ class OwnKey(NamedTuple):
         counts: Which keys count once they lie beyond the window, ``[B, P + T]`` bool.
         number: How many do so by now, ``[B, T]`` int64; where it is 0 the own key is not visible.
         before: Sum of those that came before the P, ``[B, HKV, D]`` fp32, or None.
+        after: That by the last query, where it is known; it spares a lone query from summing again.
     """
 
     value: Tensor
@@ -42,13 +43,17 @@ class OwnKey(NamedTuple):
     counts: Tensor
     number: Tensor
     before: Tensor | None = None
+    after: Tensor | None = None
 
     def score(self, q: Tensor, k: Tensor, window: int, scaling: float) -> Tensor:
         """Return the scores ``[B, H, T]``, fp32 (fp64 for fp64 input)."""
         x = upcast(q)
-        gone = max(k.shape[2] - window, 0)
-        keys = upcast(k[:, :, :gone]) * self.counts[:, None, :gone, None]
-        keys = running_sum(keys, q.shape[2] - gone, self.before)
+        if self.after is not None and q.shape[2] == 1:
+            keys = self.after[:, :, None]
+        else:
+            gone = max(k.shape[2] - window, 0)
+            keys = upcast(k[:, :, :gone]) * self.counts[:, None, :gone, None]
+            keys = running_sum(keys, q.shape[2] - gone, self.before)
         number = self.number.clamp(min=1)[:, None].to(x.dtype)
         learned = torch.einsum("bhtd,hd->bht", x, self.weight.to(x.dtype)) + self.bias[:, None]
         return learned + scaling * key_product(q, keys) / number + number.log()
@@ -66,7 +71,9 @@ def running_sum(x: Tensor, lag: int, before: Tensor | None) -> Tensor:
         The sums, with ``T + lag`` tokens.
     """
     dim = 1 if x.ndim == 2 else 2
-    sums = F.pad(x.cumsum(dim), [0, 0] * (x.ndim - dim - 1) + [lag, 0])
+    sums = x.cumsum(dim)
+    if lag:
+        sums = F.pad(sums, [0, 0] * (x.ndim - dim - 1) + [lag, 0])
     return sums if before is None else sums + before.unsqueeze(dim)
 
 
@@ -192,12 +199,12 @@ def window_attention(
     Raises:
         BackendError: If the backend asked for cannot run here.
     """
-    if backend in ("auto", "triton"):
+    if backend == "triton" or (backend == "auto" and q.is_cuda):
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops import triton as triton_backend
 
-        obstacle = triton_backend.obstacle(q, k, v)
-        if obstacle is None and (backend == "triton" or q.is_cuda):
+        obstacle = triton_backend.window_obstacle(q, k, v)
+        if obstacle is None:
             return triton_backend.window_attention_triton(
                 q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
             )

@@ -309,7 +309,7 @@ class LinearAttention(nn.Module):
         number = running_sum(far_mask[:, :left], tokens - left, old.get("far_count"))
         kept = {"far_count": number[:, -1].clone()}
         if settings.mix == "key" and self.cache is not None:
-            gone = torch.where(far_mask[:, None, :left, None], far_k[:, :, :left], 0)
+            gone = far_k[:, :, :left] * far_mask[:, None, :left, None]
             sums = gone.sum(2, dtype=upcast(gone).dtype)
             kept["far_keys"] = sums + old["far_keys"] if old else sums
         phi: FeatureMap | None = self.feature_map
@@ -346,7 +346,9 @@ class LinearAttention(nn.Module):
             o = (share[..., None] * num + far_num) / (den + far_den + settings.eps)[..., None]
             return o.to(q.dtype), kept
         if settings.mix == "key":
-            own_key = OwnKey(o_far, self.mix_bias, self.mix_weight, counts, number, old.get("far_keys"))
+            own_key = OwnKey(
+                o_far, self.mix_bias, self.mix_weight, counts, number, old.get("far_keys"), kept.get("far_keys")
+            )
             return window_attention(q, k, v, **fused, own_key=own_key), kept
         x = upcast(q)
         score = torch.einsum("bhtd,hd->bht", x, self.mix_weight.to(x.dtype)) + self.mix_bias[:, None]

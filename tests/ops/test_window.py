@@ -315,6 +315,9 @@ def test_a_backend_that_cannot_run_here_is_refused() -> None:
     q = torch.zeros(1, 1, 4, 512)
     with pytest.raises(BackendError, match="q has head size 512, and the kernels hold at most 256"):
         window_attention(q, q, q, window=2, scaling=1.0, backend="triton")
+    q = torch.zeros(1, 1, 4, 160)
+    with pytest.raises(BackendError, match="in fp32 the window's kernels hold at most 128 dimensions; use backend="):
+        window_attention(q, q, q, window=2, scaling=1.0, backend="triton")
 
 
 @pytest.mark.parametrize(("H", "HKV"), [(32, 8), (32, 32)])

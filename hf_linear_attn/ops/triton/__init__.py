@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD = 256
+LARGEST_PAIR = 128
+"""Dimensions up to which the weights of paired maps fit into shared memory."""
+LARGEST_WINDOW_FP32 = 128
+"""Dimensions up to which the window's kernels find enough registers for fp32."""
 
 
 @cache
@@ -80,6 +84,14 @@ def linear_attention_triton(
     return o, LinearAttentionState(kv, z)
 
 
+def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say why the Triton backend cannot attend to a window of these tensors here, or None where it can."""
+    reason = obstacle(q, k, v)
+    if reason is None and q.dtype == torch.float32 and max(q.shape[3], v.shape[3]) > LARGEST_WINDOW_FP32:
+        reason = f"in fp32 the window's kernels hold at most {LARGEST_WINDOW_FP32} dimensions"
+    return reason
+
+
 def window_attention_triton(
     q: Tensor,
     k: Tensor,
@@ -105,14 +117,10 @@ def window_attention_triton(
     return o
 
 
-def features_obstacle(x: Tensor, pair: Pair) -> str | None:
-    """Say why the Triton backend cannot compute these features here, or None where it can."""
-    reason: str | None = _device_obstacle(x.device)
-    if reason is None and x.dtype == torch.float64:
-        reason = "the kernels take bf16, fp16 and fp32, not float64"
-    if reason is None and max(x.shape[3], 2 * pair.weight.shape[2]) > LARGEST_HEAD:
-        reason = f"the kernels hold at most {LARGEST_HEAD} features"
-    return reason
+def computes_features(x: Tensor, pair: Pair) -> bool:
+    """Tell whether a kernel can compute these features here."""
+    largest = max(pair.weight.shape[1:])
+    return _device_obstacle(x.device) is None and x.dtype != torch.float64 and largest <= LARGEST_PAIR
 
 
 def features_triton(x: Tensor, pair: Pair) -> Tensor:

@@ -210,7 +210,8 @@ class FeatureProblem(NamedTuple):
             "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
             **{"D": D, "M": M, "BD": padded(D), "BM": padded(M), "BT": chosen.tokens},
             **{"MAP": self.name, "QUERY": self.sharpness > 0},
-            "PRECISION": precision(self.target, torch.float32, max(D, M)) if self.x.dtype != torch.bfloat16 else "ieee",
+            # Three products of 128 columns and more would need both parts of W in shared memory.
+            "PRECISION": precision(self.target, self.x.dtype, 2 * max(D, M)),
             "SPLIT": self.x.dtype == torch.bfloat16,
         }
         for name, x in {**reads, **writes}.items():
