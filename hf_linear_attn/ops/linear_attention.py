@@ -107,8 +107,13 @@ def linear_attention(
         >>> torch.allclose(whole, torch.cat([first, rest], dim=2), atol=1e-6)
         True
     """
+    _check_types(q, k, v, feature_map, key_mask, cu_seqlens, state, positions)
     _check_qkv(q, k, v, causal)
     _check_masks(q, k, causal, key_mask, cu_seqlens, delay)
+    if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
+        raise ArgumentError(
+            explain("positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it.")
+        )
     if eps <= 0:
         raise ArgumentError(explain("eps", "be greater than 0", eps, "The default is 1e-6."))
     if backend not in BACKENDS:
@@ -119,28 +124,58 @@ def linear_attention(
             # Kernels compute the others, whose modules hold nothing.
             feature_map.to(q.device)
     phi = "identity"
-    if feature_map is not None:
-        if feature_map.kernel is None:
-            q = features_of(feature_map, q, "q", positions, backend)
-            k = features_of(feature_map, k, "k", positions, backend)
-        else:
-            phi = feature_map.kernel
-    _check_state(q, k, v, cu_seqlens, state)
-    # Chosen last: features may be wider than heads, and kernels hold only so much.
-    function = _backend(backend, q, k, v)
-    o, final = function(
-        q,
-        k,
-        v,
-        phi=phi,
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        state=state,
-        delay=delay,
-        eps=eps,
-    )
+    # Features and states have a precision of their own, whatever products around them are cast to.
+    with torch.autocast(q.device.type, enabled=False):
+        if feature_map is not None:
+            if feature_map.kernel is None:
+                q = features_of(feature_map, q, "q", positions, backend)
+                k = features_of(feature_map, k, "k", positions, backend)
+            else:
+                phi = feature_map.kernel
+        _check_state(q, k, v, cu_seqlens, state)
+        # Chosen last: features may be wider than heads, and kernels hold only so much.
+        function = _backend(backend, q, k, v)
+        o, final = function(
+            q,
+            k,
+            v,
+            phi=phi,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            delay=delay,
+            eps=eps,
+        )
     return (o, final) if return_state else o
+
+
+def _check_types(
+    q: object,
+    k: object,
+    v: object,
+    feature_map: object,
+    key_mask: object,
+    cu_seqlens: object,
+    state: object,
+    positions: object,
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(explain(name, "be a tensor", type(x).__name__, "Use torch.as_tensor."))
+    for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
+        if not isinstance(x, Tensor | None):
+            raise ArgumentTypeError(explain(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor."))
+    if not isinstance(feature_map, str | FeatureMap | None):
+        raise ArgumentTypeError(
+            explain("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
+        )
+    if not isinstance(state, LinearAttentionState | None):
+        raise ArgumentTypeError(
+            explain(
+                "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
+            )
+        )
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
@@ -236,6 +271,20 @@ def _check_masks(
             raise ArgumentError(
                 explain("q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T.")
             )
+        _check_bounds(cu_seqlens, q.shape[2])
+
+
+def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """Check the boundaries of packed sequences; on a GPU without waiting for it, and not while a graph is built."""
+    if torch.compiler.is_compiling():
+        return
+    rule = f"rise from 0 to T = {tokens}"
+    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    if cu_seqlens.device.type == "cpu":
+        if not good:
+            raise ArgumentError(explain("cu_seqlens", rule, cu_seqlens.tolist(), "Prepend 0 to the lengths' sum."))
+    elif cu_seqlens.is_cuda:
+        torch._assert_async(good, f"`cu_seqlens` must {rule}")
 
 
 def _check_state(

@@ -64,6 +64,52 @@ def test_refuses_tensors_that_do_not_fit(changes: dict, error: type[Exception], 
         linear_attention(**given, backend=name)
 
 
+@pytest.mark.parametrize("bounds", [[2, 3], [0, 2], [0, 2, 1, 3], [0, 10]], ids=str)
+def test_refuses_boundaries_that_leave_tokens_out(bounds: list[int]) -> None:
+    q, k, v = tensors()
+    message = f"`cu_seqlens` must rise from 0 to T = 3, got {re.escape(str(bounds))}. Prepend 0 to the lengths' sum"
+    with pytest.raises(ArgumentError, match=message):
+        linear_attention(q, k, v, cu_seqlens=torch.tensor(bounds, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 3]}, ArgumentTypeError, "`cu_seqlens` must be a tensor or None, got 'list'"),
+        ({"state": (1, 2)}, ArgumentTypeError, "`state` must be a LinearAttentionState or None, got 'tuple'"),
+        ({"feature_map": 3}, ArgumentTypeError, "`feature_map` must be a name, a FeatureMap or None, got 3"),
+        ({"q": [1.0]}, ArgumentTypeError, "`q` must be a tensor, got 'list'"),
+        (
+            {"positions": torch.zeros(1, 2)},
+            ArgumentError,
+            r"`positions` must have shape \[B, T\] = \(1, 3\), got \(1, 2\)",
+        ),
+    ],
+    ids=["cu_seqlens", "state", "feature_map", "q", "positions"],
+)
+def test_refuses_arguments_of_another_kind(changes: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_attention(**dict(zip("qkv", tensors(), strict=True)) | changes)
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_autocast_changes_nothing(feature_map: str, backend: str) -> None:
+    q, k, v = (x.requires_grad_() for x in (torch.randn(1, 2, 70, 16) for _ in range(3)))
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)
+        return linear_attention(q, k, v, feature_map=feature_map, return_state=False, backend=backend)
+
+    expected = run()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = run()
+    gradients = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (found, expected))
+    for x, y in zip((found, *next(gradients)), (expected, *next(gradients)), strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x, y)
+
+
 def test_refuses_features_wider_than_kernels_hold() -> None:
     with pytest.raises(BackendError, match=refusal("q has head size 320")):
         linear_attention(*tensors(160), feature_map="hedgehog", backend="triton")
