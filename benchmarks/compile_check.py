@@ -30,16 +30,16 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 
 import torch
 import triton
+from problems import feature_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_linear_attn.ops.triton import LARGEST_PAIR, LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
-from hf_linear_attn.ops.triton.features import FeatureProblem, features_backward_launch, features_launch
+from hf_linear_attn.ops.triton.features import features_backward_launch, features_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
-from hf_linear_attn.ops.triton.window import WindowProblem, window_backward_launches, window_launches
+from hf_linear_attn.ops.triton.window import window_backward_launches, window_launches
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 LOOP_SLACK = 1.05
@@ -123,46 +123,17 @@ def launches(config: Config) -> Iterator[Launch]:
     tiles = -(-config.V // 32)
     z = torch.empty(1, 2, tiles, config.D, device="meta")
     yield decode_launch(p.target, q, k, v, out.kv, z, None, "elu", 1e-6)[1]
-    if config.dtype != "fp32" or max(config.D, config.V) <= LARGEST_WINDOW_FP32:
-        of_window = window_problem(config)
+    of_window = window_problem(p)
+    if of_window is not None:
         saved, forward = window_launches(of_window)
         _, backward = window_backward_launches(of_window, saved, torch.empty_like(saved.o))
         yield from forward
         yield from (launch for launch in backward if launch.role in ("window_dq", "window_dkv"))
-    if config.D <= LARGEST_PAIR:
-        # The map with the longer kernel.
-        weight, power = torch.empty(2 * config.group, config.D, config.D, device="meta"), torch.empty(1, device="meta")
-        pair = FeatureProblem(p.target, p.q, weight, power, "norm_preserving", 1.0, 0.3)
-        features, launch = features_launch(pair)
+    of_features = feature_problem(p)
+    if of_features is not None:
+        features, launch = features_launch(of_features)
         yield launch
-        yield features_backward_launch(pair, features)[1]
-
-
-def window_problem(config: Config) -> WindowProblem:
-    """Build what distillation's recommended recipe asks of the window, without memory."""
-    p = problem(config, split=True)
-    (batch, heads, tokens, _), kv_heads = p.q.shape, p.k.shape[1]
-
-    def empty(*sizes: int, dtype: torch.dtype = p.q.dtype) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    return WindowProblem(
-        p.target,
-        p.q,
-        p.k,
-        p.v,
-        codes=empty(batch, tokens, dtype=torch.uint8),
-        sink_k=empty(batch, kv_heads, 4, config.D),
-        sink_v=empty(batch, kv_heads, 4, config.V),
-        seen=empty(batch, tokens, 4, dtype=torch.uint8),
-        f=empty(batch, tokens, heads, config.V).transpose(1, 2),
-        number=empty(batch, tokens, dtype=torch.int64),
-        before=None,
-        bias=empty(heads),
-        weight=empty(heads, config.D),
-        window=64,
-        scaling=0.125,
-    )
+        yield features_backward_launch(of_features, features)[1]
 
 
 def signature(launch: Launch) -> ASTSource:

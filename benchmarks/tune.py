@@ -22,15 +22,20 @@ from pathlib import Path
 
 import torch
 from harness import replace_text
+from problems import feature_problem, window_problem
 
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.backward import backward_launches, save
 from hf_linear_attn.ops.triton.decode import decode_launch
+from hf_linear_attn.ops.triton.features import features_backward_launch, features_launch
 from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
+from hf_linear_attn.ops.triton.window import BLOCK, window_backward_launches, window_launches
 
 DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
-ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode")
+OF_WINDOW = ("window", "window_dq", "window_dkv")
+OF_FEATURES = ("features", "features_backward")
+ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", *OF_WINDOW, *OF_FEATURES)
 
 
 def candidates(role: str, size: int) -> Iterator[Tile]:
@@ -39,25 +44,40 @@ def candidates(role: str, size: int) -> Iterator[Tile]:
         for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
             yield Tile(1, width, warps, 1, 1)
         return
-    widths = [w for w in (32, 64, 128) if w <= size]
+    if role in OF_FEATURES:
+        # Its width is the number of tokens that a program walks.
+        for tokens, width, warps in itertools.product((32, 64), (128, 256, 512), (4, 8)):
+            yield Tile(tokens, width, warps, 1, 1)
+        return
+    widths = [w for w in (32, 64, 128) if w <= (BLOCK if role in OF_WINDOW else size)]
     for tokens, width, warps, stages in itertools.product((32, 64), widths, (4, 8), (1, 2, 3)):
         yield Tile(tokens, width, warps, stages, 1)
 
 
-def launch_of(role: str, target: Target, dtype: torch.dtype, size: int) -> Launch:
+def launch_of(
+    role: str,
+    target: Target,
+    dtype: torch.dtype,
+    size: int,
+    *,
+    tokens: int = 32_768,
+    heads: int = 16,
+    device: str = "cuda",
+) -> Launch:
     """Plan one launch of a kernel, on real tensors that fill the device."""
-    tokens, heads = 32_768, 16
 
     def draw(tokens: int = tokens) -> torch.Tensor:
-        return torch.randn(1, tokens, heads, size, device="cuda", dtype=dtype).transpose(1, 2)
+        return torch.randn(1, tokens, heads, size, device=device, dtype=dtype).transpose(1, 2)
 
     if role == "decode":
         q, k, v = (draw(1) for _ in range(3))
-        kv = torch.zeros(1, heads, size, size, device="cuda")
+        kv = torch.zeros(1, heads, size, size, device=device)
         width = plan.tile(target, dtype, role, size, size, 1).width
-        z = torch.zeros(1, heads, -(-size // width), size, device="cuda")
+        z = torch.zeros(1, heads, -(-size // width), size, device=device)
         return decode_launch(target, q, k, v, kv, z, None, "elu", 1e-6)[1]
     p = Problem(target, draw(), draw(), draw(), None, None, None, None, "elu", True, 0)
+    if role in (*OF_WINDOW, *OF_FEATURES):
+        return launch_of_recipe(role, p)
     out, forward = forward_launches(p, 1e-6)
     for launch in forward:
         launch.run()
@@ -69,6 +89,22 @@ def launch_of(role: str, target: Target, dtype: torch.dtype, size: int) -> Launc
     if role not in found:
         raise SystemExit(f"{role} is not launched for {tokens} tokens of {heads} heads on {target}")
     return found[role]
+
+
+def launch_of_recipe(role: str, p: Problem) -> Launch:
+    """Plan one launch of what the recommended recipe runs besides linear attention."""
+    problem = window_problem(p) if role in OF_WINDOW else feature_problem(p)
+    if problem is None:
+        raise SystemExit(f"{role} does not hold heads of {p.k.shape[3]} dimensions in {p.q.dtype}")
+    if role in OF_WINDOW:
+        saved, forward = window_launches(problem)
+        _, backward = window_backward_launches(problem, saved, torch.randn_like(saved.o))
+    else:
+        features, launch = features_launch(problem)
+        forward, backward = [launch], [features_backward_launch(problem, torch.randn_like(features))[1]]
+    for launch in (*forward, *backward):
+        launch.run()
+    return next(launch for launch in (*forward, *backward) if launch.role == role)
 
 
 def time_ms(launch: Launch, repeats: int) -> float:
@@ -158,7 +194,9 @@ def main() -> int:
     if arguments.output.exists():
         known = plan.parse_table(arguments.output.read_text())
         plan.tile_table = lambda: known
-    rows = list(itertools.product(arguments.dtypes, arguments.sizes, arguments.roles))
+    every = itertools.product(arguments.dtypes, arguments.sizes, arguments.roles)
+    # Not every kernel holds heads of every size.
+    rows = [row for row in every if (target.arch, row[0], row[2], row[1], row[1], 0) in plan.tile_table()]
     compile_all(target, rows, arguments.jobs)
     tune(target, rows, arguments.repeats, arguments.output)
     print(f"wrote {arguments.output}")

@@ -5,13 +5,15 @@
 Correctness: fresh inputs against the float64 oracle, unwritten memory filled with NaN, and the same bits twice; a suite
 whose kernels are wrong times nothing. Time: medians of events over buffers that together exceed the cache; decode steps
 as replays of a graph. The floor is the bytes of q, k, v, o and their gradients, each moved once, over the bandwidth of
-a large copy on the same device. Peers that are installed take part: flash-linear-attention (`pip install
-flash-linear-attention`) and the kernels behind scaled_dot_product_attention. Every row is kept in the output as soon as
-it is measured, and the same command goes on from there.
+a large copy on the same device. What distillation's recommended recipe runs besides, features and a window with sinks
+and a key of each query's own, is timed against the same in PyTorch. Peers that are installed take part:
+flash-linear-attention (`pip install flash-linear-attention`) and the kernels behind scaled_dot_product_attention. Every
+row is kept in the output as soon as it is measured, and the same command goes on from there.
 """
 
 import argparse
 import importlib.metadata
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +24,23 @@ from typing import Any
 
 import torch
 from harness import break_even, earlier, facts_line, markdown, picture, provenance, spread, write
+from problems import SINKS, WINDOW
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import elu, scaled_dot_product_attention
 
 from hf_linear_attn import linear_attention
+from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.window import OwnKey, window_attention
 
 OURS = "hf_linear_attn"
+PYTORCH = "PyTorch"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+ATTENTION = f"Window of {WINDOW}, {SINKS} sinks and a key of each query's own"
+FEATURES = "Norm-preserving features of q"
+RECIPE_LENGTHS = (2048, 8192, 32768, 131072)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -94,22 +104,48 @@ def check_kernels() -> list[dict[str, Any]]:
         (Shape(3, 6, 3, 96), 129, {"feature_map": "squared_relu"}),
     ]
     for shape, tokens, settings in problems:
-        for dtype, tolerance in TOLERANCE.items():
+        for dtype in TOLERANCE:
             q, k, v = shape.draw(tokens, dtype)
             do = torch.randn_like(q)
             with poisoned():
-                found = results(q, k, v, do, "triton", **settings)
-                again = results(q, k, v, do, "triton", **settings)
+                found, again = (results(q, k, v, do, "triton", **settings) for _ in range(2))
             exact = results(q.double(), k.double(), v.double(), do.double(), "reference", **settings)
-            errors = {name: float((x.double() - exact[name]).norm() / exact[name].norm()) for name, x in found.items()}
             names = {"shape": str(shape), "tokens": tokens, "dtype": str(dtype).split(".")[1]}
-            rows.append(names | {"settings": ", ".join(settings) or "causal"} | errors)
-            # NaN fails every comparison.
-            wrong = [name for name, error in errors.items() if not error <= tolerance]
-            unsteady = [name for name, x in found.items() if not torch.equal(x, again[name])]
-            if wrong or unsteady:
-                raise SystemExit(f"{rows[-1]}: beyond {tolerance}: {wrong}; other bits the second time: {unsteady}")
+            rows.append(names | {"settings": ", ".join(settings) or "causal"} | errors_of(names, found, again, exact))
+    for part, dtype in itertools.product((ATTENTION, FEATURES), TOLERANCE):
+        shape, tokens = Shape(2, 4, 2, 64), 700
+        named, _ = recipe(shape, tokens, part)
+        inputs = shape.draw(tokens, dtype)
+        do = torch.randn_like(named[OURS](*inputs))
+        with poisoned():
+            found, again = (passed(named[OURS], inputs, do) for _ in range(2))
+        exact = passed(named[PYTORCH], [x.double() for x in inputs], do.double())
+        names = {"shape": str(shape), "tokens": tokens, "dtype": str(dtype).split(".")[1]}
+        rows.append(names | {"settings": part} | errors_of(names, found, again, exact))
     return rows
+
+
+def passed(function: Function, inputs: list[Tensor], do: Tensor) -> dict[str, Tensor]:
+    """Return output and gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o = function(*leaves)
+    found = torch.autograd.grad(o, leaves, do, allow_unused=True)
+    named = zip(("dq", "dk", "dv"), found, strict=True)
+    return {"o": o.detach()} | {name: x for name, x in named if x is not None}
+
+
+def errors_of(
+    names: dict[str, Any], found: dict[str, Tensor], again: dict[str, Tensor], exact: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return the errors by norm; raise where they are too large, or bits differ between two runs."""
+    errors = {name: float((x.double() - exact[name]).norm() / exact[name].norm()) for name, x in found.items()}
+    tolerance = TOLERANCE[getattr(torch, names["dtype"])]
+    # NaN fails every comparison.
+    wrong = [name for name, error in errors.items() if not error <= tolerance]
+    unsteady = [name for name, x in found.items() if not torch.equal(x, again[name])]
+    if wrong or unsteady:
+        raise SystemExit(f"{names}, {errors}: beyond {tolerance}: {wrong}; other bits the second time: {unsteady}")
+    return errors
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,17 +230,53 @@ def passes(function: Function, inputs: list[Tensor]) -> dict[str, Callable[[], o
     o = function(*leaves)
     do = torch.randn_like(o)
 
+    def gradients() -> None:
+        torch.autograd.grad(o, leaves, do, retain_graph=True, allow_unused=True)
+
     def forward() -> None:
         with torch.no_grad():
             function(*inputs)
 
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
+    return {"forward": forward, "backward": gradients}
 
 
-def time_shape(shape: Shape, tokens: int, named: dict[str, Function], bandwidth: float, repeats: int) -> dict[str, Any]:
-    """Time all that can run this problem; what cannot is left out with its reason."""
+def recipe(shape: Shape, tokens: int, part: str) -> tuple[dict[str, Function], dict[str, int]]:
+    """Return who computes a part of the recommended recipe, and the bytes that its passes have to move."""
     u, u_kv = shape.bytes(tokens)
-    floor = {"forward": 2 * u + 2 * u_kv, "backward": 4 * u + 4 * u_kv}
+    if part == FEATURES:
+        feature_map = get_feature_map("norm_preserving", shape.D, shape.H, shape.HKV).to("cuda")
+
+        def features(backend: str) -> Function:
+            return lambda q, k, v: features_of(feature_map, q, "q", backend=backend)
+
+        return {OURS: features("triton"), PYTORCH: features("torch")}, {"forward": 3 * u, "backward": 4 * u}
+    (f, _, _), ones = shape.draw(tokens), torch.ones(shape.B, tokens, dtype=torch.bool, device="cuda")
+    number = (torch.arange(tokens, device="cuda") - WINDOW + 1).clamp(min=0).expand(shape.B, -1)
+    own_key = OwnKey(f, torch.zeros(shape.H, device="cuda"), torch.zeros(shape.H, shape.D, device="cuda"), ones, number)
+    seen = ones[..., None].expand(-1, -1, SINKS)
+
+    def window(backend: str) -> Function:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            sinks = k[:, :, :SINKS], v[:, :, :SINKS], seen
+            settings: dict[str, Any] = {"window": WINDOW, "scaling": shape.D**-0.5, "sinks": sinks, "key_mask": ones}
+            return window_attention(q, k, v, **settings, own_key=own_key, backend=backend)
+
+        return attend
+
+    floor = {"forward": 3 * u + 2 * u_kv, "backward": 5 * u + 4 * u_kv}
+    return {OURS: window("triton"), PYTORCH: window("torch")}, floor
+
+
+def time_shape(
+    shape: Shape,
+    tokens: int,
+    named: dict[str, Function],
+    floor: dict[str, int],
+    bandwidth: float,
+    repeats: int,
+) -> dict[str, Any]:
+    """Time all that can run this problem, whose passes move so many bytes; what cannot is left out with its reason."""
+    u, u_kv = shape.bytes(tokens)
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     sets = max(1, min(8, math.ceil(3 * cache / (2 * u + 2 * u_kv))))
     row: dict[str, Any] = asdict(shape) | {"tokens": tokens, "left_out": {}}
@@ -222,7 +294,7 @@ def time_shape(shape: Shape, tokens: int, named: dict[str, Function], bandwidth:
             before = torch.cuda.memory_allocated()
             o = function(*inputs)
             timed["saved_mib"] = (torch.cuda.memory_allocated() - before) / 2**20
-            torch.autograd.grad(o, inputs, torch.empty_like(o))
+            torch.autograd.grad(o, inputs, torch.empty_like(o), allow_unused=True)
             timed["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             del o, inputs
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
@@ -295,7 +367,7 @@ def tables(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
                 for name in names[1:]:
                     cell[f"{name} / ours, {which}"] = row[name][which] / mine[which] if name in row else None
             cells.append(cell | {"saved, MiB": mine["saved_mib"], "peak, MiB": mine["peak_mib"]})
-        parts += [f"## {shape}\n", markdown(cells)]
+        parts += [f"### {shape}\n", markdown(cells)]
     return parts
 
 
@@ -317,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "copy_bytes_per_second": copy_bandwidth(),
     }
     before = earlier(arguments.output, facts)
-    for name in ("rows", "decode", "left_out"):
+    for name in ("rows", "recipe", "decode", "left_out"):
         result[name] = before.get(name, [])
     named, bandwidth = peers(), result["copy_bytes_per_second"]
     known = {(shape_of(row), row["tokens"]) for row in result["rows"]}
@@ -325,7 +397,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for tokens in (n for n in LENGTHS if n * shape.B <= arguments.longest):
             if (shape, tokens) in known:
                 continue
-            row = time_shape(shape, tokens, named, bandwidth, arguments.repeats)
+            u, u_kv = shape.bytes(tokens)
+            floor = {"forward": 2 * u + 2 * u_kv, "backward": 4 * u + 4 * u_kv}
+            row = time_shape(shape, tokens, named, floor, bandwidth, arguments.repeats)
             print(f"{shape} {tokens}: {row.get(OURS)}", flush=True)
             # Where ours itself cannot run there is nothing to compare.
             if OURS in row:
@@ -333,6 +407,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 result["left_out"].append(f"{shape} {tokens}: {row['left_out'][OURS]}")
             save(arguments.output, result)
+    known = {(row["part"], shape_of(row), row["tokens"]) for row in result["recipe"]}
+    for key in itertools.product((ATTENTION, FEATURES), (SHAPES[0], SHAPES[2]), RECIPE_LENGTHS):
+        part, shape, tokens = key
+        if key in known or tokens * shape.B > arguments.longest:
+            continue
+        row = time_shape(shape, tokens, *recipe(shape, tokens, part), bandwidth, arguments.repeats)
+        print(f"{part}, {shape} {tokens}: {row.get(OURS)}", flush=True)
+        if OURS in row:
+            result["recipe"].append({"part": part} | row | {"commit": facts["commit"]})
+        else:
+            result["left_out"].append(f"{part}, {shape} {tokens}: {row['left_out'][OURS]}")
+        save(arguments.output, result)
     if not result["decode"]:
         result["decode"] = [row for shape in SHAPES[:2] for row in time_decode(shape, bandwidth, arguments.repeats)]
     save(arguments.output, result)
@@ -378,7 +464,13 @@ def save(output: Path, result: dict[str, Any]) -> None:
         f"Rows measured at commit {commits}; flash-linear-attention {facts['flash-linear-attention']}. Copy bandwidth "
         f"{result['copy_bytes_per_second'] / 1e12:.2f} TB/s. Causal, bf16, elu. Break-even with flash attention, "
         f"{SHAPES[0]}: {result['break_even']}.\n",
+        "## Linear attention\n",
         *tables(rows, names),
+        *(
+            part
+            for name in (ATTENTION, FEATURES)
+            for part in (f"## {name}\n", *tables([r for r in result["recipe"] if r["part"] == name], [OURS, PYTORCH]))
+        ),
         "## Decode\n",
         markdown(result["decode"]),
         f"![Time by length]({output.with_suffix('.png').name})\n",

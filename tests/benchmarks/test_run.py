@@ -112,13 +112,16 @@ def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, mo
         for tokens in (4096, 512)
     ]
     rows[0]["left_out"] = {"softmax, cuDNN": "no kernel"}
-    result = {"provenance": facts, "checked": [], "copy_bytes_per_second": 4e12, "rows": rows, "decode": []}
+    parts = [{"part": kernels.FEATURES, **rows[1], kernels.PYTORCH: timed(7.0)}]
+    result = {"provenance": facts, "checked": [], "copy_bytes_per_second": 4e12, "rows": rows, "recipe": parts}
+    result["decode"] = []
     kernels.save(tmp_path / "h.json", result | {"left_out": []})
     page = (tmp_path / "h.md").read_text()
     # Quadratic time crosses linear time where a quarter of the square of n is n.
     assert json.loads((tmp_path / "h.json").read_text())["break_even"]["forward"] == pytest.approx(2048)
     assert "| 512 | 1 | 0.9 - 1.1 | 0.5 | 0.25 | 2 | 1.8 - 2.2 | 0.5 | 0.25 | 1 | 2 |" in page
     assert "* B=1 H=32 HKV=8 D=128 4096, softmax, cuDNN: no kernel" in page
+    assert "| 512 | 1 | 0.9 - 1.1 | 0.5 | 7 | 2 | 1.8 - 2.2 | 0.5 | 7 | 1 | 2 |" in page
     assert "![Time by length](h.png)" in page
     assert (tmp_path / "h.png").stat().st_size > 1000
     again = load("harness").earlier(tmp_path / "h.json", facts)
@@ -210,7 +213,8 @@ def test_break_even() -> None:
     assert math.isfinite(break_even(lengths, [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]))
 
 
-def test_compile_check_complains() -> None:
+def test_compile_check_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
     good = check.Result("sm_90/bf16/D64/V64/g1", "forward", (64, 64, 4, 2), 230, 0, 0, 49152, 16, 1200, 0, 18.8)
     budget = {"stack": 0, "shared": 49152, "loop": 1200}
@@ -230,19 +234,25 @@ def test_compile_check_complains() -> None:
     assert check.complaints(replace(good, role="decode", matrix=0), budget) == []
 
 
-def test_budget_covers_what_is_compiled() -> None:
+def test_budget_covers_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
     known = json.loads(check.BUDGET.read_text())["kernels"]
-    roles = {"state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"}
-    assert set(known) == {f"{config}/{role}" for config in check.configs(full=True) for role in roles}
+    planned = {f"{config}/{launch.role}" for config in check.configs(full=True) for launch in check.launches(config)}
+    assert set(known) == planned
 
 
-def test_compile_check_plans_every_kernel() -> None:
+def test_compile_check_plans_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
     launches = list(check.launches(check.Config("sm_90", "bf16", 128, 128, 4)))
-    roles = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
-    assert [launch.role for launch in launches] == roles
+    of_attention = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
+    of_window = ["key_sums", "key_scan", "window", "window_dq", "window_dkv"]
+    assert [launch.role for launch in launches] == [*of_attention, *of_window, "features", "features_backward"]
     assert all(launch.arguments["D"] == 128 for launch in launches if launch.role != "delta")
+    # Too large for shared memory, and for the registers.
+    large = [launch.role for launch in check.launches(check.Config("sm_90", "fp32", 256, 256, 1))]
+    assert large == of_attention
 
 
 def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -269,9 +279,28 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
 
 
-def test_tuner_plans_real_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuner_tries_tiles_that_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     tuner = load("tune")
     for role in tuner.ROLES:
-        assert all(t.tokens >= 32 or role == "decode" for t in tuner.candidates(role, 64))
-        assert all(t.width <= 64 for t in tuner.candidates(role, 64))
+        tiles = list(tuner.candidates(role, 64))
+        assert all(t.tokens >= 32 or role == "decode" for t in tiles)
+        if role in tuner.OF_FEATURES:
+            assert all(t.width % t.tokens == 0 for t in tiles)
+        else:
+            assert all(t.width <= 64 for t in tiles)
+        if role in tuner.OF_WINDOW:
+            assert all(tuner.BLOCK % t.tokens == tuner.BLOCK % t.width == 0 for t in tiles)
+
+
+@pytest.mark.parametrize(
+    ("role", "tokens"), [("state", 1100), ("decode", 64), ("window_dkv", 64), ("features_backward", 64)]
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
+def test_tuner_plans_real_launches(role: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    tuner = load("tune")
+    target = tuner.Target("interpreter", 64)
+    launch = tuner.launch_of(role, target, torch.float32, 16, tokens=tokens, heads=1, device="cpu")
+    assert launch.role == role
+    launch.run()

@@ -1,0 +1,49 @@
+"""What distillation's recommended recipe asks of a layer besides linear attention, as problems for the kernels."""
+
+import torch
+
+from hf_linear_attn.ops.triton import LARGEST_PAIR, LARGEST_WINDOW_FP32
+from hf_linear_attn.ops.triton.features import FeatureProblem
+from hf_linear_attn.ops.triton.plan import Problem
+from hf_linear_attn.ops.triton.window import WindowProblem
+
+WINDOW, SINKS = 64, 4
+
+
+def window_problem(p: Problem) -> WindowProblem | None:
+    """Return the window with its sinks and a key of each query's own; None where the kernels do not hold it.
+
+    Args:
+        p: Linear attention over the same queries, keys and values, on any device.
+    """
+    (batch, heads, tokens, _), kv_heads, D, V = p.q.shape, p.k.shape[1], p.k.shape[3], p.v.shape[3]
+    device, dtype = p.q.device, p.q.dtype
+    if dtype == torch.float32 and max(D, V) > LARGEST_WINDOW_FP32:
+        return None
+    return WindowProblem(
+        p.target,
+        p.q,
+        p.k,
+        p.v,
+        codes=torch.full((batch, tokens), 3, dtype=torch.uint8, device=device),
+        sink_k=torch.randn(batch, kv_heads, SINKS, D, dtype=dtype, device=device),
+        sink_v=torch.randn(batch, kv_heads, SINKS, V, dtype=dtype, device=device),
+        seen=torch.ones(batch, tokens, SINKS, dtype=torch.uint8, device=device),
+        f=torch.randn(batch, tokens, heads, V, dtype=dtype, device=device).transpose(1, 2),
+        number=torch.arange(tokens, device=device).sub(WINDOW - 1).clamp(min=0).expand(batch, -1).contiguous(),
+        before=None,
+        bias=torch.zeros(heads, device=device),
+        weight=torch.zeros(heads, D, device=device),
+        window=WINDOW,
+        scaling=D**-0.5,
+    )
+
+
+def feature_problem(p: Problem) -> FeatureProblem | None:
+    """Return the norm-preserving features of the same queries, the longer of both kernels, or None likewise."""
+    heads, D = p.q.shape[1], p.k.shape[3]
+    if D > LARGEST_PAIR:
+        return None
+    weight = torch.randn(heads, D, D, device=p.q.device)
+    power = torch.full((heads,), 3.0, device=p.q.device)
+    return FeatureProblem(p.target, p.q, weight, power, "norm_preserving", 1.0, D**-0.25)
