@@ -129,6 +129,23 @@ def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, mo
     assert load("harness").earlier(tmp_path / "h.json", facts | {"torch": "9"}) == {}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
+def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
+    output = tmp_path / "traffic.json"
+    small = ["--tokens", "80", "--heads", "2", "1", "--head-dim", "16"]
+    found = run("--suite", "traffic", "--output", str(output), *small)
+    assert found.returncode == 0, found.stderr
+    rows = {row.pop("layer").split(" (")[0]: row for row in json.loads(output.read_text())["rows"]}
+    # q, k, v, o, a normaliser per query and the state: linear attention is one operation in both.
+    plain, state = rows["elu"], 4 * (16 * 16 + 16) / (2 * 80 * 16 * 2)
+    assert plain["prefill, U: PyTorch"] == plain["prefill, U: kernels"]
+    assert plain["prefill, U: kernels"] == pytest.approx(3 + 2 / 16 + state, abs=0.15)
+    recommended = rows["norm_preserving, window 64"]
+    for what in ("prefill, U", "forward and backward, U", "operations of a step"):
+        assert recommended[f"{what}: kernels"] < 0.5 * recommended[f"{what}: PyTorch"]
+    assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
+
+
 def test_models_suite_goes_on_from_what_it_measured(tmp_path: Path) -> None:
     output = tmp_path / "models.json"
     small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]

@@ -1,0 +1,132 @@
+"""What a converted layer moves through memory, counted operation by operation, with and without the Triton kernels.
+
+    TRITON_INTERPRET=1 python benchmarks/run.py --suite traffic
+
+Every operation that PyTorch dispatches, the package's kernels among them, counts what its arguments and results hold;
+views and allocations count nothing, nor do parameters, which are small at the lengths of real text. The unit is U, the
+bytes of q. No time is measured, so it runs on any machine; without a GPU in Triton's interpreter.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import facts_line, markdown, provenance, write
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer
+from hf_linear_attn.patching.attention import Geometry
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPE = {"window": 64, "sinks": 4}
+LAYERS: dict[str, dict[str, Any]] = {
+    "elu": {"feature_map": "elu"},
+    "elu, window 64": {"feature_map": "elu", **RECIPE},
+    "hedgehog": {"feature_map": "hedgehog"},
+    "hedgehog, window 64": {"feature_map": "hedgehog", **RECIPE},
+    "norm_preserving, window 64 (recommended)": {"feature_map": "norm_preserving", **RECIPE},
+}
+FREE = ("empty", "_unsafe_view", "_local_scalar_dense", "detach")
+FILLS = ("new_ones", "new_zeros", "ones", "zeros", "full", "arange", "scalar_tensor")
+
+
+class Counter(TorchDispatchMode):
+    """Count operations and the bytes that they read and write.
+
+    Attributes:
+        operations: Operations that move something.
+        bytes: What they move.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.operations = self.bytes = 0
+        self.parameters = {x.untyped_storage().data_ptr() for x in module.parameters()}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        found = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        views = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+        if views or name.startswith(FREE):
+            return found
+        read = [] if name.startswith(FILLS) else tree_leaves((args, kwargs))
+        self.operations += 1
+        self.bytes += sum(self._size(x) for x in (*read, *tree_leaves(found)) if isinstance(x, Tensor))
+        return found
+
+    def _size(self, x: Tensor) -> int:
+        storage = x.untyped_storage()
+        # An expanded tensor is as large as what it repeats.
+        return 0 if storage.data_ptr() in self.parameters else min(x.nbytes, storage.nbytes())
+
+
+def count(settings: dict[str, Any], backend: str, geometry: Geometry, tokens: int) -> dict[str, Any]:
+    """Count one layer's passes over ``tokens`` tokens, and a step of generation after them."""
+    config = LinearAttentionConfig(**settings, backend=backend)
+    layer = LinearAttention(config, geometry, "layer").to(DEVICE)
+
+    def draw(heads: int) -> Tensor:
+        x = torch.randn(1, tokens, heads, geometry.head_dim, device=DEVICE, dtype=torch.bfloat16)
+        return x.transpose(1, 2)
+
+    q, k, v = draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads)
+    row: dict[str, Any] = {}
+    with torch.no_grad(), Counter(layer) as found:
+        layer(q, k, v)
+    row["prefill, U"] = found.bytes / q.nbytes
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with Counter(layer) as found:
+        layer(*leaves).backward(torch.randn_like(q))
+    row["forward and backward, U"] = found.bytes / q.nbytes
+    layer.cache = LinearAttentionCacheLayer()
+    with torch.no_grad():
+        layer(q, k, v)
+        for _ in range(2):
+            with Counter(layer) as found:
+                layer(*(x[:, :, :1] for x in (q, k, v)))
+    return row | {"operations of a step": found.operations}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the suite."""
+    parser = argparse.ArgumentParser(
+        prog="run.py --suite traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("docs/results/traffic.json"), help="result (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (%(default)s)")
+    parser.add_argument("--heads", type=int, nargs=2, default=(4, 1), metavar=("H", "HKV"), help="heads (4 1)")
+    parser.add_argument("--head-dim", type=int, default=128, help="dimensions of a head (%(default)s)")
+    arguments = parser.parse_args(argv)
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        sys.exit("Without a GPU `--suite traffic` needs Triton's interpreter: set TRITON_INTERPRET=1.")
+    geometry = Geometry(arguments.head_dim, *arguments.heads, 1 / math.sqrt(arguments.head_dim))
+    rows = []
+    for name, settings in LAYERS.items():
+        plain, kernels = (count(settings, backend, geometry, arguments.tokens) for backend in ("torch", "triton"))
+        row: dict[str, Any] = {"layer": name}
+        for what, number in plain.items():
+            row |= {f"{what}: PyTorch": number, f"{what}: kernels": kernels[what]}
+        print(row, flush=True)
+        rows.append(row)
+    facts = provenance("traffic", argv or [])
+    heads, kv_heads = arguments.heads
+    parts = [
+        "# Counted traffic of a layer\n",
+        facts_line(facts),
+        f"Counted, not timed: {arguments.tokens} tokens, {heads} query and {kv_heads} key heads of "
+        f"{arguments.head_dim} dimensions, bf16, no padding. U is the size of q; to read q and write o alone is 2 U, k "
+        f"and v are {2 * kv_heads / heads:g} U. An operation counts its arguments and results once, whatever it moves "
+        "within, and linear attention itself is one operation in both columns. Parameters are left out.\n",
+        markdown(rows),
+    ]
+    write(arguments.output, {"provenance": facts, "rows": rows}, "\n".join(parts))
+    print(f"wrote {arguments.output} and .md")
