@@ -311,6 +311,30 @@ def test_writes_all_it_allocates(case: Case, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(x, clean[name]), name
 
 
+def test_same_bits_twice_and_in_every_layout() -> None:
+    case = Case(B=1, T=35, D=20, own=True, sinks=1, masked=True, dtype=torch.bfloat16)
+    x = case.inputs()
+    first = run(case, "triton", x)
+    # Same numbers, other strides: tokens before heads, and a slice of a wider tensor.
+    names = ("q", "k", "v", "f", "do")
+    moved = x | {name: x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in names}
+    sliced = x | {name: torch.cat([x[name], x[name]], -1)[..., : x[name].shape[-1]] for name in names}
+    for inputs in (x, moved, sliced):
+        for name, y in run(case, "triton", inputs).items():
+            assert torch.equal(y, first[name]), name
+
+
+def test_offsets_beyond_32_bits() -> None:
+    # The storage is virtual: only the pages that hold the two rows are ever touched.
+    stride = 2**31 + 64
+    storage = torch.empty(stride + 5 * 16, dtype=torch.bfloat16)
+    far = storage.as_strided((2, 1, 5, 16), (stride, 80, 16, 1))
+    near = torch.randn(2, 1, 5, 16).bfloat16()
+    far.copy_(near)
+    settings = {"window": 2, "scaling": SCALING, "backend": "triton"}
+    assert torch.equal(window_attention(far, far, far, **settings), window_attention(near, near, near, **settings))
+
+
 def test_a_backend_that_cannot_run_here_is_refused() -> None:
     q = torch.zeros(1, 1, 4, 512)
     with pytest.raises(BackendError, match="q has head size 512, and the kernels hold at most 256"):

@@ -106,11 +106,11 @@ def window_attention_triton(
     """Compute attention over a window with Triton kernels; see :func:`hf_linear_attn.ops.window.window_attention`."""
     from hf_linear_attn.ops.triton.op import triton_window
 
-    codes = None if key_mask is None else key_mask.to(torch.uint8)
+    codes = None if key_mask is None else key_mask.view(torch.uint8)
     of_queries: tuple[Tensor | None, ...] = (None,) * 5
     if own_key is not None:
-        counts = own_key.counts.to(torch.uint8) * 2
-        codes = counts + 1 if codes is None else counts + codes
+        counts = own_key.counts.view(torch.uint8)
+        codes = torch.add(1 if codes is None else codes, counts, alpha=2)
         of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
     o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
