@@ -24,6 +24,7 @@ from hf_linear_attn.evaluation import latency, perplexity, retrieval
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.latency import timed
 from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
+from hf_linear_attn.evaluation.loading import load_tokenizer
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import (
     SCHEMA_VERSION,
@@ -38,7 +39,6 @@ from hf_linear_attn.evaluation.subjects import (
     Subject,
     check_tokenizer,
     gather_subjects,
-    load_tokenizer,
     process_state,
 )
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
@@ -140,7 +140,8 @@ def _prepare(
     if tokenizer is None:
         if settings.model is None:
             raise ArgumentError(explain("tokenizer", "be given with a model in memory", None, "Pass tokenizer=..."))
-        tokenizer = load_tokenizer(settings.model, settings)
+        local = settings.offline or os.path.isdir(settings.model)
+        tokenizer = load_tokenizer(settings.model, local_files_only=local)
     check_tokenizer(tokenizer)
     return subjects, tokenizer, _check(settings, subjects, tokenizer)
 

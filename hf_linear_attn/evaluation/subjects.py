@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,19 +14,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
+from hf_linear_attn.evaluation.loading import load_model, position_limit
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-
-_POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
 
 
 @dataclass(frozen=True)
@@ -84,15 +76,8 @@ class Subject:
 
     @cached_property
     def position_limit(self) -> int | None:
-        """Return the number of positions a learned table holds, or None where positions do not run out."""
-        tables = [
-            module.num_embeddings
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
-        ]
-        # OPT and BART keep two rows for themselves; the configuration knows how many remain.
-        declared = getattr(self.model.config, "max_position_embeddings", None)
-        return min([*tables, *([declared] if tables and declared else [])], default=None)
+        """Return the number of positions a table of the model holds, or None where positions do not run out."""
+        return position_limit(self.model)
 
     @property
     def trained_length(self) -> int | None:
@@ -144,50 +129,21 @@ def process_state() -> PartialState:
     return PartialState(cpu=on_cpu)
 
 
-def load_model(path: str, settings: EvaluationSettings) -> PreTrainedModel:
-    """Load a softmax or patched causal language model for evaluation.
+def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrainedModel:
+    """Load a model of a run; a teacher has to be softmax.
 
     Args:
         path: A folder or hub name.
+        role: `"model"` or `"teacher"`.
         settings: `dtype`, `device` and `offline` are used.
 
     Raises:
+        ArgumentError: If a teacher is patched.
         CheckpointError: If there is no loadable causal language model at `path`.
     """
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "local_files_only": settings.offline or os.path.isdir(path),
-    }
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=options["local_files_only"])
-        if getattr(config, "linear_attention", None):
-            from hf_linear_attn.patching import from_pretrained
-
-            model = from_pretrained(path, **options)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            explain("model", "be a causal language model that can be loaded", path, f"Check the path: {error}")
-        ) from error
+    model = load_model(path, role, local_files_only=settings.offline or os.path.isdir(path), dtype=settings.dtype)
     model.to(torch.device(settings.device) if settings.device else process_state().device)  # type: ignore[arg-type]
     return model
-
-
-def load_tokenizer(path: str, settings: EvaluationSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
-
-    Raises:
-        CheckpointError: If there is none at `path`.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=settings.offline or os.path.isdir(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            explain("tokenizer", "be loadable from the model's folder", path, f"Check the path: {error}")
-        ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -274,7 +230,7 @@ def gather_subjects(
         if given is not None:
             subjects.append(prepare(role, role, given, None, settings))
         elif path is not None:
-            subjects.append(prepare(role, role, load_model(path, settings), path, settings))
+            subjects.append(prepare(role, role, load_subject(path, role, settings), path, settings))
         elif role == "model":
             raise ArgumentError(
                 explain("model", "be a model or a path", None, "Pass model=..., or set the path in the settings.")

@@ -246,7 +246,13 @@ SMALL = {
             r"`attn` must be 'linear' or 'auto' for a patched",
         ),
         ({}, {}, ArgumentError, r"`model` must be a model or a path, got None"),
-        ({"model": "missing/folder", "offline": True}, {}, CheckpointError, r"`model` must be a causal language model"),
+        ({"model": "missing/folder", "offline": True}, {}, CheckpointError, r"`model` must be a folder or hub name"),
+        (
+            {"teacher": "missing/folder", "offline": True},
+            {"model": tiny_llama},
+            CheckpointError,
+            r"`teacher` must be a folder or hub name .*got 'missing/folder'",
+        ),
         (
             {"lengths": (600,)},
             {"model": tiny_gpt2},
