@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.plan import main as plan
-from hf_linear_attn.distill.run import DistillResult, distill, load_teacher, model_name
+from hf_linear_attn.distill.run import DistillResult, distill, fit_positions, load_teacher, model_name
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.evaluation.loading import load_tokenizer
 
 __all__ = ["main", "plan", "teacher_logits"]
 
@@ -139,12 +140,11 @@ def teacher_logits(arguments: Sequence[str] | None = None) -> None:
         raise ArgumentError(
             explain("teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill.")
         )
+    folder = Path(settings.teacher_logits)
     if flags.processes < 1:
         raise ArgumentError(explain("processes", "be at least 1", flags.processes, "Leave it out for one process."))
-    tokenizer = AutoTokenizer.from_pretrained(model_name(settings))
-    data, _ = load_data(settings, tokenizer, processes=flags.processes)
     # One process: a teacher that is too large for one accelerator is spread over all.
     teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
-    write_teacher_logits(
-        settings, teacher, data, Path(settings.teacher_logits), top_k=flags.top_k, processes=flags.processes
-    )
+    settings = fit_positions(settings, teacher)
+    data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
+    write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)

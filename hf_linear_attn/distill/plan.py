@@ -13,6 +13,7 @@ from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.evaluation.loading import position_limit
 from hf_linear_attn.patching import patch_model
 
 GIB = 2**30
@@ -97,7 +98,8 @@ def plan(
         The plan.
 
     Raises:
-        ArgumentError: If a number is out of range, or the config is not a causal language model's.
+        ArgumentError: If a number is out of range, sequences are longer than the model's positions reach, or the config
+            is not a causal language model's.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -115,6 +117,7 @@ def plan(
         raise ArgumentError(
             explain("config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0])
         ) from error
+    settings = settings.within(position_limit(student))
     parameters = sum(p.numel() for p in student.parameters())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

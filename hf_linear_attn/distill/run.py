@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.checkpoint import write_atomic
@@ -29,8 +29,9 @@ from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, p
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.evaluation.loading import load_model, load_tokenizer, position_limit
 from hf_linear_attn.feature_maps import load_feature_maps
-from hf_linear_attn.patching import from_pretrained, is_patched, patch_model
+from hf_linear_attn.patching import is_patched, patch_model
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def distill(
 
     Raises:
         ArgumentError: If models, tokenizer, data and settings do not fit together.
-        CheckpointError: If the output folder is in use, full, or holds only damaged checkpoints.
+        CheckpointError: If a model cannot be loaded, or the output folder is in use, full, or holds only damaged
+            checkpoints.
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
     """
     # Its precision is one per process; ours is one per run, so it is left to autocast.
@@ -116,9 +118,10 @@ def distill(
         fresh_student = partial(load_student, teacher=teacher)
         if teacher is None and needs_teacher(settings, made):
             teacher = load_teacher(settings)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(settings.model or settings.student)
+        tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
         student = student or fresh_student(settings)
         check_pair(teacher, student, tokenizer)
+        settings = fit_positions(settings, student)
         if settings.pack and not takes(student, "position_ids"):
             raise ArgumentError(
                 explain(
@@ -263,6 +266,20 @@ def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     return ("distill" in settings.stages and learns_from_it) or (made and compared)
 
 
+def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:
+    """Return the settings for the positions that a model has, saying in the log what was left out.
+
+    Raises:
+        ArgumentError: If a length that was asked for reaches beyond them.
+    """
+    limit = position_limit(model)
+    fitting = settings.within(limit)
+    if fitting != settings:
+        longest = max(fitting.factors()) * settings.block_tokens
+        logger.info("the model has %d positions, so the longest sequences have %d tokens", limit, longest)
+    return fitting
+
+
 def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
     """Load the softmax model that the settings name, in the dtype that they name.
 
@@ -271,7 +288,8 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
         **options: More of Transformers' ``from_pretrained``.
 
     Raises:
-        ArgumentError: If there is none.
+        ArgumentError: If they name none, or a patched one.
+        CheckpointError: If it cannot be loaded.
     """
     if settings.teacher_dtype is not None:
         options["dtype"] = getattr(torch, settings.teacher_dtype)
@@ -292,24 +310,14 @@ def model_name(settings: DistillationSettings) -> str:
 
 
 def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
-    name = model_name(settings)
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            explain(
-                "model",
-                "be a causal language model's folder or hub name",
-                name,
-                f"Loading it failed: {str(error).splitlines()[0]}",
-            )
-        ) from error
+    remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
+    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
     """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
     if settings.student is not None:
-        return from_pretrained(settings.student)
+        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.

@@ -66,8 +66,9 @@ class DistillationSettings:
         block_tokens: Length T of the shortest training sequences.
         length_factors: Lengths of the sequences of ``transfer`` and ``distill`` as multiples of ``block_tokens``, taken
             in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
-            sequences are fewer. None for those of 1, 2, 4 that divide ``rows``, so that no forward is larger. Feature
-            maps see rotated queries and keys, and serve badly at positions that they were not trained on.
+            sequences are fewer. None for those of 1, 2, 4 that divide ``rows``, so that no forward is larger, and that
+            the model has positions for, where these run out. Feature maps see rotated queries and keys, and serve badly
+            at positions that they were not trained on.
         pack: Whether documents that do not fill a sequence share one, each seeing itself alone; otherwise they are
             padded.
         recall_share: Share of the sequences that are generated recall tasks, 0..1: on local text alone, a window looks
@@ -259,6 +260,30 @@ class DistillationSettings:
         if self.length_factors is not None:
             return self.length_factors
         return [factor for factor in LENGTH_FACTORS if not self.rows % factor]
+
+    def within(self, positions: int | None) -> Self:
+        """Return the settings for a model of so many positions, without the default lengths that reach beyond.
+
+        Args:
+            positions: The positions that the model has, None where they do not run out.
+
+        Raises:
+            ArgumentError: If a length that was asked for reaches beyond them.
+        """
+        if positions is None:
+            return self
+        rule = f"keep sequences within the model's {positions} positions"
+        if self.block_tokens > positions:
+            raise ArgumentError(explain("block_tokens", rule, self.block_tokens, "Lower it."))
+        remedy = f"Lower it, or `block_tokens`, which is {self.block_tokens}."
+        if "extend" in self.stages and self.extend_factor * self.block_tokens > positions:
+            raise ArgumentError(explain("extend_factor", rule, self.extend_factor, remedy))
+        factors = [factor for factor in self.factors() if factor * self.block_tokens <= positions]
+        if factors == self.factors() or not {"transfer", "distill"} & set(self.stages):
+            return self
+        if self.length_factors is not None:
+            raise ArgumentError(explain("length_factors", rule, self.length_factors, remedy))
+        return self.with_changes(length_factors=factors)
 
     def learning_rate(self, hidden_size: int) -> float:
         """Return the attention modules' learning rate for a model of that width."""

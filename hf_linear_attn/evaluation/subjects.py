@@ -130,7 +130,7 @@ def process_state() -> PartialState:
 
 
 def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrainedModel:
-    """Load a model of a run; a teacher has to be softmax.
+    """Load a model of a run.
 
     Args:
         path: A folder or hub name.
@@ -138,7 +138,6 @@ def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrain
         settings: `dtype`, `device` and `offline` are used.
 
     Raises:
-        ArgumentError: If a teacher is patched.
         CheckpointError: If there is no loadable causal language model at `path`.
     """
     model = load_model(path, role, local_files_only=settings.offline or os.path.isdir(path), dtype=settings.dtype)
@@ -169,7 +168,8 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
     Raises:
         UnsupportedError: If the model is not a causal language model, or if `attn="linear"` was asked and no layer of
             the model under test is patched.
-        ArgumentError: If `attn="softmax"` was asked for a patched model that was passed in memory.
+        ArgumentError: If the teacher is patched, or `attn="softmax"` was asked for a patched model that was passed in
+            memory.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None or model.config.is_encoder_decoder:
@@ -184,6 +184,15 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
         )
     model.train(False)
     subject = Subject(name=name, role=role, model=model, path=path)
+    if role == "teacher" and subject.linear_attention is not None:
+        raise ArgumentError(
+            explain(
+                "teacher",
+                "be a softmax model, and this one is patched",
+                path or type(model).__name__,
+                "Name the softmax model that it was made from; `compare` shows two students side by side.",
+            )
+        )
     if role == "model":
         if settings.attn == "linear" and subject.linear_attention is None:
             raise UnsupportedError(
@@ -221,10 +230,20 @@ def gather_subjects(
     """Load or take every model of a run, the one under test first.
 
     Raises:
-        ArgumentError: If no model is given, or one is given twice.
+        ArgumentError: If no model is given, or one is given twice, or the teacher is patched.
         CheckpointError: If a path cannot be loaded.
         UnsupportedError: If a model cannot be evaluated.
     """
+    known = [id(one) for one in (model, teacher, *baselines.values()) if one is not None]
+    if len(set(known)) != len(known):
+        raise ArgumentError(
+            explain(
+                "teacher",
+                "be another object than `model`",
+                "the same model",
+                "patch_model works in place: load twice.",
+            )
+        )
     subjects = []
     for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):
         if given is not None:
@@ -239,13 +258,4 @@ def gather_subjects(
         if name in ("model", "teacher"):
             raise ArgumentError(explain("baselines", "have names of their own", name, "Choose another name."))
         subjects.append(prepare(name, "baseline", baseline, None, settings))
-    if len({id(subject.model) for subject in subjects}) != len(subjects):
-        raise ArgumentError(
-            explain(
-                "teacher",
-                "be another object than `model`",
-                "the same model",
-                "patch_model works in place: load twice.",
-            )
-        )
     return subjects

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_linear_attn import from_pretrained
+from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill.cli import main, teacher_logits
 from hf_linear_attn.errors import ArgumentError
-from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny import byte_tokenizer, tiny_gpt2, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMON = ["--block-tokens", "16", "--rows", "2", "--heldout-rows", "0", "--no-progress", "--log-every", "1"]
@@ -71,6 +71,12 @@ def test_teacher_logits_from_the_command_line(files):
         teacher_logits(flags)
     with pytest.raises(ArgumentError, match=r"`model` must be a folder or hub name, got None. Name a softmax"):
         teacher_logits(logits)
+    patch_model(tiny_teacher(), feature_map="elu").save_pretrained(files / "student")
+    with pytest.raises(ArgumentError, match=r"`model` must be a softmax model, and this one is patched"):
+        teacher_logits([*flags, *logits, "--model", str(files / "student")])
+    tiny_gpt2(positions=16).save_pretrained(files / "teacher")
+    with pytest.raises(ArgumentError, match=r"`length_factors` must keep sequences within the model's 16 positions"):
+        teacher_logits([*flags, *logits, "--length-factors", "2"])
     with pytest.raises(ArgumentError, match=r"`processes` must be at least 1, got 0"):
         teacher_logits([*flags, *logits, "--processes", "0"])
 

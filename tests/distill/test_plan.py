@@ -1,5 +1,5 @@
 import pytest
-from transformers import CLIPTextConfig, LlamaConfig
+from transformers import CLIPTextConfig, GPT2Config, LlamaConfig
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
@@ -57,5 +57,9 @@ def test_command_prints_the_plan(tmp_path, capsys):
 def test_configs_that_are_no_language_models_are_refused():
     with pytest.raises(ArgumentError, match="`utilisation` must be positive"):
         plan(LLAMA_8B, utilisation=2)
+    with pytest.raises(
+        ArgumentError, match="`block_tokens` must keep sequences within the model's 1024 positions, got 2"
+    ):
+        plan(GPT2Config(), DistillationSettings(block_tokens=2048))
     with pytest.raises(ArgumentError, match="`config` must be a causal language model's, got 'CLIPTextConfig'"):
         plan(CLIPTextConfig())

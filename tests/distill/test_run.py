@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import distill
@@ -18,6 +17,7 @@ from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
+from tests.distill.tiny import tiny_gpt2, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
 
@@ -278,8 +278,6 @@ def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
         go(settings, patched, tokenizer, data)
     with pytest.raises(ArgumentError, match="`student` must be patched"):
         go(settings, teacher, tokenizer, data, student=copy.deepcopy(teacher))
-    from tests.distill.tiny import tiny_teacher
-
     other = patch_model(tiny_teacher(vocab_size=300), feature_map="hedgehog")
     with pytest.raises(
         ArgumentError, match="`student` must have the teacher's tokenizer and vocabulary of 259, got 300"
@@ -292,8 +290,7 @@ def test_models_that_do_not_fit_are_refused(settings, teacher, tokenizer, data):
 
 
 def test_another_architecture_is_refused(settings, teacher, tokenizer, data):
-    other = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=259))
-    patch_model(other, feature_map="hedgehog")
+    other = patch_model(tiny_gpt2(positions=64), feature_map="hedgehog")
     with pytest.raises(ArgumentError, match="`student` must have the teacher's architecture, 'llama', got 'gpt2'"):
         go(settings, teacher, tokenizer, data, student=other)
 
@@ -355,3 +352,57 @@ def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch
     monkeypatch.setattr(student, "forward", forward)
     with pytest.raises(ArgumentError, match="`pack` must be False for LlamaForCausalLM, got True"):
         distill(settings, teacher, student, tokenizer, data=data)
+
+
+def test_sequences_stay_within_the_models_positions(settings, tokenizer, data, tmp_path, caplog):
+    settings = settings.with_changes(rows=4, length_factors=None, output_dir=str(tmp_path))
+    with caplog.at_level(logging.INFO), pytest.raises(StoppedError):
+        go(settings, tiny_gpt2(positions=40), tokenizer, data, on_step=stop_at(4))
+    assert "the model has 40 positions, so the longest sequences have 32 tokens" in caplog.text
+    # Going on, the run has the lengths that it began with.
+    result = go(settings, tiny_gpt2(positions=40), tokenizer, data)
+    assert result.settings.length_factors == [1, 2]
+    assert result.student.config.linear_attention["trained_length"] == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"length_factors": [1, 4]},
+            r"`length_factors` must keep sequences within the model's 40 positions, got \[1, 4\]. Lower it, or `bl",
+        ),
+        (
+            {"block_tokens": 48},
+            r"`block_tokens` must keep sequences within the model's 40 positions, got 48. Lower it.",
+        ),
+        (
+            {"stages": ["extend"], "extend_factor": 3},
+            r"`extend_factor` must keep sequences within the model's 40 positions, got 3. Lower it, or `bl",
+        ),
+    ],
+)
+def test_longer_sequences_than_positions_are_refused_before_data_are_read(settings, tokenizer, changes, message):
+    settings = settings.with_changes(rows=4, dataset="missing/texts", **changes)
+    with pytest.raises(ArgumentError, match=message):
+        distill(settings, teacher=tiny_gpt2(positions=40), tokenizer=tokenizer)
+
+
+def test_lengths_that_no_stage_reads_do_not_matter(settings, tokenizer, data):
+    settings = settings.with_changes(rows=4, length_factors=[4], stages=["extend"], extend_factor=2, extend_steps=1)
+    assert go(settings, tiny_gpt2(positions=40), tokenizer, data).tokens == 4 * 32
+
+
+def test_a_student_is_not_taken_for_its_teacher_nor_a_teacher_for_a_student(
+    settings, teacher, tokenizer, data, tmp_path
+):
+    teacher.save_pretrained(tmp_path / "softmax")
+    patch_model(teacher, feature_map="hedgehog", window=4).save_pretrained(tmp_path / "patched")
+    message = r"`model` must be a softmax model, and this one is patched, got .*Pass it as `student`"
+    with pytest.raises(ArgumentError, match=message):
+        distill(settings.with_changes(model=str(tmp_path / "patched")), tokenizer=tokenizer, data=data)
+    message = r"`student` must be a patched model, and this one is softmax, got .*Pass it as `model`"
+    with pytest.raises(ArgumentError, match=message):
+        distill(
+            settings.with_changes(student=str(tmp_path / "softmax"), distill_loss="ce"), tokenizer=tokenizer, data=data
+        )

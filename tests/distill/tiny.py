@@ -2,7 +2,7 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -38,3 +38,13 @@ def tiny_teacher(layers: int = 2, **changes: object) -> LlamaForCausalLM:
             | changes
         )
         return LlamaForCausalLM(config).eval()
+
+
+def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
+    """Return a model whose positions run out."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=positions, bos_token_id=1, eos_token_id=2
+        )
+        return GPT2LMHeadModel(config).eval()

@@ -248,6 +248,12 @@ SMALL = {
         ({}, {}, ArgumentError, r"`model` must be a model or a path, got None"),
         ({"model": "missing/folder", "offline": True}, {}, CheckpointError, r"`model` must be a folder or hub name"),
         (
+            {},
+            {"model": tiny_linear, "teacher": tiny_linear},
+            ArgumentError,
+            r"`teacher` must be a softmax model, and this one is patched, got 'LlamaForCausalLM'. Name",
+        ),
+        (
             {"teacher": "missing/folder", "offline": True},
             {"model": tiny_llama},
             CheckpointError,
