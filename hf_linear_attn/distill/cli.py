@@ -23,7 +23,6 @@ __all__ = ["main", "plan", "teacher_logits"]
 
 def make_parser(
     description: str | None,
-    defaults: Mapping[str, Any],
     others: Sequence[argparse.ArgumentParser],
     command: str | None,
 ) -> tuple[HfArgumentParser, argparse.ArgumentParser]:
@@ -46,7 +45,6 @@ def make_parser(
         elif action.dest in documented:
             # argparse formats help texts with %.
             action.help = documented[action.dest].replace("%", "%%")
-    parser.set_defaults(**defaults)
     return parser, first
 
 
@@ -59,14 +57,17 @@ def parse(
     command: str | None = None,
 ) -> DistillationSettings:
     """Read settings from flags, over those of a file or preset, over ``defaults``; ``start`` is the usual preset."""
-    parser, first = make_parser(description, defaults, others, command)
+    parser, first = make_parser(description, others, command)
     known, _ = first.parse_known_args(arguments)
-    if known.config is not None:
-        parser.set_defaults(**read_settings(known.config))
-    else:
-        parser.set_defaults(**preset(known.preset or start))
+    named = read_settings(known.config) if known.config is not None else preset(known.preset or start)
+    # What nobody names is left to the dataclass, which treats its defaults otherwise than what was asked for.
+    settings = {setting.name for setting in fields(DistillationSettings)}
+    for action in parser._actions:
+        if action.dest in settings:
+            action.default = argparse.SUPPRESS
+    parser.set_defaults(**(dict(defaults) | named))
     values = vars(parser.parse_args(arguments))
-    return DistillationSettings(**{setting.name: values[setting.name] for setting in fields(DistillationSettings)})
+    return DistillationSettings(**{name: value for name, value in values.items() if name in settings})
 
 
 def setting_help() -> dict[str, str]:

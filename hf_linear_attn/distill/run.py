@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.checkpoint import write_atomic
 from hf_linear_attn.distill.data import Batch, Data, load_data
@@ -121,7 +122,7 @@ def distill(
         tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
         student = student or fresh_student(settings)
         check_pair(teacher, student, tokenizer)
-        settings = fit_positions(settings, student)
+        settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
         if settings.pack and not takes(student, "position_ids"):
             raise ArgumentError(
                 explain(
@@ -266,6 +267,35 @@ def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     return ("distill" in settings.stages and learns_from_it) or (made and compared)
 
 
+def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
+    """Return the settings with the conversion of a student that was converted before.
+
+    Raises:
+        ArgumentError: If another was asked for.
+    """
+    config = LinearAttentionConfig.from_dict(student.config.linear_attention)
+    own: dict[str, Any] = {name: getattr(config, name) for name in ("feature_map", "window", "sinks", "mix")}
+    own |= {"feature_map_options": dict(config.feature_map_options), "layers": list(config.layers or ())}
+    # Its softmax layers were chosen when it was made.
+    own["softmax_budget"] = 0.0
+    asked = {name: getattr(settings, name) for name in own if name in settings.given}
+    if "feature_map_options" in asked:
+        asked["feature_map_options"] = settings.map_options(head_dim_of(student.config))
+    if "layers" in asked:
+        asked["layers"] = own["layers"] if asked["layers"] is None else sorted(set(asked["layers"]))
+    for name, value in asked.items():
+        if value != own[name]:
+            raise ArgumentError(
+                explain(
+                    name,
+                    f"be the student's own, {own[name]!r}",
+                    value,
+                    "Leave it out, or convert `model` anew in place of `student`.",
+                )
+            )
+    return settings.with_changes(**own)
+
+
 def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:
     """Return the settings for the positions that a model has, saying in the log what was left out.
 
@@ -322,20 +352,23 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.
         student.to(dtype=torch.float32)  # type: ignore[call-arg]
-    head_dim = getattr(student.config, "head_dim", None) or (
-        student.config.hidden_size // student.config.num_attention_heads
-    )
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return patch_model(
         student,
         feature_map=settings.feature_map,
-        feature_map_options=settings.map_options(head_dim),
+        feature_map_options=settings.map_options(head_dim_of(student.config)),
         layers=settings.layers,
         window=settings.window,
         sinks=settings.sinks,
         mix=settings.mix,
     )
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the numbers of a head's query, D."""
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim
 
 
 def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

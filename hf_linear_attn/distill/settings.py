@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -37,11 +37,11 @@ LENGTH_FACTORS = (1, 2, 4)
 class DistillationSettings:
     """Say what is distilled, from what, on which data, and how.
 
-    The defaults are the preset ``recommended``.
+    The defaults are the preset ``recommended``; with a ``student``, how it is converted is read off it.
 
     Args:
         model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
-        student: A patched model to go on from; None to patch a copy of ``model``.
+        student: A patched model to go on from, converted as it is; None to patch a copy of ``model``.
         teacher_logits: Folder with the teacher's precomputed logits, made by ``hf-linear-attn teacher-logits``; None to
             run the teacher.
         teacher_dtype: Dtype in which the teacher is loaded and run, ``float32``, ``bfloat16`` or ``float16``; None for
@@ -56,7 +56,8 @@ class DistillationSettings:
         layers: Indices of the layers to convert; None for every full-attention layer.
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
             measured KL, 0..1.
-        stages: Stages in the order they run: ``transfer``, ``distill``, ``extend``.
+        stages: Stages in the order they run: ``transfer``, ``distill``, ``extend``; a window alone has nothing to
+            transfer.
         dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
             of Python's standard library.
         dataset_config: Configuration of a hub dataset.
@@ -184,6 +185,12 @@ class DistillationSettings:
     trackers: list[str] = field(default_factory=list)
     progress: bool = True
 
+    def __new__(cls, **given: Any) -> Self:
+        """Remember which settings were given: a default may give way where an explicit setting may not."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", frozenset(given))
+        return self
+
     def __post_init__(self) -> None:
         if isinstance(self.feature_map_options, Mapping):
             object.__setattr__(self, "feature_map_options", json.dumps(dict(self.feature_map_options)))
@@ -219,6 +226,13 @@ class DistillationSettings:
             raise ArgumentError(
                 explain("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
             )
+        if self.mix == "window" and "transfer" in self.stages:
+            if "stages" in self.given:
+                raise ArgumentError(
+                    explain("stages", "be without `transfer` where a window is alone", self.stages, "Leave it out.")
+                )
+            # There is no linear branch whose output could be brought nearer to softmax's.
+            object.__setattr__(self, "stages", [stage for stage in self.stages if stage != "transfer"])
         try:
             options = json.loads(self.feature_map_options)
         except ValueError:
@@ -253,7 +267,13 @@ class DistillationSettings:
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
-        return replace(self, **changes)
+        return type(self)(**({name: getattr(self, name) for name in self.given} | changes))
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the settings that were given; the others are defaults."""
+        names: frozenset[str] = vars(self)["_given"]
+        return names
 
     def factors(self) -> list[int]:
         """Return the lengths of sequences as multiples of ``block_tokens``."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_linear_attn import from_pretrained, patch_model
-from hf_linear_attn.distill import distill
+from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.distill.trainer import locked
@@ -135,7 +135,6 @@ def killed_run(folder, step):
     """Train the tiny student from files, and kill the process at a step (0: never)."""
     import signal
 
-    from hf_linear_attn.distill import DistillationSettings
     from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
     torch.set_num_threads(1)
@@ -248,7 +247,7 @@ def test_a_folder_in_use_is_refused(settings, teacher, tokenizer, data, tmp_path
 
 
 def test_a_loss_that_is_not_finite_names_step_and_layer(settings, teacher, tokenizer, data, tmp_path):
-    settings = settings.with_changes(output_dir=str(tmp_path), window_dropout=0.0)
+    settings = settings.with_changes(output_dir=str(tmp_path), sinks=0)
 
     def poison(record):
         if (record["stage"], record["step"]) == ("distill", 3):
@@ -267,6 +266,7 @@ def test_a_transfer_loss_that_is_not_finite_names_step_and_layer(settings, teach
             student.model.layers[1].self_attn.linear_attention.feature_map.weight_k.fill_(torch.nan)
 
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    settings = settings.with_changes(sinks=0)
     message = r"at step 2 of transfer .* got nan \(layer model.layers.1.self_attn\).*checkpoint: None"
     with pytest.raises(TrainingError, match=message):
         go(settings, teacher, tokenizer, data, student=student, on_step=poison)
@@ -350,6 +350,7 @@ def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch
 
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
     monkeypatch.setattr(student, "forward", forward)
+    settings = settings.with_changes(sinks=0)
     with pytest.raises(ArgumentError, match="`pack` must be False for LlamaForCausalLM, got True"):
         distill(settings, teacher, student, tokenizer, data=data)
 
@@ -406,3 +407,42 @@ def test_a_student_is_not_taken_for_its_teacher_nor_a_teacher_for_a_student(
         distill(
             settings.with_changes(student=str(tmp_path / "softmax"), distill_loss="ce"), tokenizer=tokenizer, data=data
         )
+
+
+def test_a_student_keeps_its_own_conversion_and_the_run_records_it(settings, teacher, tokenizer, data, tmp_path):
+    options = {"num_features": 8}
+    patch_model(teacher, feature_map="hedgehog", feature_map_options=options, window=6, layers=[1], mix="gate")
+    teacher.save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    given = {name: getattr(settings, name) for name in settings.given - {"window", "sinks"}}
+    given |= {"student": str(tmp_path / "student"), "stages": ["extend"], "extend_steps": 2}
+    for name, value in {
+        "feature_map": "norm_preserving",
+        "feature_map_options": {},
+        "window": 64,
+        "sinks": 4,
+        "mix": "key",
+        "layers": [0, 1],
+        "softmax_budget": 0.5,
+    }.items():
+        with pytest.raises(ArgumentError, match=f"`{name}` must be the student's own, .*Leave it out, or convert"):
+            distill(DistillationSettings(**given, **{name: value}), data=data)
+    asked = {"window": 6, "layers": [1], "feature_map_options": {"num_features": "head_dim"}}
+    settings = DistillationSettings(**given, **asked, output_dir=str(tmp_path / "run"))
+    with pytest.raises(StoppedError):
+        distill(settings, data=data, on_step=stop_at(2, "extend"))
+    result = distill(settings, data=data)
+    recorded = json.loads((tmp_path / "run" / "distillation.json").read_text())["settings"]
+    for found in (recorded, result.settings.to_dict()):
+        own = {name: found[name] for name in ("feature_map", "window", "sinks", "mix", "layers")}
+        assert own == {"feature_map": "hedgehog", "window": 6, "sinks": 0, "mix": "gate", "layers": [1]}
+        assert json.loads(found["feature_map_options"]) == options
+
+
+def test_a_window_alone_skips_transfer(settings, teacher, tokenizer, data):
+    result = go(settings.with_changes(mix="window"), teacher, tokenizer, data)
+    assert {record["stage"] for record in result.history} == {"distill"}
+    student = patch_model(copy.deepcopy(teacher), window=4, sinks=1, mix="window")
+    assert go(settings, teacher, tokenizer, data, student=student).settings.stages == ["distill"]
+    with pytest.raises(ArgumentError, match="`stages` must be without `transfer` where a window is alone"):
+        go(settings.with_changes(stages=["transfer", "distill"]), teacher, tokenizer, data, student=student)

@@ -1,9 +1,12 @@
+import copy
 import json
+import pickle
 
 import pytest
 
 from hf_linear_attn.distill import DistillationSettings, available_presets
 from hf_linear_attn.distill.cli import parse, setting_help
+from hf_linear_attn.distill.settings import preset
 from hf_linear_attn.errors import ArgumentError
 
 
@@ -80,6 +83,10 @@ def test_every_setting_is_described_in_the_help():
         ({"stages": ["distill", "transfer"]}, r"`stages` must be some of transfer, distill, extend, in that order"),
         ({"stages": []}, r"`stages` must be some of"),
         ({"feature_map_options": "[1]"}, r"`feature_map_options` must be a JSON object, got '\[1\]'"),
+        (
+            {"mix": "window", "stages": ["transfer", "distill"]},
+            r"`stages` must be without `transfer` where a window is a",
+        ),
         ({"window": 0}, r"`window` must be at least 1 token, or None, got 0"),
     ],
 )
@@ -103,3 +110,24 @@ def test_unknown_presets_and_settings_are_refused(tmp_path):
         DistillationSettings.from_file(path)
     with pytest.raises(ArgumentError, match="`config` must be a YAML or JSON file"):
         DistillationSettings.from_file(tmp_path / "missing.yaml")
+
+
+def test_what_was_given_is_told_from_defaults(tmp_path):
+    assert DistillationSettings().given == frozenset()
+    settings = DistillationSettings(window=64).with_changes(sinks=4)
+    assert settings == DistillationSettings()
+    assert settings.given == copy.deepcopy(settings).given == {"window", "sinks"}
+    assert pickle.loads(pickle.dumps(settings)).given == {"window", "sinks"}
+    assert DistillationSettings.from_preset("finetune", rows=2).given == {*preset("finetune"), "rows"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text("window: 64\ndistill_lr: 1e-3\n")
+    parsed = parse(["--config", str(path), "--sinks", "4", "--no-pack"], None, {"model": "m"})
+    assert parsed.given == {"window", "distill_lr", "sinks", "pack", "model"}
+    assert parsed == DistillationSettings(distill_lr=1e-3, pack=False, model="m")
+
+
+def test_a_window_alone_has_nothing_to_transfer():
+    alone = DistillationSettings(mix="window")
+    assert alone.stages == ["distill"]
+    assert alone.with_changes(mix="key").stages == ["transfer", "distill"]
+    assert DistillationSettings(**alone.to_dict()) == alone
