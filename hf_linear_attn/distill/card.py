@@ -8,8 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peft import PeftModel
+
 if TYPE_CHECKING:
     from hf_linear_attn.distill.run import DistillResult
+
+CONVERSION = ("feature_map", "feature_map_options", "layers", "window", "sinks", "mix")
+"""What a run decides of a conversion; the rest of `patch_model`'s settings are defaults."""
 
 CARD = """\
 ---
@@ -22,13 +27,10 @@ tags:
 # {name} with linear attention
 
 Distilled from {teacher} by hf_linear_attn: time grows linearly with the context, and the generation state has a
-constant size. Without that package the folder loads as a softmax model again, with a report of unexpected weights, and
-its answers are worthless. Load it so:
+constant size. {kind} Load it so:
 
 ```python
-from hf_linear_attn import from_pretrained
-
-model = from_pretrained("this/folder")
+{recipe}
 ```
 
 ## Figures
@@ -53,15 +55,57 @@ holds, recall degrades, and no figure above says anything about contexts longer 
 with the linear branch off are as good as those with it, the model answers from its window alone.
 """
 
+WHOLE = """\
+Without that package the folder loads as a softmax model again, with a report of unexpected weights, and its answers are
+worthless."""
+
+ADAPTER = """\
+The folder holds no whole model but LoRA adapters, feature maps and mixing weights, for a base that is patched alike."""
+
+
+def loading_recipe(result: DistillResult) -> str:
+    """Return the Python lines that load a student's folder.
+
+    An adapter goes on the model that it was trained on: the student that the run began with, or the teacher, patched.
+    """
+    settings, config = result.settings, result.student.config.linear_attention
+    lines = []
+    if settings.feature_map_file is not None:
+        lines += [
+            "from hf_linear_attn.feature_maps import load_feature_maps",
+            "",
+            f"load_feature_maps({settings.feature_map_file!r})",
+            "",
+        ]
+    if not isinstance(result.student, PeftModel):
+        return "\n".join(
+            [*lines, "from hf_linear_attn import from_pretrained", "", 'model = from_pretrained("this/folder")']
+        )
+    if settings.student is not None:
+        lines += ["from peft import PeftModel", "", "from hf_linear_attn import from_pretrained", ""]
+        lines += [f"model = from_pretrained({settings.student!r})"]
+    else:
+        base = settings.model or result.student.config._name_or_path or "the/softmax/model"
+        options = "".join(f"    {name}={config[name]!r},\n" for name in CONVERSION)
+        lines += ["from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
+        lines += ["from hf_linear_attn import patch_model", ""]
+        lines += [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]
+        lines += [f"model = patch_model(\n    model,\n{options})"]
+    return "\n".join([*lines, 'model = PeftModel.from_pretrained(model, "this/folder")'])
+
 
 def write_card(result: DistillResult, folder: Path) -> None:
     """Write the model card with what was measured."""
-    settings = result.settings
+    settings, student = result.settings, result.student
+    if isinstance(student, PeftModel):
+        student = student.get_base_model()
     changed = {name: value for name, value in settings.to_dict().items() if name != "output_dir"}
     (folder / "README.md").write_text(
         CARD.format(
-            name=type(result.student).__name__,
+            name=type(student).__name__,
             teacher=f"`{settings.model}`" if settings.model else "a softmax model",
+            kind=ADAPTER if isinstance(result.student, PeftModel) else WHOLE,
+            recipe=loading_recipe(result),
             figures=figures_table(result.metrics),
             tokens=result.tokens,
             minutes=result.elapsed_s / 60,

@@ -1,5 +1,6 @@
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -64,6 +65,33 @@ def test_the_peft_folder_loads_on_a_freshly_patched_base(settings, teacher, toke
     torch.testing.assert_close(loaded(IDS).logits, result.student(IDS).logits)
     cached = loaded.generate(IDS, max_new_tokens=5, do_sample=False)
     assert torch.equal(cached, result.student.generate(IDS, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.parametrize("start", ["model", "student"])
+@pytest.mark.parametrize("merge_lora", [True, False])
+@pytest.mark.parametrize("feature_map", ["norm_preserving", "performer"])
+def test_the_card_says_how_to_load_the_folder(
+    settings, teacher, tokenizer, data, tmp_path, start, merge_lora, feature_map
+):
+    if start == "student":
+        patch_model(teacher, feature_map=feature_map, window=6, layers=[1])
+        settings = DistillationSettings(
+            **{name: getattr(settings, name) for name in settings.given - {"window", "sinks"}}
+        )
+    else:
+        settings = settings.with_changes(feature_map=feature_map, softmax_budget=0.5)
+    teacher.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    changes = {start: str(tmp_path / "base"), "stages": ["extend"], "extend_steps": 2, "extend_lr": 1e-2}
+    settings = settings.with_changes(
+        trainable="lora", merge_lora=merge_lora, output_dir=str(tmp_path / "run"), **changes
+    )
+    student = distill(settings, data=data).student
+    code = re.search("```python\n(.*?)```", (tmp_path / "run" / "README.md").read_text(), re.DOTALL).group(1)
+    found = {}
+    exec(code.replace("this/folder", str(tmp_path / "run")), found)
+    assert isinstance(found["model"], PeftModel) is not merge_lora
+    torch.testing.assert_close(found["model"].eval()(IDS).logits, student(IDS).logits)
 
 
 def test_projections_are_found_where_names_are_ambiguous():
