@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_linear_attn.distill.lora import projections
-from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.distill.stages import linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.evaluation.loading import position_limit
@@ -119,7 +119,8 @@ def plan(
         ) from error
     settings = settings.within(position_limit(student))
     parameters = sum(p.numel() for p in student.parameters())
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    text = config.get_text_config()
+    head_dim = head_dim_of(config)
     with torch.device("meta"):
         student = patch_model(
             student,
@@ -132,7 +133,7 @@ def plan(
         )
     parts = linear_attention_parts(student)
     maps = sum(p.numel() for part in parts for p in part.parameters())
-    layers = config.num_hidden_layers
+    layers = text.num_hidden_layers
     embeddings = sum(p.numel() for name, p in student.named_parameters() if "embed" in name or "lm_head" in name)
     layer = (parameters - embeddings) / layers
     # A projection has one weight; its rows and columns are the sizes of the adapter's two halves.
@@ -156,8 +157,8 @@ def plan(
             "gradients": 4 * trained / gpus,
             "Adam moments": 8 * trained / gpus,
             "gathered layers": 2 * 2 * layer + 2 * embeddings,
-            "activations": _activations(config, width, layers if stage != "transfer" else 1, maps / layers / head_dim),
-            "logits": 0.0 if stage == "transfer" else width * config.vocab_size * (6 + 4 + (6 if with_teacher else 0)),
+            "activations": _activations(text, width, layers if stage != "transfer" else 1, maps / layers / head_dim),
+            "logits": 0.0 if stage == "transfer" else width * text.vocab_size * (6 + 4 + (6 if with_teacher else 0)),
         }
         # Transfer runs a forward; the others forward, recomputation and backward, and the teacher's forward.
         passes = 2 if stage == "transfer" else 8 + 2 * with_teacher

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.card import write_card
@@ -24,7 +24,7 @@ from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.selection import Selection, select_layers
-from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions, takes
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
@@ -156,7 +156,7 @@ def distill(
             train,
             None if source is None else partial(teacher_loss, source),
             accelerator,
-            student.config.hidden_size,
+            student.config.get_text_config().hidden_size,
             on_step,
         )
         trainer.run(partial(prepare_stage, settings))
@@ -365,12 +365,6 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
     )
 
 
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the numbers of a head's query, D."""
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim
-
-
 def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a teacher and a student that cannot belong together.
 
@@ -381,11 +375,12 @@ def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokeni
         raise ArgumentError(
             explain("student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher.")
         )
-    if len(tokenizer) > student.config.vocab_size:
+    vocabulary = student.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
         raise ArgumentError(
             explain(
                 "tokenizer",
-                f"have at most the models' {student.config.vocab_size} tokens",
+                f"have at most the models' {vocabulary} tokens",
                 len(tokenizer),
                 "Use the tokenizer that the teacher was trained with.",
             )
@@ -405,12 +400,13 @@ def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokeni
                 "Patch a copy of the teacher.",
             )
         )
-    if teacher.config.vocab_size != student.config.vocab_size:
+    expected = teacher.config.get_text_config().vocab_size
+    if expected != vocabulary:
         raise ArgumentError(
             explain(
                 "student",
-                f"have the teacher's tokenizer and vocabulary of {teacher.config.vocab_size}",
-                student.config.vocab_size,
+                f"have the teacher's tokenizer and vocabulary of {expected}",
+                vocabulary,
                 "Distillation compares next-token distributions: use models with one tokenizer.",
             )
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
+from transformers import PreTrainedConfig
 
 from hf_linear_attn.config import LinearAttentionConfig, Mix
 from hf_linear_attn.errors import ArgumentError, explain
@@ -404,6 +405,22 @@ def preset(name: str) -> dict[str, Any]:
             explain("preset", "be a known preset", name, "Use one of those", available=available_presets())
         )
     return dict(PRESETS[name])
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the numbers of a query in a model's language model, D.
+
+    Raises:
+        ArgumentError: If it has no attention.
+    """
+    text = config.get_text_config()
+    head_dim: int | None = getattr(text, "head_dim", None)
+    heads = getattr(text, "num_attention_heads", None)
+    if head_dim is None and not heads:
+        raise ArgumentError(
+            explain("model", "have attention to convert", type(config).__name__, "Choose a softmax Transformer.")
+        )
+    return head_dim or text.hidden_size // heads
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

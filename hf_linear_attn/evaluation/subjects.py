@@ -83,7 +83,9 @@ class Subject:
     def trained_length(self) -> int | None:
         """Return the length the patched layers were trained at, else the length the configuration declares."""
         settings = self.linear_attention or {}
-        length = settings.get("trained_length") or getattr(self.model.config, "max_position_embeddings", None)
+        length = settings.get("trained_length") or getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", None
+        )
         return int(length) if length else None
 
     def refusal(self, length: int) -> str | None:
@@ -111,7 +113,7 @@ class Subject:
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "vocabulary": self.vocabulary,
-            "layers": getattr(config, "num_hidden_layers", None),
+            "layers": getattr(config.get_text_config(), "num_hidden_layers", None),
             "attention": "linear" if settings else "softmax",
             "attention_backend": getattr(config, "_attn_implementation", None),
             "patched_layers": self.patched_layers,

@@ -1,11 +1,11 @@
 import pytest
-from transformers import CLIPTextConfig, GPT2Config, LlamaConfig
+from transformers import CLIPTextConfig, GPT2Config, Llama4Config, LlamaConfig, MambaConfig
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.plan import GIB, main, plan
 from hf_linear_attn.errors import ArgumentError
-from tests.distill.tiny import tiny_teacher
+from tests.distill.tiny import tiny_multimodal, tiny_teacher
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -47,6 +47,15 @@ def test_more_gpus_need_less_memory_each_and_less_time():
     assert one.hours == pytest.approx(8 * eight.hours)
 
 
+@pytest.mark.parametrize("config", [tiny_multimodal().config, Llama4Config()], ids=lambda config: config.model_type)
+def test_a_multimodal_model_is_planned_by_its_language_model(config):
+    sizes = config.get_text_config()
+    transfer, _ = plan(config, DistillationSettings.from_preset("lolcats", rows=1, block_tokens=64)).stages
+    hidden = 2 * 64 * sizes.hidden_size
+    assert transfer.memory_gib["activations"] * GIB > hidden
+    assert transfer.trained_parameters > 0
+
+
 def test_command_prints_the_plan(tmp_path, capsys):
     tiny_teacher().config.save_pretrained(tmp_path)
     found = main([str(tmp_path), "--lora", "--gpus", "2"])
@@ -61,5 +70,7 @@ def test_configs_that_are_no_language_models_are_refused():
         ArgumentError, match="`block_tokens` must keep sequences within the model's 1024 positions, got 2"
     ):
         plan(GPT2Config(), DistillationSettings(block_tokens=2048))
+    with pytest.raises(ArgumentError, match="`model` must have attention to convert, got 'MambaConfig'"):
+        plan(MambaConfig())
     with pytest.raises(ArgumentError, match="`config` must be a causal language model's, got 'CLIPTextConfig'"):
         plan(CLIPTextConfig())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
@@ -17,7 +18,7 @@ from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
-from tests.distill.tiny import tiny_gpt2, tiny_teacher
+from tests.distill.tiny import tiny_gpt2, tiny_multimodal, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
 
@@ -446,3 +447,22 @@ def test_a_window_alone_skips_transfer(settings, teacher, tokenizer, data):
     assert go(settings, teacher, tokenizer, data, student=student).settings.stages == ["distill"]
     with pytest.raises(ArgumentError, match="`stages` must be without `transfer` where a window is alone"):
         go(settings.with_changes(stages=["transfer", "distill"]), teacher, tokenizer, data, student=student)
+
+
+def test_the_language_model_of_a_multimodal_model_is_distilled(settings, tokenizer, data, tmp_path):
+    settings = settings.with_changes(output_dir=str(tmp_path), heldout_rows=2)
+    settings = settings.with_changes(feature_map="hedgehog", feature_map_options={"num_features": "head_dim"})
+    result = go(settings, tiny_multimodal(), tokenizer, data)
+    assert result.student.config.linear_attention["feature_map_options"] == {"num_features": 8}
+    ids = torch.arange(3, 20)[None]
+    torch.testing.assert_close(from_pretrained(tmp_path)(ids).logits, result.student(ids).logits)
+    smaller = tiny_multimodal()
+    smaller.config.text_config.vocab_size = 200
+    with pytest.raises(ArgumentError, match="`tokenizer` must have at most the models' 200 tokens, got 259"):
+        go(settings.with_changes(output_dir=None), smaller, tokenizer, data)
+
+
+def test_models_without_attention_are_refused(settings, tokenizer, data):
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=259))
+    with pytest.raises(ArgumentError, match="`model` must have attention to convert, got 'MambaConfig'"):
+        go(settings, model, tokenizer, data)

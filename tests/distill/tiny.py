@@ -2,7 +2,15 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -48,3 +56,17 @@ def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
             vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=positions, bos_token_id=1, eos_token_id=2
         )
         return GPT2LMHeadModel(config).eval()
+
+
+def tiny_multimodal() -> Gemma3ForConditionalGeneration:
+    """Return a model that also sees images, whose language model has a config of its own."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    text = {"vocab_size": 259, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 8}
+    text |= {"layer_types": ["full_attention"] * 2, "max_position_embeddings": 256}
+    images = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Gemma3Config(
+            text_config=sizes | text, vision_config=sizes | images, mm_tokens_per_image=4, image_token_id=258
+        )
+        return Gemma3ForConditionalGeneration(config).eval()
