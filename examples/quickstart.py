@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_linear_attn import patch_model
@@ -19,6 +19,8 @@ from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.run import load_teacher
 from hf_linear_attn.errors import ArgumentError, explain, one_line_errors
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
+from hf_linear_attn.evaluation.loading import load_tokenizer, make_folder
+from hf_linear_attn.evaluation.settings import accept_none
 
 TEACHER = Path(__file__).parent / "teacher"
 
@@ -50,10 +52,12 @@ class Arguments:
 
 def main() -> None:
     """Run the four steps: load, distil, distil the baseline, evaluate."""
-    arguments: Arguments = HfArgumentParser(Arguments, description=__doc__).parse_args_into_dataclasses()[0]
+    parser = HfArgumentParser(Arguments, description=__doc__)
+    accept_none(parser, Arguments)
+    arguments: Arguments = parser.parse_args_into_dataclasses()[0]
     logging.disable_progress_bar()
-    folder = Path(arguments.output_dir)
-    if folder.exists() and any(folder.iterdir()) and not arguments.overwrite:
+    folder = make_folder(arguments.output_dir)
+    if any(folder.iterdir()) and not arguments.overwrite:
         raise ArgumentError(
             explain("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
         )
@@ -69,7 +73,7 @@ def main() -> None:
         seed=arguments.seed,
     )
     teacher = load_teacher(settings).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments.model)
     patched = patch_model(copy.deepcopy(teacher), **conversion)
     # The earlier report is whole until this one is ready to take its place.
     fresh = folder.with_name(folder.name + ".new")

@@ -36,13 +36,15 @@ COMMANDS = {
 
 def list_maps(argv: Sequence[str]) -> None:
     """Print each registered feature map with its formula."""
-    from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class, load_feature_maps
+    from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class
 
     parser = argparse.ArgumentParser(prog="hf-linear-attn maps", description="List the feature maps.")
     parser.add_argument("--feature-map-file", help="Python file that registers feature maps of your own")
     arguments = parser.parse_args(argv)
     if arguments.feature_map_file is not None:
-        load_feature_maps(arguments.feature_map_file)
+        from hf_linear_attn.evaluation.loading import load_users_maps
+
+        load_users_maps(arguments.feature_map_file)
     for name in available_feature_maps():
         cls = feature_map_class(name)
         learned = "learned" if cls.learned else ""

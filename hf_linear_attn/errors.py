@@ -80,5 +80,6 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except HFLinearAttnError as error:
-        sys.stderr.write(f"{program}: {error}\n")
+        # Other libraries' messages, which ours may quote, have several.
+        sys.stderr.write(f"{program}: {' '.join(str(error).splitlines())}\n")
         raise SystemExit(2) from error

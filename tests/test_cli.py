@@ -1,9 +1,13 @@
 """The command line, as a user would call it."""
 
+import re
+
 import pytest
 
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.cli import COMMANDS, main
+from hf_linear_attn.distill.cli import parse
+from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
@@ -74,3 +78,109 @@ def test_errors_are_one_line_and_status_2(capsys, tmp_path):
     err = capsys.readouterr().err
     assert "absent" in err
     assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Write what a user may name, right and wrong."""
+    folder = tmp_path_factory.mktemp("files")
+    tiny_teacher().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "empty").mkdir()
+    (folder / "text.txt").write_text("one two three four " * 60)
+    (folder / "binary").write_bytes(b"\x7fELF\xff\xfe")
+    (folder / "script.sh").write_text("exit 0\n")
+    (folder / "maps.py").write_text("import torch\n\ndef phi(x:\n")
+    (folder / "fails.py").write_text("import torch\n\ntorch.nothing\n")
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "numbers.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
+    (folder / "recipe.yaml").write_text("window: [\n  4\nsinks: 3")
+    return folder
+
+
+DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --output-dir {out}"
+INSPECT = "inspect {model} --text-file {text.txt} --output-dir {out}"
+EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file {text.txt} --output-dir {out}"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("inspect /nope --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
+        ("inspect {empty} --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
+        ("inspect {model} --text-file {binary}", "`--text-file` must be a readable UTF-8 text"),
+        (f"{INSPECT} --device cuda", "`--device` must be a device that can be used here, got 'cuda'"),
+        (f"{INSPECT} --device banana", "`--device` must be a device that can be used here, got 'banana'"),
+        (f"{INSPECT} --output-dir /proc/x", "`--output-dir` must be a folder that can be written, got '/proc/x'"),
+        (f"{INSPECT} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
+        ("maps --feature-map-file {maps.py}", "SyntaxError in line 3"),
+        ("maps --feature-map-file {fails.py}", "AttributeError in line 3: module 'torch' has no attribute 'nothing'"),
+        ("plan /nope", "`config` must be a folder or hub name with a model's config.json, got '/nope'"),
+        ("plan {empty}", "`config` must be a folder or hub name with a model's config.json"),
+        ("plan {script.sh}", "`config` must be a folder or hub name with a model's config.json"),
+        (f"{EVALUATE} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
+        (f"{EVALUATE} --device banana", "`device` must be a device that can be used here, got 'banana'"),
+        (f"{EVALUATE} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
+        (f"{EVALUATE} --output-dir {{text.txt}}", "`output_dir` must be a folder that can be written"),
+        (f"{EVALUATE} --teacher /nope", "`teacher` must be a folder or hub name"),
+        (f"{EVALUATE} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
+        (f"{DISTILL} --model /nope", "`model` must be a folder or hub name"),
+        (f"{DISTILL} --student /nope", "`student` must be a folder or hub name"),
+        (f"{DISTILL} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
+        (f"{DISTILL} --output-dir {{text.txt}}", "`output_dir` must be a folder that can be written"),
+        (f"{DISTILL} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
+        (f"{DISTILL} --betas 0.9", "`betas` must be two numbers from 0 to below 1, got [0.9]"),
+        (f"{DISTILL} --betas 2 3", "`betas` must be two numbers from 0 to below 1, got [2.0, 3.0]"),
+        (f"{DISTILL} --trackers nope", "`trackers` must be trackers that Accelerate knows and that are installed"),
+        (f"{DISTILL} --shard", "`shard` must be False for a process alone"),
+        (f"{DISTILL} --dataset {{broken.jsonl}}", "Loading it failed: JSON parse error"),
+        (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Loading it failed: JSON parse error"),
+        (f"{DISTILL} --dataset {{numbers.jsonl}}", "`text_column` must hold texts, got 5. Name the column"),
+        (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`text_column` must hold texts, got 5. Name the column"),
+        (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
+        ("distill --config {recipe.yaml}", "`config` must be a YAML or JSON file"),
+        ("teacher-logits --model {model} --teacher-logits /proc/x --dataset {text.txt} --block-tokens 16 --rows 1",
+         "`teacher_logits` must be a folder that can be written, got '/proc/x'"),
+    ],
+)  # fmt: skip
+def test_what_a_user_gets_wrong_is_said_in_one_line(files, tmp_path, capsys, command, message):
+    def path(match):
+        return str(tmp_path / "out" if match[1] == "out" else files / match[1])
+
+    with pytest.raises(SystemExit) as stop:
+        main([re.sub(r"{([\w.]+)}", path, word) for word in command.split()])
+    assert stop.value.code == 2
+    # Data sets and progress bars have lines of their own.
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-linear-attn ")]
+    assert len(said) == 1
+    assert said[0].startswith(f"hf-linear-attn {command.split()[0]}: `")
+    assert message in said[0]
+
+
+def test_what_is_not_the_users_fault_keeps_its_traceback(monkeypatch, files):
+    monkeypatch.setattr("hf_linear_attn.distill.plan.plan", None)
+    with pytest.raises(TypeError):
+        main(["plan", str(files / "model")])
+
+
+def test_flags_of_optional_settings_take_none():
+    flags = ["--window", "none", "--sinks", "0", "--layers", "none", "--map-lr", "None"]
+    settings = parse(flags, None, {"output_dir": "x"})
+    assert (settings.window, settings.layers, settings.map_lr, settings.output_dir) == (None, None, None, "x")
+    assert settings.given == {"window", "sinks", "layers", "map_lr", "output_dir"}
+    assert parse(["--layers", "0", "2"], None, {}).layers == [0, 2]
+    found = parse_arguments(["--stride", "none", "--device", "none", "--model", "m"], defaults={"stride": 3})
+    assert (found.stride, found.device, found.model) == (None, None, "m")
+
+
+@pytest.mark.parametrize("command", ["distill", "evaluate"])
+def test_help_says_which_flags_take_none(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    flag = "--window WINDOW" if command == "distill" else "--stride STRIDE"
+    after = shown.split(flag)[-1].split(" --")[0]
+    assert "Takes `none`." in after
+    with pytest.raises(SystemExit):
+        main([command, f"--{flag.split()[1].lower()}", "wide"])
+    assert "invalid int value: 'wide'" in capsys.readouterr().err

@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings
 from hf_linear_attn.diagnostics.inspection import inspect_model
 from hf_linear_attn.diagnostics.report import summary_table
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.feature_maps import available_feature_maps, load_feature_maps
-from hf_linear_attn.patching import from_pretrained
+from hf_linear_attn.evaluation.loading import (
+    find_device,
+    load_model,
+    load_tokenizer,
+    load_users_maps,
+    make_folder,
+    read_text,
+)
+from hf_linear_attn.feature_maps import available_feature_maps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         ArgumentError: If an argument does not fit.
+        CheckpointError: If the model or its tokenizer cannot be loaded.
         UnsupportedError: If the model's attention cannot be observed, or matplotlib is missing.
     """
     defaults = ApproximationSettings()
@@ -49,24 +56,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     if arguments.feature_map_file is not None:
-        load_feature_maps(arguments.feature_map_file)
+        load_users_maps(arguments.feature_map_file)
     for name in arguments.maps or ():
         if name not in available_feature_maps():
             raise ArgumentError(
                 explain("--maps", "be registered names", name, "Use those", available=available_feature_maps())
             )
-    if not arguments.text_file.is_file():
-        raise ArgumentError(explain("--text-file", "be a file", str(arguments.text_file), "Check the path."))
+    text = read_text(arguments.text_file, "--text-file")
     dtype = getattr(torch, arguments.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError(explain("--dtype", "be a floating dtype of torch", arguments.dtype, "Use 'bfloat16'."))
-    patched = getattr(AutoConfig.from_pretrained(arguments.model), "linear_attention", None)
-    load = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
-    model = load(arguments.model, dtype=dtype).to(arguments.device)
+    device = find_device(arguments.device, "--device")
+    make_folder(arguments.output_dir, "--output-dir")
     results = inspect_model(
-        model,
-        AutoTokenizer.from_pretrained(arguments.model),
-        arguments.text_file.read_text(encoding="utf-8"),
+        load_model(arguments.model, dtype=dtype).to(device),  # type: ignore[arg-type]
+        load_tokenizer(arguments.model),
+        text,
         arguments.output_dir,
         maps=arguments.maps,
         max_tokens=arguments.max_tokens,

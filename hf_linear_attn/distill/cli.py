@@ -17,6 +17,7 @@ from hf_linear_attn.distill.settings import DistillationSettings, available_pres
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError, explain
 from hf_linear_attn.evaluation.loading import load_tokenizer
+from hf_linear_attn.evaluation.settings import accept_none
 
 __all__ = ["main", "plan", "teacher_logits"]
 
@@ -45,6 +46,7 @@ def make_parser(
         elif action.dest in documented:
             # argparse formats help texts with %.
             action.help = documented[action.dest].replace("%", "%%")
+    accept_none(parser, DistillationSettings)
     return parser, first
 
 
@@ -67,7 +69,11 @@ def parse(
             action.default = argparse.SUPPRESS
     parser.set_defaults(**(dict(defaults) | named))
     values = vars(parser.parse_args(arguments))
-    return DistillationSettings(**{name: value for name, value in values.items() if name in settings})
+    # Of a list each word is read by itself.
+    found: dict[str, Any] = {
+        name: None if value == [None] else value for name, value in values.items() if name in settings
+    }
+    return DistillationSettings(**found)
 
 
 def setting_help() -> dict[str, str]:

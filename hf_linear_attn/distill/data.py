@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import ArgumentError, TrainingError, explain
+from hf_linear_attn.evaluation.loading import first_line
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import get_task
 from hf_linear_attn.evaluation.tasks.base import noise_lines
@@ -533,8 +534,14 @@ def load_data(
     )
 
 
-def has_words(text: str | None) -> bool:
-    """Tell whether there is anything to read."""
+def has_words(text: object) -> bool:
+    """Tell whether there is anything to read.
+
+    Raises:
+        ArgumentError: If it is no text at all.
+    """
+    if text is not None and not isinstance(text, str):
+        raise ArgumentError(explain("text_column", "hold texts", text, "Name the column that does."))
     return bool(text) and not str(text).isspace()
 
 
@@ -572,6 +579,7 @@ def open_texts(settings: DistillationSettings) -> Any:
         ArgumentError: If there is no such dataset or column.
     """
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     path = Path(settings.dataset or "")
     arguments: dict[str, Any] = {
@@ -593,21 +601,16 @@ def open_texts(settings: DistillationSettings) -> Any:
                     available=FORMATS,
                 )
             )
+        if not any(p.stat().st_size for p in files):
+            check_not_empty(settings, [])
         kind = kinds.pop()
         arguments = {"path": kind, "data_files": [str(p) for p in files], "split": "train"}
         if kind == "text":
             arguments["sample_by"], column = "document", "text"
     try:
         dataset = load_dataset(**arguments, streaming=settings.streaming)
-    except (FileNotFoundError, ConnectionError, OSError, ValueError) as error:
-        raise ArgumentError(
-            explain(
-                "dataset",
-                "be a hub name that can be reached, or an existing path",
-                settings.dataset,
-                f"Loading it failed: {str(error).splitlines()[0]}",
-            )
-        ) from error
+    except (OSError, ValueError, DatasetsError) as error:
+        raise unreadable(settings, error) from error
     columns = dataset.column_names
     if columns is not None and column not in columns:
         raise ArgumentError(
@@ -616,12 +619,24 @@ def open_texts(settings: DistillationSettings) -> Any:
     return dataset[column]
 
 
+def unreadable(settings: DistillationSettings, error: Exception) -> ArgumentError:
+    """Return the error of a dataset that is not there, or not what it should be."""
+    # "An error occurred" is all that the outer one says.
+    reason = first_line(error.__cause__ or error)
+    rule = "be a hub name that can be reached, or an existing path of whole files"
+    return ArgumentError(explain("dataset", rule, settings.dataset, f"Loading it failed: {reason}"))
+
+
 def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
     """Yield the texts of the dataset that the settings name, in their order."""
     try:
         for text in open_texts(settings):
             if has_words(text):
                 yield text
+    except ArgumentError:
+        raise
+    except ValueError as error:
+        raise unreadable(settings, error) from error
     except (ConnectionError, OSError) as error:
         raise TrainingError(
             explain(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.distill.stages import linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import position_limit
+from hf_linear_attn.evaluation.loading import load_config, position_limit
 from hf_linear_attn.patching import patch_model
 
 GIB = 2**30
@@ -213,6 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> Plan:
         mixed_precision="bf16",
         gradient_checkpointing=True,
     )
-    found = plan(AutoConfig.from_pretrained(values.pop("config")), settings, **values)
+    found = plan(load_config(values.pop("config"), "config"), settings, **values)
     sys.stdout.write(found.table() + "\n")
     return found

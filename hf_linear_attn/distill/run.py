@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.tracking import get_available_trackers
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,8 +31,7 @@ from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, p
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import load_model, load_tokenizer, position_limit
-from hf_linear_attn.feature_maps import load_feature_maps
+from hf_linear_attn.evaluation.loading import load_model, load_tokenizer, load_users_maps, position_limit
 from hf_linear_attn.patching import is_patched, patch_model
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def distill(
             checkpoints.
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
     """
+    check_trackers(settings)
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
     if accelerator.mixed_precision not in ("no", settings.mixed_precision):
@@ -111,8 +112,12 @@ def distill(
                 "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
             )
         )
+    if settings.shard and not torch.distributed.is_initialized():
+        raise ArgumentError(
+            explain("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
+        )
     if settings.feature_map_file is not None:
-        load_feature_maps(settings.feature_map_file)
+        load_users_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
         made = student is None and settings.student is None
@@ -198,6 +203,25 @@ def distill(
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
     return result
+
+
+def check_trackers(settings: DistillationSettings) -> None:
+    """Refuse trackers that are not there.
+
+    Raises:
+        ArgumentError: If one is unknown to Accelerate, or not installed.
+    """
+    installed = [str(tracker) for tracker in get_available_trackers()]
+    if missing := sorted(set(settings.trackers) - {"all", *installed}):
+        raise ArgumentError(
+            explain(
+                "trackers",
+                "be trackers that Accelerate knows and that are installed",
+                missing,
+                "Install them, or leave them out",
+                available=installed,
+            )
+        )
 
 
 def keep_softmax(

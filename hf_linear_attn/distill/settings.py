@@ -207,6 +207,10 @@ class DistillationSettings:
             lr = getattr(self, name)
             if lr is not None and not 0 < lr < math.inf:
                 raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ArgumentError(
+                explain("betas", "be two numbers from 0 to below 1", self.betas, "The default is 0.9 0.95.")
+            )
         for name, kind in CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:

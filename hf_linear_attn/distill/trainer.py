@@ -23,6 +23,7 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
+from hf_linear_attn.evaluation.loading import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -453,13 +454,14 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
         argument: Its name in messages.
 
     Raises:
-        CheckpointError: If another run holds the folder.
+        ArgumentError: If the folder cannot be written.
+        CheckpointError: If another run holds it.
     """
     if folder is None:
         with nullcontext():
             yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, argument)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import traceback
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -17,7 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, explain
+from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.patching import from_pretrained
 
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
@@ -112,6 +117,83 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
                 "be loadable from the model's folder",
                 name,
                 f"Save it there; loading it failed: {first_line(error)}",
+            )
+        ) from error
+
+
+def find_device(name: str, argument: str = "device") -> torch.device:
+    """Return a device that torch can use.
+
+    Raises:
+        ArgumentError: If there is none of that name.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        usable = ["cpu", *([accelerator.type] if accelerator else [])]
+        raise ArgumentError(
+            explain(argument, "be a device that can be used here", name, "Use one of those", available=usable)
+        ) from error
+    return device
+
+
+def make_folder(path: str | Path, argument: str = "output_dir") -> Path:
+    """Make a folder if need be, and see that it can be written.
+
+    Raises:
+        ArgumentError: If it cannot.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ArgumentError(
+            explain(argument, "be a folder that can be written", str(path), f"Choose another: {error.strerror}.")
+        ) from error
+    return folder
+
+
+def read_text(path: str | Path, argument: str = "text_file") -> str:
+    """Read a text.
+
+    Raises:
+        ArgumentError: If it cannot be read as UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(
+            explain(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.")
+        ) from error
+
+
+def load_users_maps(file: str | Path) -> None:
+    """Run the Python file that `--feature-map-file` names.
+
+    Raises:
+        ArgumentError: If it fails, or registers no feature map.
+    """
+    try:
+        load_feature_maps(file)
+    except HFLinearAttnError:
+        raise
+    except Exception as error:  # whatever a user's code may raise
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) == Path(file).resolve()
+        ]
+        line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
+        raise ArgumentError(
+            explain(
+                "feature_map_file",
+                "run without an error",
+                str(file),
+                f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
             )
         ) from error
 

@@ -24,7 +24,7 @@ from hf_linear_attn.evaluation import latency, perplexity, retrieval
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.latency import timed
 from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
-from hf_linear_attn.evaluation.loading import load_tokenizer
+from hf_linear_attn.evaluation.loading import load_tokenizer, load_users_maps, make_folder
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import (
     SCHEMA_VERSION,
@@ -42,7 +42,6 @@ from hf_linear_attn.evaluation.subjects import (
     process_state,
 )
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
-from hf_linear_attn.feature_maps import load_feature_maps
 
 # Long enough for attention's square to show, short enough to be a small part of any run.
 _CALIBRATION_TOKENS = (256, 2048)
@@ -77,6 +76,8 @@ def evaluate(
         UnsupportedError: If a model cannot be evaluated as asked.
     """
     begin = time.perf_counter()
+    if settings.output_dir is not None:
+        make_folder(settings.output_dir)
     subjects, tokenizer, corpus = _prepare(settings, model, tokenizer, teacher, baselines or {})
     state = process_state()
     rank = state.process_index
@@ -131,7 +132,7 @@ def _prepare(
 ) -> tuple[list[Subject], PreTrainedTokenizerBase, Corpus | None]:
     """Load what is to be loaded, and check it all."""
     if settings.feature_map_file is not None:
-        load_feature_maps(settings.feature_map_file)
+        load_users_maps(settings.feature_map_file)
     if process_state().num_processes > 1 and settings.output_dir is None:
         raise ArgumentError(
             explain("output_dir", "be set when several processes share the work", None, "Name a folder.")
@@ -416,11 +417,12 @@ def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool 
         The combined results.
 
     Raises:
-        ArgumentError: If fewer than two paths are given.
+        ArgumentError: If fewer than two paths are given, or the folder cannot be written.
         CheckpointError: If a file is missing, damaged or of another schema version.
     """
     if len(paths) < 2:
         raise ArgumentError(explain("paths", "be at least two results", list(map(str, paths)), "Name another run."))
+    make_folder(output_dir)
     results = combine([(_label(Path(path)), read_results(Path(path))) for path in paths])
     write_results(results, Path(output_dir))
     write_report(results, output_dir, plots=plots)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -212,6 +214,30 @@ def settings_from_mapping(values: Mapping[str, Any]) -> EvaluationSettings:
     return EvaluationSettings(**arguments)
 
 
+def accept_none(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Let the flags of optional settings take the word `none`, as a file takes YAML's null, and say so in their help.
+
+    Args:
+        parser: A parser with a flag for each setting.
+        settings: The dataclass of the settings.
+    """
+    for name, hint in get_type_hints(settings).items():
+        if type(None) not in typing.get_args(hint):
+            continue
+        for action in parser._actions:
+            if action.dest == name:
+                action.type = _or_none(typing.cast(Callable[[str], Any], action.type or str))
+                action.help = f"{action.help} Takes `none`."
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    @functools.wraps(kind, updated=())
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    return read
+
+
 def parse_arguments(
     argv: Sequence[str], *, prog: str | None = None, defaults: Mapping[str, Any] = types.MappingProxyType({})
 ) -> EvaluationSettings:
@@ -233,6 +259,7 @@ def parse_arguments(
         description="Evaluate a causal language model at long context: retrieval, perplexity, latency.",
         epilog="Instead of flags, give the path of one YAML or JSON file that holds them.",
     )
+    accept_none(parser, EvaluationSettings)
     parser.set_defaults(
         **{
             name: ",".join(map(str, value)) if isinstance(value, tuple | list) else value

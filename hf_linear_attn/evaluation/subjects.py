@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
-from hf_linear_attn.evaluation.loading import load_model, position_limit
+from hf_linear_attn.evaluation.loading import find_device, load_model, position_limit
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 
 
@@ -140,10 +140,12 @@ def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrain
         settings: `dtype`, `device` and `offline` are used.
 
     Raises:
+        ArgumentError: If the device cannot be used.
         CheckpointError: If there is no loadable causal language model at `path`.
     """
+    device = find_device(settings.device) if settings.device else process_state().device
     model = load_model(path, role, local_files_only=settings.offline or os.path.isdir(path), dtype=settings.dtype)
-    model.to(torch.device(settings.device) if settings.device else process_state().device)  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.evaluation.loading import read_text
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks.base import bos_ids
@@ -91,7 +92,7 @@ def load_corpus(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase
         # Long files first, so that a budget of tokens buys long contexts.
         texts.sort(key=len, reverse=True)
     else:
-        texts, source = [_read_text(Path(settings.text_file))], Path(settings.text_file).name
+        texts, source = [read_text(settings.text_file)], Path(settings.text_file).name
     if settings.documents == "joined":
         texts = ["\n".join(texts)]
     bos = bos_ids(tokenizer)
@@ -111,15 +112,6 @@ def load_corpus(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase
             explain("text_file", "hold at least two tokens of text", settings.text_file, "Choose a longer text.")
         )
     return Corpus(tuple(documents), bos, source)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(
-            explain("text_file", "be a readable UTF-8 text", str(path), f"Check the file: {error}.")
-        ) from error
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None, *, skip_first: bool) -> Document:

@@ -84,7 +84,7 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
     ("change", "message"),
     [
         (["--maps", "elo"], "`--maps` must be registered names, got 'elo'"),
-        (["--text-file", "nowhere.txt"], "`--text-file` must be a file, got 'nowhere.txt'"),
+        (["--text-file", "nowhere.txt"], "`--text-file` must be a readable UTF-8 text, got 'nowhere.txt'"),
         (["--dtype", "int8"], "`--dtype` must be a floating dtype of torch, got 'int8'"),
         (["--max-tokens", "1"], "`max_tokens` must be at least 2, got 1"),
         (["--feature-map-file", "no.py"], "`file` must be a Python file, got 'no.py'"),
