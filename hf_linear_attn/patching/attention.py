@@ -225,7 +225,9 @@ class LinearAttention(nn.Module):
         mask = _ones(q) if key_mask is None else key_mask
         far_mask = mask
         sinks = None
-        if self.settings.sinks:
+        if layer is not None and layer.sinks_read:
+            sinks = old["sink_k"], old["sink_v"], old["sink_slot"]
+        elif self.settings.sinks:
             far_mask = mask & (positions >= self.settings.sinks)
             sinks = self._sinks(k, v, mask & ~far_mask, positions, start, old)
         # What the window still holds comes before the new tokens.
@@ -248,10 +250,19 @@ class LinearAttention(nn.Module):
             rows = {"ring_mask": mask, "ring_far": far_mask, "ring_position": far_positions}
             kept |= {name: _last(x, window, 2) for name, x in ring.items()}
             kept |= {name: _last(x, window, 1) for name, x in rows.items()}
-            if sinks is not None:
+            if sinks is not None and not layer.sinks_read:
                 kept |= dict(zip(("sink_k", "sink_v", "sink_slot"), sinks, strict=True))
-            layer.store(tokens, **kept, seen=_seen(q, key_mask, old.get("seen")))
+            seen = _seen(q, key_mask, old.get("seen"))
+            layer.store(tokens, **kept, seen=seen)
+            self._look_for_sinks(layer, tokens, seen)
         return o
+
+    def _look_for_sinks(self, layer: LinearAttentionCacheLayer, tokens: int, seen: Tensor) -> None:
+        """Note when every row has read its sinks; a token at a time, ask only now and then, since that waits."""
+        if layer.sinks_read or layer.static or not self.settings.sinks or torch.compiler.is_compiling():
+            return
+        if tokens > 1 or layer.length % (self.settings.window or 1) == 0:
+            layer.sinks_read = bool((seen >= self.settings.sinks).all())
 
     def _sinks(
         self,

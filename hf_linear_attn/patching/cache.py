@@ -36,6 +36,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             and sum of the keys in the linear branch); ``seen`` counts the real tokens of each row.
         recent: Keys, values and mask of the tokens since the last crop, while the past is recorded.
         unread: Those of ``recent`` that a crop has left, to be read again before the next tokens.
+        sinks_read: Whether every row has read all its sinks, so that no later token is one.
         static: Whether tensors stay at fixed addresses, as compiled generation needs.
         others: Layers of the second and later attention calls in one module, in models that call it more than once.
     """
@@ -52,7 +53,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         self.recent: dict[str, Tensor] = {}
         self.unread: dict[str, Tensor] = {}
         self.base: dict[str, Tensor] | None = None
-        self.record_past = False
+        self.record_past = self.sinks_read = False
         self.static = max_length is not None
         self.is_compileable = self.static
         self.max_length = -1 if max_length is None else max_length
@@ -144,7 +145,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     def reset(self) -> None:
         """Forget every token."""
-        self.recent, self.unread, self.base = {}, {}, None
+        self.recent, self.unread, self.base, self.sinks_read = {}, {}, None, False
         if isinstance(self.length, Tensor):
             for x in self.tensors.values():
                 x.zero_()
@@ -192,6 +193,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
                 )
             )
         if tokens_to_remove:
+            self.sinks_read = False
             self.unread = {
                 name: x.narrow(_token_dim(name), 0, kept + tokens_to_remove)
                 for name, x in self.recent.items()

@@ -152,3 +152,24 @@ def test_branches_can_be_switched_off():
             near = module(q, k, v, key_mask=mask)
         alone = attention("window").double()(q, k, v, key_mask=mask)
     torch.testing.assert_close(near, alone)
+
+
+def test_sinks_are_looked_for_until_every_row_has_read_them():
+    module = attention("key").double()
+    q, k, v, mask = inputs()
+    layer = module.cache = LinearAttentionCacheLayer()
+    with torch.no_grad():
+        # Row 0 begins with four tokens of padding, and has one of its two sinks after five.
+        for end, known in ((4, False), (5, False), (6, True), (8, True)):
+            part = slice(layer.length, end)
+            module(q[:, :, part], k[:, :, part], v[:, :, part], key_mask=mask[:, part])
+            # A token at a time, it is asked once per window.
+            assert layer.sinks_read == (known and (end - part.start > 1 or end % WINDOW == 0))
+        before = {name: x.clone() for name, x in layer.tensors.items()}
+        layer.activate_past_recording()
+        module(q[:, :, 8:11], k[:, :, 8:11], v[:, :, 8:11], key_mask=mask[:, 8:11])
+        layer.crop(-3)
+        assert not layer.sinks_read
+        assert all(torch.equal(x, layer.tensors[name]) for name, x in before.items())
+        layer.reset()
+        assert not layer.sinks_read
