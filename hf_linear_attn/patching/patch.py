@@ -72,13 +72,18 @@ def _kind(name: str, module: nn.Module) -> Kind:
         word in names for word in ("cross", "encoder_attn", "encdec")
     ):
         return "cross"
-    if getattr(module, "sliding_window", None) is not None or getattr(module, "is_sliding", False):
+    # Some modules know the model's sliding window though they themselves see everything.
+    if getattr(module, "is_sliding", getattr(module, "sliding_window", None) is not None):
         return "sliding"
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
-    if isinstance(types, (list, tuple)) and isinstance(index, int) and index < len(types):
-        return next((kind for kind in ("sliding", "chunked") if kind in types[index]), "full")
-    return "full"
+    if isinstance(types, (list, tuple)):
+        named = types[index] if isinstance(index, int) and index < len(types) else ""
+        return next((kind for kind in ("sliding", "chunked") if kind in named), "full")
+    # Without a list of types all layers are alike, as where Transformers builds a cache.
+    if getattr(config, "sliding_window", None) is not None:
+        return "sliding"
+    return "full" if getattr(config, "attention_chunk_size", None) is None else "chunked"
 
 
 def geometry_of(layer: AttentionLayer) -> Geometry:
@@ -212,7 +217,8 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
                 )
             )
         chosen = [layer for layer in text if layer.kind == "full"]
-        remedy = f"All {len(text)} layers of the language model are sliding or chunked; layers='all' converts them."
+        way = "'all'" if text == candidates else f"range({text[0].index}, {text[-1].index + 1})"
+        remedy = f"All {len(text)} layers of the language model are sliding or chunked; layers={way} converts them."
     elif isinstance(layers, str):
         if layers != "all":
             raise ArgumentError(explain("layers", "be 'all', indices, a callable or None", layers, "Use 'all'."))

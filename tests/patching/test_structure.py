@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, attention_layers
 
 from . import checks
@@ -169,6 +169,31 @@ def test_layers_that_stay_softmax_are_exact_in_generation(options):
     kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True, **options}
     a, b = (Subject(m, "causal").generate(ids, **kwargs).logits for m in (mixed, softmax))
     assert torch.equal(torch.stack(a), torch.stack(b))
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])
+def test_layers_whose_config_alone_says_that_they_slide_stay_softmax(model_type):
+    """Their attention modules have no word for it, and their configs no list of layer types."""
+    assert {layer.kind for layer in attention_layers(tiny_model("causal", model_type))} == {"sliding"}
+    with pytest.raises(ArgumentError, match=r"All 2 layers of the language model are sliding .* layers='all' converts"):
+        patch_model(tiny_model("causal", model_type))
+    assert patch_model(tiny_model("causal", model_type), layers="all").config.linear_attention["layers"] == [0, 1]
+    whole = patch_model(tiny_model("causal", model_type, sliding_window=None))
+    assert whole.config.linear_attention["layers"] == [0, 1]
+
+
+def test_sliding_layers_beside_towers_are_told_by_their_indices():
+    model = tiny_model("causal", "phi4_multimodal")
+    model.model.config.sliding_window = 4
+    with pytest.raises(ArgumentError, match=r"sliding or chunked; layers=range\(0, 2\) converts them"):
+        patch_model(model)
+    assert patch_model(model, layers=range(2)).config.linear_attention["layers"] == [0, 1]
+
+
+def test_a_full_layer_that_knows_of_a_sliding_window_is_converted():
+    model = tiny_model("causal", "exaone4")
+    assert [layer.kind for layer in attention_layers(model)] == ["sliding", "full"]
+    assert patch_model(model).config.linear_attention["layers"] == [1]
 
 
 def test_towers_are_left_alone():

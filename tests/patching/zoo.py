@@ -161,6 +161,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "n_groups": 1,
     },
+    "phi4_multimodal": {"sliding_window": REMOVE},
     "prophetnet": {
         "num_hidden_layers": REMOVE,
         "num_encoder_layers": 2,
