@@ -82,10 +82,15 @@ class LinearAttention(nn.Module):
         self.cache: LinearAttentionCacheLayer | None = None
         self.calls = 0
         """Attention calls so far in the module's forward: some models make several."""
-        self.replaced: PreTrainedConfig | str | None = None
-        """What unpatching puts back: the module's config, or the attention implementation that its config named."""
-        self.mixed = False
-        """Whether softmax layers share this layer's mask."""
+        self.model_config: PreTrainedConfig | None = None
+        """The attention module's own config, put back by unpatching; masks are built for what it names."""
+        self.implementation: str | None = None
+        """The attention implementation that it named before."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether masks are those of softmax attention, as where softmax layers share them."""
+        return self.model_config is not None and self.model_config._attn_implementation != IMPLEMENTATION
 
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
@@ -510,7 +515,8 @@ def linear_attention_forward(
                 "attn_implementation",
                 "be set by patch_model",
                 IMPLEMENTATION,
-                "Call patch_model(model) instead of set_attn_implementation.",
+                "Call patch_model(model) instead of set_attn_implementation; for a softmax model from the config of a "
+                "patched model, build it with attn_implementation='sdpa'.",
                 where=type(module).__name__,
             )
         )

@@ -364,6 +364,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
         if weight is not None:
             part.to(device=weight.device, dtype=weight.dtype)
         parts.append((layer, part.train(layer.module.training)))
+    _own_configs(model)
     for layer, part in parts:
         layer.module.linear_attention = part
         layer.module.register_forward_pre_hook(find_cache, with_kwargs=True)
@@ -382,11 +383,25 @@ def _models_of(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, PreTrainedModel) and is_patched(part)]
 
 
+def _own_configs(model: nn.Module) -> None:
+    """Give a model configs of its own: other models may have been built from the same objects."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))
+    for module in model.modules():
+        # A patched model's config, from which this one was built, names our attention.
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == IMPLEMENTATION:
+            usual = module.get_correct_attn_implementation(None, is_init_check=True)
+            module.config._attn_implementation_internal = usual
+
+
 def _set_implementation(model: nn.Module) -> None:
     """Make patched layers call our attention function.
 
-    Masks are built for the implementation that a config names. Where all layers that share a config are patched, the
-    config itself names ours, and masks are 2-D; where some stay softmax, patched layers get a copy of the config.
+    They get a copy of their config that names it. Masks are built for the implementation that the model's own config
+    names: ours too where all layers that share it are patched, so that masks are 2-D.
     """
     groups: dict[int, list[nn.Module]] = defaultdict(list)
     for layer in attention_layers(model):
@@ -397,15 +412,12 @@ def _set_implementation(model: nn.Module) -> None:
         if not parts:
             continue
         config: PreTrainedConfig = parts[0][0].config  # type: ignore[assignment]
-        if len(parts) == len(modules):
-            for _, part in parts:
-                part.replaced = config._attn_implementation
-            config._attn_implementation_internal = IMPLEMENTATION
-            continue
-        own = copy.copy(config)
+        before, own = config._attn_implementation, copy.copy(config)
         own._attn_implementation_internal = IMPLEMENTATION
+        if len(parts) == len(modules):
+            config._attn_implementation_internal = IMPLEMENTATION
         for module, part in parts:
-            part.mixed, part.replaced = True, config
+            part.model_config, part.implementation = config, before
             module.config = own  # type: ignore[assignment]
 
 
@@ -431,15 +443,18 @@ def unpatch_model(model: ModelT) -> ModelT:
         part = getattr(module, "linear_attention", None)
         if not isinstance(part, LinearAttention):
             continue
-        if isinstance(part.replaced, PreTrainedConfig):
-            module.config = part.replaced  # type: ignore[assignment]
-        else:
-            module.config._attn_implementation_internal = part.replaced  # type: ignore[union-attr]
+        if (config := part.model_config) is not None:
+            module.config = config  # type: ignore[assignment]
+            if config._attn_implementation == IMPLEMENTATION:
+                config._attn_implementation_internal = part.implementation
         del module.linear_attention
         _remove_hooks(module)
-    del model.config.linear_attention
-    model.config.__dict__.pop("auto_map", None)
-    model.__class__ = softmax_class(type(model))  # type: ignore[assignment]
+    for holder in model.modules():
+        # A part of the model may have been patched by itself.
+        if isinstance(holder, PreTrainedModel):
+            for name in ("linear_attention", "auto_map"):
+                holder.config.__dict__.pop(name, None)
+            holder.__class__ = softmax_class(type(holder))  # type: ignore[assignment]
     return model
 
 

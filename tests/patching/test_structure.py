@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
-from hf_linear_attn import patch_model
+from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
-from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, attention_layers
+from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, attention_layers, is_patched
 
 from . import checks
 from .checks import Subject
-from .zoo import tiny_config, tiny_model
+from .zoo import randomise, tiny_config, tiny_model
 
 
 def parts_of(model):
@@ -199,3 +199,81 @@ def test_a_full_layer_that_knows_of_a_sliding_window_is_converted():
 def test_towers_are_left_alone():
     model = patch_model(tiny_model("causal", "gemma3"))
     assert {part.name.split(".")[1] for part in parts_of(model)} == {"language_model"}
+
+
+@pytest.fixture
+def shared_config():
+    return tiny_config("llama")
+
+
+def test_models_that_share_a_config_are_patched_one_by_one(shared_config):
+    a, b = (randomise(LlamaForCausalLM(shared_config).eval()) for _ in range(2))
+    ids = Subject(a, "causal").tokens()
+    before = [Subject(model, "causal").logits(ids) for model in (a, b)]
+    patch_model(a)
+    assert torch.equal(Subject(b, "causal").logits(ids), before[1])
+    assert not hasattr(shared_config, "linear_attention")
+    patch_model(b)
+    linear = Subject(b, "causal").logits(ids)
+    unpatch_model(a)
+    assert torch.equal(Subject(b, "causal").logits(ids), linear)
+    unpatch_model(b)
+    for model, logits in zip((a, b), before, strict=True):
+        assert torch.equal(Subject(model, "causal").logits(ids), logits)
+
+
+def test_what_is_set_in_the_config_of_a_patched_model_stays_when_it_is_unpatched(shared_config):
+    model = patch_model(LlamaForCausalLM(shared_config))
+    model.config.use_cache = False
+    assert model.model.config.use_cache is False
+    assert unpatch_model(model).config.use_cache is False
+
+
+def test_a_model_built_from_a_patched_models_config_is_none_until_it_is_patched_too():
+    patched = patch_model(tiny_model("causal", "llama"))
+    ids = Subject(patched, "causal").tokens()
+    linear = Subject(patched, "causal").logits(ids)
+    other = randomise(LlamaForCausalLM(patched.config).eval())
+    with pytest.raises(UnsupportedError, match=r"must be set by patch_model.* config of a patched model, .*'sdpa'"):
+        Subject(other, "causal").logits(ids)
+    unpatch_model(patch_model(other))
+    assert other.config._attn_implementation == "sdpa"
+    softmax = LlamaForCausalLM(tiny_config("llama")).eval()
+    softmax.load_state_dict(other.state_dict())
+    assert torch.equal(Subject(other, "causal").logits(ids), Subject(softmax, "causal").logits(ids))
+    assert torch.equal(Subject(patched, "causal").logits(ids), linear)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_another_implementation_in_the_config_does_not_turn_converted_layers_back(padded):
+    """Transformers writes it there when it builds another model from that config."""
+    patched = patch_model(tiny_model("causal", "llama"))
+    ids = Subject(patched, "causal").tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 1 - padded
+    linear = Subject(patched, "causal").logits(ids, attention_mask=mask)
+    other = AutoModelForCausalLM.from_config(patched.config, attn_implementation="sdpa").eval()
+    assert Subject(other, "causal").logits(ids).isfinite().all()
+    again = Subject(patched, "causal").logits(ids, attention_mask=mask)
+    checks.close(again[mask.bool()], linear[mask.bool()], "after another model was built from its config")
+
+
+def test_a_patched_class_builds_from_a_patched_models_config():
+    patched = patch_model(tiny_model("causal", "llama"), layers=[1])
+    twin = type(patched)(patched.config)
+    assert twin.config is not patched.config
+    assert [part.name for part in parts_of(twin)] == [part.name for part in parts_of(patched)]
+    assert unpatch_model(twin).config._attn_implementation == "sdpa"
+    assert is_patched(patched)
+
+
+def test_a_part_that_was_patched_by_itself_is_unpatched_with_the_whole():
+    model = tiny_model("causal", "llama")
+    inner, ids = type(model.model), Subject(model, "causal").tokens()
+    before = Subject(model, "causal").logits(ids)
+    patch_model(model.model)
+    assert not torch.equal(Subject(model, "causal").logits(ids), before)
+    unpatch_model(model)
+    assert torch.equal(Subject(model, "causal").logits(ids), before)
+    assert type(model.model) is inner
+    assert not hasattr(model.model.config, "linear_attention")
