@@ -303,7 +303,12 @@ def patch_model(
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentTypeError(
-            explain("model", "be a Transformers PreTrainedModel", type(model).__name__, "Pass the model itself.")
+            explain(
+                "model",
+                "be a Transformers PreTrainedModel",
+                type(model).__name__,
+                "Pass the model itself: of PEFT's wrapper, peft_model.get_base_model(), best before it is wrapped.",
+            )
         )
     config = LinearAttentionConfig(
         feature_map=feature_map,
@@ -440,7 +445,9 @@ def unpatch_model(model: ModelT) -> ModelT:
     for holder in _models_of(model):
         _remove_hooks(holder)
     for module in model.modules():
-        part = getattr(module, "linear_attention", None)
+        # Where PEFT trains a copy, the copy's config is one too.
+        held = getattr(module, "linear_attention", None)
+        part = getattr(held, "original_module", held)
         if not isinstance(part, LinearAttention):
             continue
         if (config := part.model_config) is not None:

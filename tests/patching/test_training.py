@@ -9,9 +9,9 @@ import torch
 import torch.multiprocessing as mp
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
-from hf_linear_attn import patch_model
+from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.patching import LinearAttention, is_patched
 from hf_linear_attn.patching.masks import linear_attention_mask, note_packing
 
 from .checks import Subject, close
@@ -218,6 +218,34 @@ def test_lora_trains_on_top_and_merges(setting):
     subject = Subject(merged, "causal")
     close(subject.logits(ids), expected, "merged LoRA")
     assert torch.equal(subject.generate(ids), subject.generate(ids, use_cache=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT's own call
+@pytest.mark.parametrize("disabled", [False, True], ids=["adapter", "no adapter"])
+def test_layers_of_which_peft_trains_a_copy_are_unpatched(disabled, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+        modules_to_save=["linear_attention"],
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(0)
+    softmax = get_peft_model(tiny_model("causal", "llama"), settings).eval()
+    torch.manual_seed(0)
+    lora = get_peft_model(build("window"), settings).eval()
+    lora.load_state_dict(softmax.state_dict(), strict=False)
+    ids = Subject(lora, "causal").tokens()
+    if disabled:
+        softmax.base_model.disable_adapter_layers()
+        lora.base_model.disable_adapter_layers()
+    assert not torch.equal(Subject(lora, "causal").logits(ids), Subject(softmax, "causal").logits(ids))
+    unpatch_model(lora.get_base_model())
+    assert not is_patched(lora)
+    assert torch.equal(Subject(lora, "causal").logits(ids), Subject(softmax, "causal").logits(ids))
+    lora.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
