@@ -3,11 +3,12 @@
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache
 from inspect import Parameter, signature
 from logging import getLogger
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, explain
 
 logger = getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -122,6 +125,15 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
+
+    def forward(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
+        """Call ``function`` while the map's weights are at hand.
+
+        What keeps weights elsewhere, as Accelerate's offloading does, fetches them around a module's forward. Features
+        are computed by the ops, by methods or by kernels that read the weights themselves; so the caller of an op
+        goes through here.
+        """
+        return function(*args)
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""

@@ -122,6 +122,19 @@ class LinearAttention(nn.Module):
             ``o [B, H, T, V]``.
         """
         scaling = self.geometry.scaling if scaling is None else scaling
+        o: Tensor = self.feature_map(self._fold, q, k, v, key_mask, cu_seqlens, causal, scaling)
+        return o
+
+    def _fold(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+        scaling: float,
+    ) -> Tensor:
         layer = self.cache
         if layer is not None and layer.unread:
             old = layer.take_unread()

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
-from hf_linear_attn import patch_model, unpatch_model
+from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
 from hf_linear_attn.patching.masks import linear_attention_mask, note_packing
@@ -327,11 +327,38 @@ def test_two_processes_give_the_gradients_of_one():
 
 
 def test_a_device_map_places_what_is_learned(tmp_path):
-    from hf_linear_attn import from_pretrained
-
     model = build("window")
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
     parts = [m for m in loaded.modules() if isinstance(m, LinearAttention)]
     assert {p.dtype for part in parts for p in part.parameters()} == {torch.bfloat16}
     assert {p.device.type for part in parts for p in part.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
+def test_weights_that_are_offloaded_are_there_when_they_are_needed(setting, tmp_path):
+    """Accelerate fetches a module's weights around its forward; those of feature maps are needed without one."""
+    from accelerate import cpu_offload, disk_offload
+
+    model = build(setting)
+    subject = Subject(model, "causal")
+    ids = subject.tokens()
+    expected, text = subject.logits(ids), subject.generate(ids)
+    cpu, disk = (Subject(copy.deepcopy(model), "causal") for _ in range(2))
+    cpu_offload(cpu.model, execution_device=torch.device("cpu"))
+    disk_offload(disk.model, tmp_path, execution_device=torch.device("cpu"))
+    for offloaded in (cpu, disk):
+        assert {p.device.type for p in offloaded.model.parameters()} == {"meta"}
+        assert torch.equal(offloaded.logits(ids), expected)
+        assert torch.equal(offloaded.generate(ids), text)
+
+
+def test_a_device_map_with_a_disk_loads_and_runs(tmp_path):
+    model = build("window")
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"model.layers.1": "disk", "lm_head": "cpu"}
+    loaded = from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offloaded")
+    assert {p.device.type for p in loaded.model.layers[1].parameters()} == {"meta"}
+    ids = Subject(model, "causal").tokens()
+    close(Subject(loaded.eval(), "causal").logits(ids), Subject(model, "causal").logits(ids), "a layer on disk")
