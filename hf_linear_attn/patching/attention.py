@@ -528,8 +528,9 @@ def linear_attention_forward(
                 "attn_implementation",
                 "be set by patch_model",
                 IMPLEMENTATION,
-                "Call patch_model(model) instead of set_attn_implementation; for a softmax model from the config of a "
-                "patched model, build it with attn_implementation='sdpa'.",
+                "Call patch_model(model); load a saved model with hf_linear_attn.from_pretrained or trust_remote_code, "
+                "and give a trainer a patched ref_model. Softmax models built from a patched model's config take "
+                "attn_implementation='sdpa'.",
                 where=type(module).__name__,
             )
         )

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 
@@ -21,12 +21,18 @@ CODE_FILE = "modeling_linear_attention.py"
 CODE = '''\
 """Load this folder through Transformers' Auto classes; needs `pip install hf_linear_attn`."""
 
-from transformers import {name} as _Softmax
+import transformers
 
 from hf_linear_attn.patching.checkpoint import linear_attention_class
 
-{name} = linear_attention_class(_Softmax)
 '''
+
+PREFIX = "LinearAttention"
+"""Put before the class's name in a folder's config: what looks for that class in Transformers, to load the folder as a
+softmax model, does not find it."""
+
+LESS_TELLING = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
+"""Auto classes that encoder-decoders are registered for, too."""
 
 CARD = """\
 ---
@@ -182,6 +188,31 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         )
 
     @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as Transformers does, and refuse weights that do not fit the converted layers.
+
+        Raises:
+            CheckpointError: If tensors of converted layers are missing, left over or of another shape.
+        """
+        load: Any = super().from_pretrained
+        model, info = load(path, *args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
+            if keys:
+                raise CheckpointError(
+                    explain(
+                        "path",
+                        f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
+                        str(path),
+                        f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
+                        where=cls.__name__,
+                    )
+                )
+        return (model, info) if output_loading_info else model
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: Transformers would copy the softmax model's source file beside the weights."""
 
@@ -189,18 +220,28 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
     ) -> None:
         """Save as Transformers does, with the code file and a model card beside the weights."""
-        if is_main_process and getattr(self.config, "linear_attention", None) is not None:
+        if getattr(self.config, "linear_attention", None) is None:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            return
+        # torch's fully_shard puts its name before the class's.
+        cls, name = type(self), type(self).__name__.removeprefix("FSDP")
+        if is_main_process:
             folder = Path(save_directory)
             folder.mkdir(parents=True, exist_ok=True)
-            # torch's fully_shard puts its name before the class's.
-            name = type(self).__name__.removeprefix("FSDP")
-            autos = _auto_classes(name)
-            self.config.auto_map = dict.fromkeys(autos, f"{Path(CODE_FILE).stem}.{name}")
-            (folder / CODE_FILE).write_text(CODE.format(name=name))
+            autos = _auto_classes(self.config, name)
+            self.config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{loaded}" for auto, loaded in autos.items()}
+            classes = "".join(f"{x} = linear_attention_class(transformers.{x})\n" for x in sorted({*autos.values()}))
+            (folder / CODE_FILE).write_text(CODE + classes)
             if not (folder / "README.md").exists():
                 settings = json.dumps(self.config.linear_attention, indent=2, sort_keys=True)
-                (folder / "README.md").write_text(CARD.format(name=name, auto=autos[0], settings=settings))
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+                auto = next((auto for auto, loaded in autos.items() if loaded == name), "AutoModel")
+                (folder / "README.md").write_text(CARD.format(name=name, auto=auto, settings=settings))
+        # Transformers writes the class's name into the config while it saves, and uploads it at once.
+        self.__class__ = type(PREFIX + name, (cls,), {"__module__": cls.__module__})
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = cls
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle by the softmax class, since this one is made at run time."""
@@ -234,20 +275,25 @@ def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return cls.__bases__[1] if PatchedModel in cls.__bases__ else cls
 
 
-def _auto_classes(name: str) -> list[str]:
-    """Return the Auto classes that load the model class of that name."""
-    tasks = {
-        "CAUSAL_LM": "CausalLM",
-        "SEQ_TO_SEQ_CAUSAL_LM": "Seq2SeqLM",
-        "MASKED_LM": "MaskedLM",
-        "SEQUENCE_CLASSIFICATION": "SequenceClassification",
-        "TOKEN_CLASSIFICATION": "TokenClassification",
-        "QUESTION_ANSWERING": "QuestionAnswering",
-    }
-    mappings = {
-        f"AutoModelFor{auto}": getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task, auto in tasks.items()
-    }
-    return [auto for auto, names in mappings.items() if name in names.values()] or ["AutoModel"]
+def _auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:
+    """Return every Auto class that loads a config, and the name of the class that it loads: ``name`` where it can.
+
+    Those that load the class of that name come first, the most telling ones before the others.
+    """
+    found: dict[str, str] = {}
+    for auto in modeling_auto.__all__:
+        mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
+        classes: Any = None if mapping is None else mapping.get(type(config), None)
+        # A class of a part, like a multimodal model's decoder, has another config.
+        names = [
+            cls.__name__
+            for cls in (classes if isinstance(classes, (list, tuple)) else [classes])
+            if isinstance(config, getattr(cls, "config_class", ()) or ())
+        ]
+        if names:
+            found[auto] = name if name in names else names[0]
+    order = sorted(found, key=lambda auto: (found[auto] != name, auto in LESS_TELLING))
+    return {auto: found[auto] for auto in order}
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -292,35 +338,21 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             )
         )
     LinearAttentionConfig.from_dict(config.linear_attention)
-    names = config.architectures or [None]
-    base = getattr(transformers, names[0] or "", None)
+    name = (config.architectures or [""])[0].removeprefix(PREFIX)
+    base = getattr(transformers, name, None)
     if base is None:
         raise CheckpointError(
             explain(
                 "architectures",
                 "name a class of the installed transformers",
-                names[0],
+                name,
                 "Update transformers.",
             )
         )
-    wants_info = kwargs.pop("output_loading_info", False)
+    cls: Any = linear_attention_class(base)
     try:
-        model, info = linear_attention_class(base).from_pretrained(
-            path, config=config, output_loading_info=True, use_safetensors=True, **kwargs
-        )
+        return cast(PreTrainedModel, cls.from_pretrained(path, config=config, use_safetensors=True, **kwargs))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             explain("path", "hold whole safetensors files", str(path), f"Reading them failed: {error}")
         ) from error
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
-        if keys:
-            raise CheckpointError(
-                explain(
-                    "path",
-                    f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
-                    str(path),
-                    f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
-                )
-            )
-    return (model, info) if wants_info else model  # type: ignore[return-value]  # as Transformers does

@@ -7,9 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
-from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn import from_pretrained, patch_model, unpatch_model
+from hf_linear_attn.errors import ArgumentError, CheckpointError
 from hf_linear_attn.patching import is_patched
 
 from .checks import Subject, close
@@ -39,14 +51,42 @@ def tokenizer_for(folder):
 def test_what_a_saved_folder_holds(patched, tmp_path):
     patched.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert config["architectures"] == ["LinearAttentionGPT2LMHeadModel"]
     assert config["model_type"] == "gpt2"
     assert config["linear_attention"]["window"] == 3
-    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_linear_attention.GPT2LMHeadModel"}
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_linear_attention.GPT2LMHeadModel"
+    assert config["auto_map"]["AutoModel"] == "modeling_linear_attention.GPT2Model"
+    assert "AutoModelForCausalLM.from_pretrained" in (tmp_path / "README.md").read_text()
     assert "hf_linear_attn import from_pretrained" in (tmp_path / "README.md").read_text()
     assert not list(tmp_path.glob("*.bin"))
     code = (tmp_path / "modeling_linear_attention.py").read_text()
-    assert len([line for line in code.splitlines() if line and '"""' not in line]) == 3
+    assert {"import transformers", "GPT2Model = linear_attention_class(transformers.GPT2Model)"} <= {*code.splitlines()}
+
+
+def test_a_softmax_model_that_was_patched_saves_its_own_name(patched, tmp_path):
+    patched.save_pretrained(tmp_path / "patched")
+    loaded = from_pretrained(tmp_path / "patched")
+    unpatch_model(loaded).save_pretrained(tmp_path / "softmax")
+    config = json.loads((tmp_path / "softmax" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    assert not {"auto_map", "linear_attention"} & config.keys()
+
+
+def test_folders_of_the_first_form_load(patched, tmp_path):
+    """They name Transformers' class, one Auto class, and that class alone in their code."""
+    patched.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["GPT2LMHeadModel"]
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_linear_attention.GPT2LMHeadModel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_linear_attention.py").write_text(
+        "from transformers import GPT2LMHeadModel as _Softmax\n"
+        "from hf_linear_attn.patching.checkpoint import linear_attention_class\n"
+        "GPT2LMHeadModel = linear_attention_class(_Softmax)\n"
+    )
+    ids = Subject(patched, "causal").tokens()
+    for loaded in (from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)):
+        close(Subject(loaded.eval(), "causal").logits(ids), Subject(patched, "causal").logits(ids), "first form")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +106,38 @@ def test_auto_classes_load_it_with_the_folders_code(task, name, auto, settings, 
     assert is_patched(loaded)
     ids = Subject(model, task).tokens()
     close(Subject(loaded.eval(), task).logits(ids), Subject(model, task).logits(ids), "logits by an Auto class")
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "auto", "cls"),
+    [
+        ("causal", "llama", AutoModel, "LlamaModel"),
+        ("causal", "llama", AutoModelForSequenceClassification, "LlamaForSequenceClassification"),
+        ("causal", "gpt2", AutoModelForTokenClassification, "GPT2ForTokenClassification"),
+        ("masked", "bert", AutoModelForMultipleChoice, "BertForMultipleChoice"),
+        ("causal", "gemma3", AutoModelForImageTextToText, "Gemma3ForConditionalGeneration"),
+        ("seq2seq", "bart", AutoModel, "BartModel"),
+    ],
+)
+def test_auto_classes_of_other_tasks_load_it_patched(task, name, auto, cls, tmp_path):
+    model = patch_model(tiny_model(task, name), "hedgehog")
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path, trust_remote_code=True)
+    assert type(loaded).__name__ == cls
+    weights = {name.split(".", 1)[1]: x for name, x in model.state_dict().items() if "linear_attention" in name}
+    found = {name: x for name, x in loaded.state_dict().items() if "linear_attention" in name}
+    assert len(found) == len(weights)
+    assert all(any(name.endswith(end) and torch.equal(x, weights[end]) for end in weights) for name, x in found.items())
+
+
+def test_a_class_whose_layers_are_others_is_refused(tmp_path):
+    """BART's decoder alone has no layers 2 and 3."""
+    patch_model(tiny_model("seq2seq", "bart"), "hedgehog").save_pretrained(tmp_path / "all")
+    with pytest.raises(ArgumentError, match=r"`layers` must be indices from 0 to 1, got \[2, 3\]"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "all", trust_remote_code=True)
+    patch_model(tiny_model("seq2seq", "bart"), "hedgehog", layers=[0]).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(CheckpointError, match=r"hold the tensors of every patched layer, without missing keys, .*Bart"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "encoder", trust_remote_code=True)
 
 
 def test_sharded_files(patched, tmp_path):
@@ -164,16 +236,9 @@ def test_lm_eval_scores_a_folder(patched, tmp_path):
         assert score == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.optional
-@pytest.mark.filterwarnings("default")
-def test_trl_fine_tunes_it(patched, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = tokenizer_for(tmp_path)
-    data = Dataset.from_list([{"text": " ".join(f"w{5 + (i + j) % 50}" for j in range(12))} for i in range(8)])
-    settings = SFTConfig(
-        output_dir=str(tmp_path / "out"),
+def trl_settings(cls, folder, **changes):
+    return cls(
+        output_dir=str(folder),
         max_steps=3,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
@@ -182,7 +247,53 @@ def test_trl_fine_tunes_it(patched, tmp_path):
         bf16=False,
         max_length=16,
         save_strategy="no",
+        **changes,
     )
-    before = patched.transformer.h[0].attn.linear_attention.mix_bias.detach().clone()
-    SFTTrainer(model=patched, args=settings, train_dataset=data, processing_class=tokenizer).train()
-    assert not torch.equal(patched.transformer.h[0].attn.linear_attention.mix_bias, before)
+
+
+def texts():
+    return [" ".join(f"w{5 + (i + j) % 50}" for j in range(12)) for i in range(8)]
+
+
+def biases(model):
+    return model.transformer.h[0].attn.linear_attention.mix_bias.detach().clone()
+
+
+@pytest.mark.optional
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("by_name", [False, True], ids=["model", "folder"])
+def test_trl_fine_tunes_it(patched, by_name, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = tokenizer_for(tmp_path)
+    patched.save_pretrained(tmp_path)
+    data = Dataset.from_list([{"text": text} for text in texts()])
+    settings = trl_settings(SFTConfig, tmp_path / "out", trust_remote_code=True)
+    model = str(tmp_path) if by_name else patched
+    trainer = SFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer)
+    assert is_patched(trainer.model)
+    before = biases(trainer.model)
+    trainer.train()
+    assert not torch.equal(biases(trainer.model), before)
+
+
+@pytest.mark.optional
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("by_name", [False, True], ids=["model", "folder"])
+def test_trls_reference_model_is_patched_too(patched, by_name, tmp_path):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    tokenizer = tokenizer_for(tmp_path)
+    patched.save_pretrained(tmp_path)
+    pairs = [{"prompt": "w5 w6", "chosen": a, "rejected": b} for a, b in zip(texts(), reversed(texts()), strict=True)]
+    settings = trl_settings(DPOConfig, tmp_path / "out", trust_remote_code=True)
+    model = str(tmp_path) if by_name else from_pretrained(tmp_path)
+    data = Dataset.from_list(pairs)
+    trainer = DPOTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer)
+    assert is_patched(trainer.model)
+    assert is_patched(trainer.ref_model)
+    trainer.train()
+    assert torch.equal(biases(trainer.ref_model), biases(patched))
+    assert not torch.equal(biases(trainer.model), biases(patched))

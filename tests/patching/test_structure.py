@@ -234,7 +234,7 @@ def test_a_model_built_from_a_patched_models_config_is_none_until_it_is_patched_
     ids = Subject(patched, "causal").tokens()
     linear = Subject(patched, "causal").logits(ids)
     other = randomise(LlamaForCausalLM(patched.config).eval())
-    with pytest.raises(UnsupportedError, match=r"must be set by patch_model.* config of a patched model, .*'sdpa'"):
+    with pytest.raises(UnsupportedError, match=r"must be set by patch_model.* from a patched model's config .*'sdpa'"):
         Subject(other, "causal").logits(ids)
     unpatch_model(patch_model(other))
     assert other.config._attn_implementation == "sdpa"
