@@ -473,10 +473,14 @@ def shares_keys(module: nn.Module) -> bool:
 
 def convert_cache(model: nn.Module, cache: Cache) -> None:
     """Put our layers into a fresh cache, for every patched layer that has a place there."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     for module in model.modules():
         part, index = part_of(module), getattr(module, "layer_idx", None)
         # Encoder layers are numbered too, but have no place in a cache.
-        if part is not None and isinstance(index, int) and attends_causally(module):
+        if part is None or not isinstance(index, int) or not attends_causally(module):
+            continue
+        # Early exit drafts with the first layers alone, and a cache of only those.
+        if index < len(own.layers) or own.layer_class_to_replicate is not None or shares_keys(module):
             cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
 
 

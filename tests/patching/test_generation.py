@@ -197,6 +197,12 @@ def test_assisted_decoding_equals_greedy(subject):
     assert torch.equal(subject.generate(ids, max_new_tokens=10, assistant_model=helper), expected)
 
 
+def test_drafts_by_the_first_layers_equal_greedy(subject):
+    ids, layers = subject.tokens(5, rows=1), subject.model.config.num_hidden_layers
+    assert torch.equal(subject.generate(ids, assistant_early_exit=1), subject.generate(ids))
+    assert subject.model.config.num_hidden_layers == layers
+
+
 def test_a_cache_that_softmax_filled_is_refused():
     model = tiny_model("causal", "llama")
     subject = Subject(model, "causal")
