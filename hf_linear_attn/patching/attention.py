@@ -561,8 +561,20 @@ def linear_attention_forward(
         strict=not attention.settings.allow_approximate,
         name=attention.name,
     )
-    if cu_seqlens is None and layer is None:
+    if cu_seqlens is None:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if layer is not None and cu_seqlens is not None:
+            if len(cu_seqlens) > 2:
+                raise UnsupportedError(
+                    explain(
+                        "cu_seq_lens_q",
+                        "be left out where a cache is filled",
+                        f"boundaries of {len(cu_seqlens) - 1} packed documents",
+                        "A state is one text's; call the model with use_cache=False.",
+                        where=attention.name,
+                    )
+                )
+            cu_seqlens = None
     if cu_seqlens is not None and batch > 1:
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):

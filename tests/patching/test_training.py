@@ -272,6 +272,18 @@ def test_packed_documents_equal_separate_ones(setting, flat):
         assert torch.equal(model(**changed, use_cache=False).logits[:, 5:], found[:, 5:]), "a document leaks"
 
 
+@pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
+def test_packed_documents_do_not_go_into_one_cache(setting):
+    model = build(setting)
+    documents = [Subject(model, "causal").tokens(n, seed=n, rows=1)[0].tolist() for n in (5, 3)]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": d} for d in documents])
+    with pytest.raises(UnsupportedError, match=r"`cu_seq_lens_q` must be left out .* 2 packed .*use_cache=False"):
+        model(**batch)
+    model(**batch, use_cache=False)
+    alone = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": documents[0]}])
+    close(model(**alone).logits, model(**alone, use_cache=False).logits, "one document and a cache")
+
+
 def test_packed_documents_train_as_separate_ones():
     model = build("window")
     subject = Subject(model, "causal")
