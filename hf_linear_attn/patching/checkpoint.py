@@ -119,7 +119,19 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             mask = kwargs.get("attention_mask")
             if mask is None:
                 mask = torch.ones_like(ids)
-            kwargs["attention_mask"] = torch.cat([cache.context_mask.to(mask), mask], dim=1)
+            past = cache.context_mask.to(mask)
+            if mask.shape[1] == ids.shape[1]:
+                mask = torch.cat([past, mask], dim=1)
+            elif mask.shape[1] != past.shape[1] + ids.shape[1] or not torch.equal(mask[:, : past.shape[1]], past):
+                raise ArgumentError(
+                    explain(
+                        "attention_mask",
+                        f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
+                        tuple(mask.shape),
+                        "Leave it out where the new tokens are not padded.",
+                    )
+                )
+            kwargs["attention_mask"] = mask
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:

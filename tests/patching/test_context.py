@@ -54,6 +54,20 @@ def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, ch
         assert torch.equal(answer(subject, question, past_key_values=loaded.copy()), read)
 
 
+def test_a_mask_is_of_the_question_or_of_text_and_question(subject):
+    text, question = subject.tokens(13), subject.tokens(4, seed=1)
+    mask, own = torch.ones_like(text), torch.ones_like(question)
+    mask[1, :6] = 0
+    context = encode_context(subject.model, text * mask, mask)
+    expected = answer(subject, question, past_key_values=context.copy())
+    whole = torch.cat([mask, own], 1)
+    for given in (own, whole, whole.bool()):
+        assert torch.equal(answer(subject, question, past_key_values=context.copy(), attention_mask=given), expected)
+    for wrong in (whole[:, 1:], torch.ones_like(whole)):
+        with pytest.raises(ArgumentError, match=r"`attention_mask` must cover the 4 new tokens, or begin with the con"):
+            answer(subject, question, past_key_values=context.copy(), attention_mask=wrong)
+
+
 def test_one_text_is_saved_and_loaded(subject, tmp_path):
     text, question = subject.tokens(13, rows=1), subject.tokens(4, seed=1, rows=1)
     context = encode_context(subject.model, text)
