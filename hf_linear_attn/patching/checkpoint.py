@@ -313,8 +313,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
 
     Args:
         path: A folder, or a name on the hub.
-        **kwargs: As for Transformers' ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, ... Weights are
-            read from safetensors only, and no code in the folder is run.
+        **kwargs: As for Transformers' ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, fields of the
+            config, ... Weights are read from safetensors only, and no code in the folder is run.
 
     Returns:
         The model, patched as it was when it was saved.
@@ -334,8 +334,14 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         for name in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         if name in kwargs
     }
+    # As Auto classes do: fields of the config are set there, and what concerns the weights is left for the model.
+    weights = {name: kwargs[name] for name in ("dtype", "torch_dtype", "quantization_config") if name in kwargs}
     try:
-        config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path, **hub)
+        config = kwargs.pop("config", None)
+        if config is None:
+            fields = {name: value for name, value in kwargs.items() if name not in hub | weights}
+            config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **hub, **fields)
+            kwargs = rest | hub | weights
     except (OSError, ValueError) as error:
         raise CheckpointError(
             explain("path", "be a folder or hub name with a config.json", str(path), str(error).split("\n")[0])

@@ -201,6 +201,21 @@ def test_copies_are_independent(patched, duplicate):
     assert torch.equal(Subject(patched, "causal").logits(ids), expected)
 
 
+def test_fields_of_the_config_are_set_as_transformers_sets_them(patched, tmp_path):
+    patched.save_pretrained(tmp_path)
+    options = {"use_cache": False, "resid_pdrop": 0.25, "dtype": "bfloat16", "local_files_only": True}
+    loaded, info = from_pretrained(tmp_path, output_loading_info=True, **options)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, **options)
+    assert loaded.config.use_cache is False
+    assert loaded.transformer.h[0].attn.resid_dropout.p == 0.25
+    assert loaded.dtype == expected.dtype == torch.bfloat16
+    assert loaded.config.to_dict() == expected.config.to_dict()
+    assert not info["missing_keys"]
+    assert from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
+    with pytest.raises(TypeError, match="no_such_option"):
+        from_pretrained(tmp_path, no_such_option=1)
+
+
 def test_without_the_package_nothing_is_silent(patched, tmp_path):
     patched.save_pretrained(tmp_path)
     _, info = type(tiny_model("causal", "gpt2")).from_pretrained(tmp_path, output_loading_info=True)
