@@ -122,3 +122,16 @@ def test_maps_without_a_kernel_are_computed_by_torch() -> None:
     assert feature_map.pair("q") is None
     x, _ = tokens(H, torch.bfloat16)
     assert torch.equal(features_of(feature_map, x, "q", backend="triton"), feature_map.phi_q(x).to(x.dtype))
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_kernel_computes_what_it_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = tokens(H, torch.float32)
+
+    def refuse(*inputs: object) -> Tensor:
+        raise AssertionError("the kernel was asked")
+
+    monkeypatch.setattr(op, "triton_features", refuse)
+    assert features_of(drawn(name), x, "q", backend="torch").shape[-1] == 2 * D
+    with pytest.raises(AssertionError, match="the kernel was asked"):
+        features_of(drawn(name), x, "q", backend="triton")
