@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 import yaml
 from transformers import PreTrainedConfig
@@ -445,4 +445,15 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     known = {f.name for f in fields(DistillationSettings)}
     if unknown := sorted(set(values) - known):
         raise ArgumentError(explain("config", "hold known settings only", unknown, "Remove those", available=known))
-    return start | values
+    hints = get_type_hints(DistillationSettings)
+    return start | {name: _number(name, value, hints[name]) for name, value in values.items()}
+
+
+def _number(name: str, value: Any, hint: Any) -> Any:
+    """Return what a file has for a setting; YAML reads a number like 1e-3, without a point, as a word."""
+    if not isinstance(value, str) or float not in (hint, *get_args(hint)):
+        return value
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ArgumentError(explain(name, "be a number", value, "Write it as 0.001 or 1e-3.")) from error

@@ -131,3 +131,13 @@ def test_a_window_alone_has_nothing_to_transfer():
     assert alone.stages == ["distill"]
     assert alone.with_changes(mix="key").stages == ["transfer", "distill"]
     assert DistillationSettings(**alone.to_dict()) == alone
+
+
+def test_yaml_numbers_without_a_point_are_numbers(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("distill_lr: 1e-3\nce_share: 1E-1\nmap_lr: null\n")
+    settings = DistillationSettings.from_file(path)
+    assert (settings.distill_lr, settings.ce_share, settings.map_lr) == (1e-3, 0.1, None)
+    path.write_text("distill_lr: fast\n")
+    with pytest.raises(ArgumentError, match=r"`distill_lr` must be a number, got 'fast'. Write it as 0.001 or 1e-3"):
+        DistillationSettings.from_file(path)
