@@ -53,6 +53,33 @@ class Geometry(NamedTuple):
     scaling: float
 
 
+class Ring(NamedTuple):
+    """Tokens of a layer with a window: those that the window held before, then the new ones.
+
+    Attributes:
+        k: Keys ``[B, HKV, S, D]``.
+        v: Values ``[B, HKV, S, V]``.
+        mask: ``[B, S]`` bool, True = a real token.
+        far: Which tokens belong to the linear branch once they leave the window; sinks never do.
+        position: Their numbers, as :func:`_positions` gives them.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    far: Tensor
+    position: Tensor
+
+    def after(self, held: Mapping[str, Tensor]) -> "Ring":
+        """Put these tokens behind those that a cache layer holds."""
+        parts = self._asdict().items()
+        return Ring(*(torch.cat([held[f"ring_{name}"], x], dim=_token_dim(x)) for name, x in parts))
+
+    def held(self, window: int) -> dict[str, Tensor]:
+        """Return what a cache layer keeps: the last tokens, by name."""
+        return {f"ring_{name}": _last(x, window) for name, x in self._asdict().items()}
+
+
 class LinearAttention(nn.Module):
     """Compute one converted layer's attention, from projected queries, keys and values to the heads' outputs.
 
@@ -248,26 +275,18 @@ class LinearAttention(nn.Module):
         elif self.settings.sinks:
             far_mask = mask & (positions >= self.settings.sinks)
             sinks = self._sinks(k, v, mask & ~far_mask, positions, start, old)
-        # What the window still holds comes before the new tokens.
-        far_positions = positions
+        ring = Ring(k, v, mask, far_mask, positions)
         if old:
-            k, v = torch.cat([old["ring_k"], k], dim=2), torch.cat([old["ring_v"], v], dim=2)
-            mask, far_mask = torch.cat([old["ring_mask"], mask], 1), torch.cat([old["ring_far"], far_mask], 1)
-            far_positions = torch.cat([old["ring_position"], positions], 1)
+            ring = ring.after(old)
         visible_sinks = None
         if sinks is not None and "sinks" not in self.disabled:
             # A sink is shown apart once it has left the window.
             slots = start + torch.arange(tokens, device=q.device)
             visible_sinks = sinks[0], sinks[1], sinks[2][:, None] <= (slots - window)[None, :, None]
         in_place = layer is not None and self._decodes_in_place(q, layer)
-        o, kept = self._mix(
-            q, k, v, mask, visible_sinks, far_mask, positions, far_positions, old, scaling, window, in_place
-        )
+        o, kept = self._mix(q, positions, ring, visible_sinks, old, scaling, window, in_place)
         if layer is not None:
-            ring = {"ring_k": k, "ring_v": v}
-            rows = {"ring_mask": mask, "ring_far": far_mask, "ring_position": far_positions}
-            kept |= {name: _last(x, window, 2) for name, x in ring.items()}
-            kept |= {name: _last(x, window, 1) for name, x in rows.items()}
+            kept |= ring.held(window)
             if sinks is not None and not layer.sinks_read:
                 kept |= dict(zip(("sink_k", "sink_v", "sink_slot"), sinks, strict=True))
             seen = _seen(q, key_mask, old.get("seen"))
@@ -305,33 +324,24 @@ class LinearAttention(nn.Module):
     def _mix(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        sinks: tuple[Tensor, Tensor, Tensor] | None,
-        counts: Tensor,
         positions: Tensor,
-        far_positions: Tensor,
+        ring: Ring,
+        sinks: tuple[Tensor, Tensor, Tensor] | None,
         old: Mapping[str, Tensor],
         scaling: float,
         window: int,
         in_place: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Join the exact and the linear branch; return the output and what is new in the linear branch's state.
-
-        Keys, values and what belongs to them begin with the tokens that the window still held before the new ones;
-        ``counts`` says which of them belong to the linear branch once they leave the window.
-        """
-        settings = self.settings
-        exact: dict[str, Any] = {"window": window, "scaling": scaling, "key_mask": mask, "sinks": sinks}
+        """Join the exact and the linear branch; return the output and what is new in the linear branch's state."""
+        settings, (k, v, *_) = self.settings, ring
+        exact: dict[str, Any] = {"window": window, "scaling": scaling, "key_mask": ring.mask, "sinks": sinks}
         fused = {**exact, "backend": settings.backend}
         if settings.mix == "window":
             return window_attention(q, k, v, **fused), {}
         # Keys that lag by the window lag by nothing where they begin a window earlier.
         tokens, past = q.shape[2], k.shape[2] - q.shape[2]
         delay = window - past
-        far_k, far_v = k[:, :, :tokens], v[:, :, :tokens]
-        far_mask, far_positions = counts[:, :tokens], far_positions[:, :tokens]
+        far_k, far_v, far_mask = k[:, :, :tokens], v[:, :, :tokens], ring.far[:, :tokens]
         state = LinearAttentionState(old["kv"], old["z"]) if old else None
         # So many tokens have left the window by the end.
         left = max(tokens - delay, 0)
@@ -345,7 +355,7 @@ class LinearAttention(nn.Module):
         far_q = q
         if self.feature_map.kernel is None or settings.mix == "shared":
             far_q = features_of(self.feature_map, q, "q", positions, settings.backend)
-            far_k = features_of(self.feature_map, far_k, "k", far_positions, settings.backend)
+            far_k = features_of(self.feature_map, far_k, "k", ring.position[:, :tokens], settings.backend)
             phi = None
         if in_place and settings.mix != "shared":
             o_far = self._step_(far_q, far_k, far_v, far_mask, old)
@@ -376,7 +386,7 @@ class LinearAttention(nn.Module):
             return o.to(q.dtype), kept
         if settings.mix == "key":
             own_key = OwnKey(
-                o_far, self.mix_bias, self.mix_weight, counts, number, old.get("far_keys"), kept.get("far_keys")
+                o_far, self.mix_bias, self.mix_weight, ring.far, number, old.get("far_keys"), kept.get("far_keys")
             )
             return window_attention(q, k, v, **fused, own_key=own_key), kept
         x = upcast(q)
@@ -434,8 +444,13 @@ def _seen(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
     return new if seen is None else seen + new
 
 
-def _last(x: Tensor, number: int, dim: int) -> Tensor:
+def _token_dim(x: Tensor) -> int:
+    return 1 if x.ndim == 2 else 2
+
+
+def _last(x: Tensor, number: int) -> Tensor:
     """Return the last ``number`` tokens of ``x``, zeros before them where there are fewer; never a view of the rest."""
+    dim = _token_dim(x)
     tokens = x.shape[dim]
     if tokens >= number:
         return x.narrow(dim, tokens - number, number).clone()
