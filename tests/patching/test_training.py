@@ -101,8 +101,17 @@ class Graphs(list):
 @pytest.mark.parametrize("setting", COMPILED)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
+    assert_one_graph(build(setting, name), masked, cached)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
+def test_compiled_training_has_one_graph_through_the_kernels():
+    settings = {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}
+    assert_one_graph(patch_model(tiny_model("causal", "llama"), **settings), masked=True, cached=False)
+
+
+def assert_one_graph(model, masked, cached):
     torch.compiler.reset()
-    model = build(setting, name)
     ids = Subject(model, "causal").tokens()
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
