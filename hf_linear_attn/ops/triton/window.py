@@ -117,6 +117,13 @@ def far(distance, code, W):
     return (distance >= W) & ((code & 2) != 0)
 
 
+@triton.jit
+def sees_sink(seen, queries, os, rows, SINKS: tl.constexpr):
+    """Return which query of a tile sees which sink."""
+    there = rows[:, None] & (os < SINKS)[None, :]
+    return tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
+
+
 @triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
 def window_kernel(
     q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, o, lse, score,
@@ -179,8 +186,7 @@ def window_kernel(
         # [BS, BD] and [BS, BV]
         kk = load_tile(sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], os < SINKS, od < D, EXACT_D)
         vv = load_tile(sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], os < SINKS, ov < V, EXACT_V)
-        visible = rows[:, None] & (os < SINKS)[None, :]
-        visible = tl.load(seen + (i_b * T + c + ot)[:, None] * SINKS + os[None, :], mask=visible, other=0) != 0
+        visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
         s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
         largest = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - largest[:, None])
@@ -289,8 +295,7 @@ def window_dq_kernel(
         # [BS, BD] and [BS, BV]
         kk = load_tile(sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], os < SINKS, od < D, EXACT_D)
         vv = load_tile(sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], os < SINKS, ov < V, EXACT_V)
-        visible = rows[:, None] & (os < SINKS)[None, :]
-        visible = tl.load(seen + (i_b * T + c + ot)[:, None] * SINKS + os[None, :], mask=visible, other=0) != 0
+        visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
         p = tl.where(visible, tl.exp2(product(x, tl.trans(kk), PRECISION) * base2 - z[:, None]), 0.0)
         ds = (p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling).to(x.dtype)
         acc = dot(ds, kk, acc, PRECISION)
