@@ -19,8 +19,8 @@ from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.run import load_teacher
 from hf_linear_attn.errors import ArgumentError, explain, one_line_errors
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
-from hf_linear_attn.evaluation.loading import load_tokenizer, make_folder
 from hf_linear_attn.evaluation.settings import accept_none
+from hf_linear_attn.loading import load_tokenizer, make_folder
 
 TEACHER = Path(__file__).parent / "teacher"
 

@@ -42,7 +42,7 @@ def list_maps(argv: Sequence[str]) -> None:
     parser.add_argument("--feature-map-file", help="Python file that registers feature maps of your own")
     arguments = parser.parse_args(argv)
     if arguments.feature_map_file is not None:
-        from hf_linear_attn.evaluation.loading import load_users_maps
+        from hf_linear_attn.loading import load_users_maps
 
         load_users_maps(arguments.feature_map_file)
     for name in available_feature_maps():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, GPTJConfig, LlamaConfig, OPTConfig
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-from hf_linear_attn.evaluation.loading import load_config, load_model, load_tokenizer, position_limit
+from hf_linear_attn.loading import load_config, load_model, load_tokenizer, position_limit
 from tests.evaluation.helpers import tiny_linear, tiny_llama
 
 

@@ -11,7 +11,8 @@ from hf_linear_attn.diagnostics.approximation import ApproximationSettings
 from hf_linear_attn.diagnostics.inspection import inspect_model
 from hf_linear_attn.diagnostics.report import summary_table
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import (
+from hf_linear_attn.feature_maps import available_feature_maps
+from hf_linear_attn.loading import (
     find_device,
     load_model,
     load_tokenizer,
@@ -19,7 +20,6 @@ from hf_linear_attn.evaluation.loading import (
     make_folder,
     read_text,
 )
-from hf_linear_attn.feature_maps import available_feature_maps
 
 
 def main(argv: Sequence[str] | None = None) -> None:

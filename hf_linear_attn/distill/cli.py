@@ -16,8 +16,8 @@ from hf_linear_attn.distill.run import DistillResult, distill, fit_positions, lo
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import load_tokenizer
 from hf_linear_attn.evaluation.settings import accept_none
+from hf_linear_attn.loading import load_tokenizer
 
 __all__ = ["main", "plan", "teacher_logits"]
 

@@ -13,7 +13,7 @@ from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.distill.stages import linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import load_config, position_limit
+from hf_linear_attn.loading import load_config, position_limit
 from hf_linear_attn.patching import patch_model
 
 GIB = 2**30

@@ -31,7 +31,7 @@ from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, p
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import load_model, load_tokenizer, load_users_maps, position_limit
+from hf_linear_attn.loading import load_model, load_tokenizer, load_users_maps, position_limit
 from hf_linear_attn.patching import is_patched, patch_model
 
 logger = logging.getLogger(__name__)

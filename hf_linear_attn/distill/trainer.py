@@ -23,7 +23,7 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
-from hf_linear_attn.evaluation.loading import make_folder
+from hf_linear_attn.loading import make_folder
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from hf_linear_attn.evaluation import latency, perplexity, retrieval
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.latency import timed
 from hf_linear_attn.evaluation.lm_eval_bridge import check_lm_eval, collect_lm_eval, run_lm_eval
-from hf_linear_attn.evaluation.loading import load_tokenizer, load_users_maps, make_folder
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import (
     SCHEMA_VERSION,
@@ -42,6 +41,7 @@ from hf_linear_attn.evaluation.subjects import (
     process_state,
 )
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
+from hf_linear_attn.loading import load_tokenizer, load_users_maps, make_folder
 
 # Long enough for attention's square to show, short enough to be a small part of any run.
 _CALIBRATION_TOKENS = (256, 2048)

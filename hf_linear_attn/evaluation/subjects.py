@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
-from hf_linear_attn.evaluation.loading import find_device, load_model, position_limit
 from hf_linear_attn.evaluation.settings import EvaluationSettings
+from hf_linear_attn.loading import find_device, load_model, position_limit
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, explain
-from hf_linear_attn.evaluation.loading import read_text
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks.base import bos_ids
+from hf_linear_attn.loading import read_text
 
 STDLIB_SOURCE = "held-out source files of the Python standard library"
 
