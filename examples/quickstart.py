@@ -17,7 +17,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.run import load_teacher
-from hf_linear_attn.errors import ArgumentError, explain, one_line_errors
+from hf_linear_attn.errors import ArgumentError, one_line_errors
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
 from hf_linear_attn.evaluation.settings import accept_none
 from hf_linear_attn.loading import load_tokenizer, make_folder
@@ -58,9 +58,7 @@ def main() -> None:
     logging.disable_progress_bar()
     folder = make_folder(arguments.output_dir)
     if any(folder.iterdir()) and not arguments.overwrite:
-        raise ArgumentError(
-            explain("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
-        )
+        raise ArgumentError("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
     conversion = {"feature_map": arguments.feature_map, "window": arguments.window, "sinks": arguments.sinks}
     settings = DistillationSettings(
         **conversion,

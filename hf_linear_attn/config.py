@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError
 
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
@@ -61,21 +61,15 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ArgumentError(
-                explain("window", "be at least 1 token, or None", self.window, "Use None for no window.")
-            )
+            raise ArgumentError("window", "be at least 1 token, or None", self.window, "Use None for no window.")
         if self.sinks < 0 or (self.sinks and self.window is None):
-            raise ArgumentError(
-                explain("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
-            )
+            raise ArgumentError("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
         if self.mix not in get_args(Mix):
-            raise ArgumentError(
-                explain("mix", "be a known rule", self.mix, "Use one of those", available=get_args(Mix))
-            )
+            raise ArgumentError("mix", "be a known rule", self.mix, "Use one of those", available=get_args(Mix))
         if self.mix == "window" and self.window is None:
-            raise ArgumentError(explain("mix", "come with a window", self.mix, "Set window=."))
+            raise ArgumentError("mix", "come with a window", self.mix, "Set window=.")
         if not self.eps > 0:
-            raise ArgumentError(explain("eps", "be greater than 0", self.eps, "The default is 1e-6."))
+            raise ArgumentError("eps", "be greater than 0", self.eps, "The default is 1e-6.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
@@ -94,17 +88,15 @@ class LinearAttentionConfig:
         version = values.get("format_version", 0)
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise CheckpointError(
-                explain(
-                    "format_version",
-                    f"be at most {FORMAT_VERSION}",
-                    version,
-                    "Update hf_linear_attn to read this model.",
-                )
+                "format_version",
+                f"be at most {FORMAT_VERSION}",
+                version,
+                "Update hf_linear_attn to read this model.",
             )
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise CheckpointError(
-                explain("linear_attention", "hold known settings only", unknown, "Remove those", available=known)
+                "linear_attention", "hold known settings only", unknown, "Remove those", available=known
             )
         values = dict(values)
         if values.get("layers") is not None:

@@ -10,7 +10,35 @@ from contextlib import contextmanager
 
 
 class HFLinearAttnError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Args:
+        argument: Name of the argument as the caller wrote it; a whole message where it stands alone.
+        rule: What it must be, a phrase that follows "must".
+        value: The value received; its ``repr`` is shown.
+        remedy: One sentence that says how to fix it.
+        where: The layer or model concerned, if any.
+        available: Names that would have worked, if there is a list.
+
+    Example:
+        >>> raise ArgumentError("window", "be at least 1 token", 0, "Use None for no window.")
+        Traceback (most recent call last):
+        hf_linear_attn.errors.ArgumentError: `window` must be at least 1 token, got 0. Use None for no window.
+    """
+
+    def __init__(
+        self,
+        argument: str,
+        rule: str | None = None,
+        value: object = None,
+        remedy: str = "",
+        *,
+        where: str | None = None,
+        available: Iterable[str] | None = None,
+    ) -> None:
+        # Pickling, as between processes, makes an error anew from its message.
+        whole = argument if rule is None else explain(argument, rule, value, remedy, where=where, available=available)
+        super().__init__(whole)
 
 
 class ArgumentError(HFLinearAttnError, ValueError):

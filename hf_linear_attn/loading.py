@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.patching import from_pretrained
 
@@ -49,12 +49,10 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            explain(
-                argument,
-                "be a folder or hub name with a model's config.json",
-                name,
-                f"Loading it failed: {first_line(error)}",
-            )
+            argument,
+            "be a folder or hub name with a model's config.json",
+            name,
+            f"Loading it failed: {first_line(error)}",
         ) from error
     return config
 
@@ -85,20 +83,18 @@ def load_model(
     """
     patched = bool(getattr(load_config(name, argument, local_files_only=local_files_only), "linear_attention", None))
     if patched and attention == "softmax":
-        raise ArgumentError(explain(argument, "be a softmax model, and this one is patched", name, remedy))
+        raise ArgumentError(argument, "be a softmax model, and this one is patched", name, remedy)
     if not patched and attention == "linear":
-        raise ArgumentError(explain(argument, "be a patched model, and this one is softmax", name, remedy))
+        raise ArgumentError(argument, "be a patched model, and this one is softmax", name, remedy)
     load = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
     try:
         return load(name, local_files_only=local_files_only, **options)
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            explain(
-                argument,
-                "be a causal language model that can be loaded",
-                name,
-                f"Loading it failed: {first_line(error)}",
-            )
+            argument,
+            "be a causal language model that can be loaded",
+            name,
+            f"Loading it failed: {first_line(error)}",
         ) from error
 
 
@@ -112,12 +108,10 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
         return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
     except _LOADING_ERRORS as error:
         raise CheckpointError(
-            explain(
-                "tokenizer",
-                "be loadable from the model's folder",
-                name,
-                f"Save it there; loading it failed: {first_line(error)}",
-            )
+            "tokenizer",
+            "be loadable from the model's folder",
+            name,
+            f"Save it there; loading it failed: {first_line(error)}",
         ) from error
 
 
@@ -134,7 +128,7 @@ def find_device(name: str, argument: str = "device") -> torch.device:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         usable = ["cpu", *([accelerator.type] if accelerator else [])]
         raise ArgumentError(
-            explain(argument, "be a device that can be used here", name, "Use one of those", available=usable)
+            argument, "be a device that can be used here", name, "Use one of those", available=usable
         ) from error
     return device
 
@@ -152,7 +146,7 @@ def make_folder(path: str | Path, argument: str = "output_dir") -> Path:
             pass
     except OSError as error:
         raise ArgumentError(
-            explain(argument, "be a folder that can be written", str(path), f"Choose another: {error.strerror}.")
+            argument, "be a folder that can be written", str(path), f"Choose another: {error.strerror}."
         ) from error
     return folder
 
@@ -166,9 +160,7 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(
-            explain(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.")
-        ) from error
+        raise ArgumentError(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.") from error
 
 
 def load_users_maps(file: str | Path) -> None:
@@ -189,12 +181,10 @@ def load_users_maps(file: str | Path) -> None:
         ]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
         raise ArgumentError(
-            explain(
-                "feature_map_file",
-                "run without an error",
-                str(file),
-                f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
-            )
+            "feature_map_file",
+            "run without an error",
+            str(file),
+            f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
         ) from error
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.diagnostics.capture import AttentionInputs
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.ops.reference import guarded
 
@@ -49,14 +49,10 @@ class ApproximationSettings:
             ("matrix_tokens", 2),
         ):
             if getattr(self, name) < least:
-                raise ArgumentError(
-                    explain(name, f"be at least {least}", getattr(self, name), "Leave it out for the default.")
-                )
+                raise ArgumentError(name, f"be at least {least}", getattr(self, name), "Leave it out for the default.")
         for name in ("block_mib", "eps"):
             if not getattr(self, name) > 0:
-                raise ArgumentError(
-                    explain(name, "be greater than 0", getattr(self, name), "Leave it out for the default.")
-                )
+                raise ArgumentError(name, "be greater than 0", getattr(self, name), "Leave it out for the default.")
 
 
 class Attention:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 from hf_linear_attn.patching.attention import Branch
 
@@ -36,13 +36,9 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
         ArgumentError: If the model is not patched, or ``input_ids`` has another shape.
     """
     if not is_patched(model):
-        raise ArgumentError(
-            explain("model", "be patched", type(model).__name__, "Call patch_model, or pass maps to compare.")
-        )
+        raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model, or pass maps to compare.")
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
-        raise ArgumentError(
-            explain("input_ids", "be one sequence [1, T], T >= 2", tuple(input_ids.shape), "Pass one text.")
-        )
+        raise ArgumentError("input_ids", "be one sequence [1, T], T >= 2", tuple(input_ids.shape), "Pass one text.")
     modules = {name: m for name, m in model.named_modules() if isinstance(m, LinearAttention)}
     layers: list[dict[str, Any]] = []
 

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import attention_layers, is_patched
 
 IMPLEMENTATION = "hf_linear_attn_capture"
@@ -59,26 +59,22 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
     """
     if is_patched(model):
         raise ArgumentError(
-            explain("model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first.")
+            "model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first."
         )
     layers = {id(layer.module): layer for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0}
     if not layers:
         raise UnsupportedError(
-            explain(
-                "model",
-                "have full self-attention layers that call Transformers' AttentionInterface",
-                type(model).__name__,
-                "There is nothing to look at.",
-            )
+            "model",
+            "have full self-attention layers that call Transformers' AttentionInterface",
+            type(model).__name__,
+            "There is nothing to look at.",
         )
     if not getattr(model, "_supports_sdpa", False):
         raise UnsupportedError(
-            explain(
-                "model",
-                "support scaled_dot_product_attention",
-                type(model).__name__,
-                "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it.",
-            )
+            "model",
+            "support scaled_dot_product_attention",
+            type(model).__name__,
+            "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it.",
         )
 
     def forward(

@@ -10,7 +10,7 @@ import torch
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings
 from hf_linear_attn.diagnostics.inspection import inspect_model
 from hf_linear_attn.diagnostics.report import summary_table
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import available_feature_maps
 from hf_linear_attn.loading import (
     find_device,
@@ -59,13 +59,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_users_maps(arguments.feature_map_file)
     for name in arguments.maps or ():
         if name not in available_feature_maps():
-            raise ArgumentError(
-                explain("--maps", "be registered names", name, "Use those", available=available_feature_maps())
-            )
+            raise ArgumentError("--maps", "be registered names", name, "Use those", available=available_feature_maps())
     text = read_text(arguments.text_file, "--text-file")
     dtype = getattr(torch, arguments.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ArgumentError(explain("--dtype", "be a floating dtype of torch", arguments.dtype, "Use 'bfloat16'."))
+        raise ArgumentError("--dtype", "be a floating dtype of torch", arguments.dtype, "Use 'bfloat16'.")
     device = find_device(arguments.device, "--device")
     make_folder(arguments.output_dir, "--output-dir")
     results = inspect_model(

@@ -15,7 +15,7 @@ from hf_linear_attn.diagnostics.approximation import ApproximationSettings, Atte
 from hf_linear_attn.diagnostics.branches import branch_usage
 from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
 from hf_linear_attn.diagnostics.report import EXACT, Pictures, check_report, summary_table, write_report
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
 from hf_linear_attn.patching import attention_layers, is_patched
@@ -63,13 +63,13 @@ def inspect_model(
         >>> report = inspect_model(model, tokenizer, text, "inspection", maps=["elu", "hedgehog"])  # doctest: +SKIP
     """
     if max_tokens < 2:
-        raise ArgumentError(explain("max_tokens", "be at least 2", max_tokens, "The default is 1024."))
+        raise ArgumentError("max_tokens", "be at least 2", max_tokens, "The default is 1024.")
     if output_dir is not None:
         check_report()
     # A token is a few characters: tokenising a whole book to look at its first page would take minutes.
     ids = tokenizer(text[: 20 * max_tokens], return_tensors="pt").input_ids[:, :max_tokens]
     if ids.shape[1] < 2:
-        raise ArgumentError(explain("text", "have at least 2 tokens", text, "Pass more text."))
+        raise ArgumentError("text", "have at least 2 tokens", text, "Pass more text.")
     device = model.get_input_embeddings().weight.device
     results: dict[str, Any] = {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
@@ -81,9 +81,7 @@ def inspect_model(
     try:
         if is_patched(model):
             if maps is not None:
-                raise ArgumentError(
-                    explain("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
-                )
+                raise ArgumentError("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
             results["settings"] = dict(model.config.linear_attention)
             results["branches"] = branch_usage(model, ids.to(device))
             pictures = Pictures({}, PICTURED_TOKENS)
@@ -108,11 +106,11 @@ def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> di
     if maps is None:
         maps = available_feature_maps()
     if isinstance(maps, str):
-        raise ArgumentError(explain("maps", "be a list of names", maps, f"Pass [{maps!r}]."))
+        raise ArgumentError("maps", "be a list of names", maps, f"Pass [{maps!r}].")
     options = {name: dict(maps[name]) if isinstance(maps, Mapping) else {} for name in maps}
     if not options:
         raise ArgumentError(
-            explain("maps", "name at least one map", maps, "Use some of those", available=available_feature_maps())
+            "maps", "name at least one map", maps, "Use some of those", available=available_feature_maps()
         )
     for name in options:
         feature_map_class(name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_linear_attn.errors import UnsupportedError, explain
+from hf_linear_attn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,12 +70,10 @@ def check_report() -> None:
     """Raise an UnsupportedError if matplotlib is missing, before hours of work that would end in that."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError(
-            explain(
-                "output_dir",
-                "be None without matplotlib",
-                "a folder",
-                "Install it: pip install 'hf_linear_attn[report]'.",
-            )
+            "output_dir",
+            "be None without matplotlib",
+            "a folder",
+            "Install it: pip install 'hf_linear_attn[report]'.",
         )
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import LinearAttentionCacheLayer
 
 
@@ -34,7 +34,7 @@ def equal_cache_window(model: nn.Module) -> int:
     ]
     if not layers:
         raise ArgumentError(
-            explain("model", "be patched with a window and a linear branch", type(model).__name__, "Set window=.")
+            "model", "be patched with a window and a linear branch", type(model).__name__, "Set window=."
         )
 
     def size(*names: str) -> int:

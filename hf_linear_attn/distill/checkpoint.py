@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_linear_attn.errors import CheckpointError, explain
+from hf_linear_attn.errors import CheckpointError
 
 logger = getLogger(__name__)
 
@@ -85,13 +85,11 @@ def save_checkpoint(
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         last = next(reversed(checkpoints(folder)), None)
         raise CheckpointError(
-            explain(
-                "output_dir",
-                "have room for a checkpoint",
-                f"{free_mib:.0f} MiB free",
-                f"Writing failed ({error}); make room and run again to go on from the last good one: {last}.",
-                where=str(folder),
-            )
+            "output_dir",
+            "have room for a checkpoint",
+            f"{free_mib:.0f} MiB free",
+            f"Writing failed ({error}); make room and run again to go on from the last good one: {last}.",
+            where=str(folder),
         ) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -122,13 +120,11 @@ def load_newest(folder: Path) -> Checkpoint | None:
             logger.warning("checkpoint %s cannot be read (%s); trying the one before it", path, error)
     if found:
         raise CheckpointError(
-            explain(
-                "output_dir",
-                "hold a readable checkpoint",
-                [path.name for path in found],
-                "All are damaged: empty the folder to start over.",
-                where=str(folder),
-            )
+            "output_dir",
+            "hold a readable checkpoint",
+            [path.name for path in found],
+            "All are damaged: empty the folder to start over.",
+            where=str(folder),
         )
     return None
 

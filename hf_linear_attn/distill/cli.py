@@ -15,7 +15,7 @@ from hf_linear_attn.distill.plan import main as plan
 from hf_linear_attn.distill.run import DistillResult, distill, fit_positions, load_teacher, model_name
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.settings import accept_none
 from hf_linear_attn.loading import load_tokenizer
 
@@ -115,7 +115,7 @@ def main(
     command = None if arguments is None else "hf-linear-attn distill"
     settings = parse(arguments, description, defaults or {}, start, command=command)
     if settings.output_dir is None:
-        raise ArgumentError(explain("output_dir", "be the folder to write", None, "Pass --output-dir."))
+        raise ArgumentError("output_dir", "be the folder to write", None, "Pass --output-dir.")
     result = distill(settings)
     logging.getLogger(__name__).info("student saved in %s", settings.output_dir)
     return result
@@ -145,11 +145,11 @@ def teacher_logits(arguments: Sequence[str] | None = None) -> None:
     flags = own.parse_known_args(arguments)[0]
     if settings.teacher_logits is None:
         raise ArgumentError(
-            explain("teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill.")
+            "teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill."
         )
     folder = Path(settings.teacher_logits)
     if flags.processes < 1:
-        raise ArgumentError(explain("processes", "be at least 1", flags.processes, "Leave it out for one process."))
+        raise ArgumentError("processes", "be at least 1", flags.processes, "Leave it out for one process.")
     # One process: a teacher that is too large for one accelerator is spread over all.
     teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
     settings = fit_positions(settings, teacher)

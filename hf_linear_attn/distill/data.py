@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.errors import ArgumentError, TrainingError, explain
+from hf_linear_attn.errors import ArgumentError, TrainingError
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import get_task
 from hf_linear_attn.evaluation.tasks.base import noise_lines
@@ -191,12 +191,10 @@ def check_longest(longest: int, shortest: int) -> None:
     """
     if longest < shortest:
         raise ArgumentError(
-            explain(
-                "block_tokens",
-                f"be at most {longest}, the longest document's tokens",
-                shortest,
-                "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones.",
-            )
+            "block_tokens",
+            f"be at most {longest}, the longest document's tokens",
+            shortest,
+            "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones.",
         )
 
 
@@ -515,12 +513,10 @@ def load_data(
         count = len(training.places(shortest))
         if count < processes * settings.rows:
             raise ArgumentError(
-                explain(
-                    "rows",
-                    f"leave every one of {processes} processes a row of the dataset's {count} blocks",
-                    settings.rows,
-                    "Use fewer processes or rows, shorter blocks, or a larger dataset.",
-                )
+                "rows",
+                f"leave every one of {processes} processes a row of the dataset's {count} blocks",
+                settings.rows,
+                "Use fewer processes or rows, shorter blocks, or a larger dataset.",
             )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     shares: dict[str, Any] = {
@@ -541,7 +537,7 @@ def has_words(text: object) -> bool:
         ArgumentError: If it is no text at all.
     """
     if text is not None and not isinstance(text, str):
-        raise ArgumentError(explain("text_column", "hold texts", text, "Name the column that does."))
+        raise ArgumentError("text_column", "hold texts", text, "Name the column that does.")
     return bool(text) and not str(text).isspace()
 
 
@@ -549,12 +545,10 @@ def check_not_empty(settings: DistillationSettings, found: Sequence[Any]) -> Non
     """Raise an ArgumentError if nothing was found."""
     if not found:
         raise ArgumentError(
-            explain(
-                "dataset",
-                f"hold text in the column {settings.text_column!r}",
-                settings.dataset,
-                "It is empty: check the path, the split and the column.",
-            )
+            "dataset",
+            f"hold text in the column {settings.text_column!r}",
+            settings.dataset,
+            "It is empty: check the path, the split and the column.",
         )
 
 
@@ -593,13 +587,11 @@ def open_texts(settings: DistillationSettings) -> Any:
         kinds = {FORMATS.get(p.suffix) for p in files}
         if len(kinds) != 1 or None in kinds:
             raise ArgumentError(
-                explain(
-                    "dataset",
-                    "be a file or folder of one kind of file",
-                    str(path),
-                    "Convert or separate the files",
-                    available=FORMATS,
-                )
+                "dataset",
+                "be a file or folder of one kind of file",
+                str(path),
+                "Convert or separate the files",
+                available=FORMATS,
             )
         if not any(p.stat().st_size for p in files):
             check_not_empty(settings, [])
@@ -613,9 +605,7 @@ def open_texts(settings: DistillationSettings) -> Any:
         raise unreadable(settings, error) from error
     columns = dataset.column_names
     if columns is not None and column not in columns:
-        raise ArgumentError(
-            explain("text_column", "be a column of the dataset", column, "Use one of those", available=columns)
-        )
+        raise ArgumentError("text_column", "be a column of the dataset", column, "Use one of those", available=columns)
     return dataset[column]
 
 
@@ -624,7 +614,7 @@ def unreadable(settings: DistillationSettings, error: Exception) -> ArgumentErro
     # "An error occurred" is all that the outer one says.
     reason = first_line(error.__cause__ or error)
     rule = "be a hub name that can be reached, or an existing path of whole files"
-    return ArgumentError(explain("dataset", rule, settings.dataset, f"Loading it failed: {reason}"))
+    return ArgumentError("dataset", rule, settings.dataset, f"Loading it failed: {reason}")
 
 
 def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
@@ -639,10 +629,8 @@ def _read_dataset(settings: DistillationSettings) -> Iterator[str]:
         raise unreadable(settings, error) from error
     except (ConnectionError, OSError) as error:
         raise TrainingError(
-            explain(
-                "dataset",
-                "stay readable to the end",
-                settings.dataset,
-                f"Reading it broke off ({error}); run the same command again to go on from the last checkpoint.",
-            )
+            "dataset",
+            "stay readable to the end",
+            settings.dataset,
+            f"Reading it broke off ({error}); run the same command again to go on from the last checkpoint.",
         ) from error

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_linear_attn.errors import UnsupportedError, explain
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import is_patched
 from hf_linear_attn.patching.attention import part_of
 
@@ -39,12 +39,10 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfi
     found = projections(model)
     if not found or not is_patched(model):
         raise UnsupportedError(
-            explain(
-                "model",
-                "be patched and have attention projections",
-                type(model).__name__,
-                "Call patch_model first, or train with trainable='full'.",
-            )
+            "model",
+            "be patched and have attention projections",
+            type(model).__name__,
+            "Call patch_model first, or train with trainable='full'.",
         )
     leaves = {name.rpartition(".")[2] for name in found}
     elsewhere = {

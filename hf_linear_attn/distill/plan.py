@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.distill.stages import linear_attention_parts
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, position_limit
 from hf_linear_attn.patching import patch_model
 
@@ -109,13 +109,13 @@ def plan(
     settings = settings or DistillationSettings(mixed_precision="bf16", gradient_checkpointing=True)
     for name, value in (("tokens", tokens), ("gpus", gpus), ("tflops", tflops), ("utilisation", utilisation)):
         if not value > 0 or (name == "utilisation" and value > 1):
-            raise ArgumentError(explain(name, "be positive, utilisation at most 1", value, "Correct it."))
+            raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
     try:
         with torch.device("meta"):
             student = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise ArgumentError(
-            explain("config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0])
+            "config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0]
         ) from error
     settings = settings.within(position_limit(student))
     parameters = sum(p.numel() for p in student.parameters())

@@ -30,7 +30,7 @@ from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions, takes
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_model, load_tokenizer, load_users_maps, position_limit
 from hf_linear_attn.patching import is_patched, patch_model
 
@@ -96,26 +96,20 @@ def distill(
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
     if accelerator.mixed_precision not in ("no", settings.mixed_precision):
         raise ArgumentError(
-            explain(
-                "mixed_precision",
-                f"be the launcher's, {accelerator.mixed_precision!r}",
-                settings.mixed_precision,
-                "Pass --mixed-precision to the script; it knows 'no' and 'bf16'.",
-            )
+            "mixed_precision",
+            f"be the launcher's, {accelerator.mixed_precision!r}",
+            settings.mixed_precision,
+            "Pass --mixed-precision to the script; it knows 'no' and 'bf16'.",
         )
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ArgumentError(
-            explain(
-                "distributed_type",
-                "not be FSDP",
-                "FSDP",
-                "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
-            )
+            "distributed_type",
+            "not be FSDP",
+            "FSDP",
+            "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
         )
     if settings.shard and not torch.distributed.is_initialized():
-        raise ArgumentError(
-            explain("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
-        )
+        raise ArgumentError("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
     if settings.feature_map_file is not None:
         load_users_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
@@ -130,12 +124,10 @@ def distill(
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
         if settings.pack and not takes(student, "position_ids"):
             raise ArgumentError(
-                explain(
-                    "pack",
-                    f"be False for {type(student).__name__}",
-                    settings.pack,
-                    "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
-                )
+                "pack",
+                f"be False for {type(student).__name__}",
+                settings.pack,
+                "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
             )
         if teacher is not None:
             teacher.train(False)
@@ -214,13 +206,11 @@ def check_trackers(settings: DistillationSettings) -> None:
     installed = [str(tracker) for tracker in get_available_trackers()]
     if missing := sorted(set(settings.trackers) - {"all", *installed}):
         raise ArgumentError(
-            explain(
-                "trackers",
-                "be trackers that Accelerate knows and that are installed",
-                missing,
-                "Install them, or leave them out",
-                available=installed,
-            )
+            "trackers",
+            "be trackers that Accelerate knows and that are installed",
+            missing,
+            "Install them, or leave them out",
+            available=installed,
         )
 
 
@@ -310,12 +300,10 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
     for name, value in asked.items():
         if value != own[name]:
             raise ArgumentError(
-                explain(
-                    name,
-                    f"be the student's own, {own[name]!r}",
-                    value,
-                    "Leave it out, or convert `model` anew in place of `student`.",
-                )
+                name,
+                f"be the student's own, {own[name]!r}",
+                value,
+                "Leave it out, or convert `model` anew in place of `student`.",
             )
     return settings.with_changes(**own)
 
@@ -357,9 +345,7 @@ def model_name(settings: DistillationSettings) -> str:
         ArgumentError: If there is none.
     """
     if settings.model is None:
-        raise ArgumentError(
-            explain("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
-        )
+        raise ArgumentError("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
     return settings.model
 
 
@@ -397,42 +383,34 @@ def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokeni
     """
     if not is_patched(student):
         raise ArgumentError(
-            explain("student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher.")
+            "student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher."
         )
     vocabulary = student.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ArgumentError(
-            explain(
-                "tokenizer",
-                f"have at most the models' {vocabulary} tokens",
-                len(tokenizer),
-                "Use the tokenizer that the teacher was trained with.",
-            )
+            "tokenizer",
+            f"have at most the models' {vocabulary} tokens",
+            len(tokenizer),
+            "Use the tokenizer that the teacher was trained with.",
         )
     if teacher is None:
         return
     if is_patched(teacher):
-        raise ArgumentError(
-            explain("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
-        )
+        raise ArgumentError("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
     if teacher.config.model_type != student.config.model_type:
         raise ArgumentError(
-            explain(
-                "student",
-                f"have the teacher's architecture, {teacher.config.model_type!r}",
-                student.config.model_type,
-                "Patch a copy of the teacher.",
-            )
+            "student",
+            f"have the teacher's architecture, {teacher.config.model_type!r}",
+            student.config.model_type,
+            "Patch a copy of the teacher.",
         )
     expected = teacher.config.get_text_config().vocab_size
     if expected != vocabulary:
         raise ArgumentError(
-            explain(
-                "student",
-                f"have the teacher's tokenizer and vocabulary of {expected}",
-                vocabulary,
-                "Distillation compares next-token distributions: use models with one tokenizer.",
-            )
+            "student",
+            f"have the teacher's tokenizer and vocabulary of {expected}",
+            vocabulary,
+            "Distillation compares next-token distributions: use models with one tokenizer.",
         )
 
 

@@ -15,7 +15,7 @@ from hf_linear_attn.distill.checkpoint import write_atomic
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.stages import linear_attention_parts, predictions, softmax_attention
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import LinearAttention
 
 
@@ -108,12 +108,10 @@ def select_layers(
     count = max(1, round(budget * len(parts))) if budget > 0 else 0
     if not 0 <= budget < 1 or count >= len(parts):
         raise ArgumentError(
-            explain(
-                "softmax_budget",
-                f"leave at least one of {len(parts)} converted layers",
-                budget,
-                "Lower it; with every layer softmax there is nothing to distil.",
-            )
+            "softmax_budget",
+            f"leave at least one of {len(parts)} converted layers",
+            budget,
+            "Lower it; with every layer softmax there is nothing to distil.",
         )
     expected = [predictions(teacher, batch)[2] for batch in batches]
     training = student.training

@@ -11,7 +11,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from hf_linear_attn.config import LinearAttentionConfig, Mix
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 
 StageName = Literal["transfer", "distill", "extend"]
 TransferLoss = Literal["output", "weights"]
@@ -198,43 +198,37 @@ class DistillationSettings:
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
-                raise ArgumentError(explain(name, f"be at least {low}", value, "Raise it."))
+                raise ArgumentError(name, f"be at least {low}", value, "Raise it.")
         for name in SHARES:
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ArgumentError(explain(name, "lie in 0..1", value, "It is a share."))
+                raise ArgumentError(name, "lie in 0..1", value, "It is a share.")
         for name in ("map_lr", "distill_lr", "lr_factor", "extend_lr"):
             lr = getattr(self, name)
             if lr is not None and not 0 < lr < math.inf:
-                raise ArgumentError(explain(name, "be positive and finite", lr, "Leave it out for the default."))
+                raise ArgumentError(name, "be positive and finite", lr, "Leave it out for the default.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ArgumentError(
-                explain("betas", "be two numbers from 0 to below 1", self.betas, "The default is 0.9 0.95.")
-            )
+            raise ArgumentError("betas", "be two numbers from 0 to below 1", self.betas, "The default is 0.9 0.95.")
         for name, kind in CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:
                 named = filter(None, choices)
-                raise ArgumentError(explain(name, "be a known choice", value, "Use one of those", available=named))
+                raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
         forwards = self.rows * self.accumulation
         if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
             raise ArgumentError(
-                explain(
-                    "length_factors",
-                    f"be divisors of `rows` times `accumulation`, {forwards}",
-                    self.length_factors,
-                    "Leave it out, or raise `rows` or `accumulation`.",
-                )
+                "length_factors",
+                f"be divisors of `rows` times `accumulation`, {forwards}",
+                self.length_factors,
+                "Leave it out, or raise `rows` or `accumulation`.",
             )
         known = get_args(StageName)
         if not self.stages or [s for s in known if s in self.stages] != list(self.stages):
-            raise ArgumentError(
-                explain("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
-            )
+            raise ArgumentError("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
         if self.mix == "window" and "transfer" in self.stages:
             if "stages" in self.given:
                 raise ArgumentError(
-                    explain("stages", "be without `transfer` where a window is alone", self.stages, "Leave it out.")
+                    "stages", "be without `transfer` where a window is alone", self.stages, "Leave it out."
                 )
             # There is no linear branch whose output could be brought nearer to softmax's.
             object.__setattr__(self, "stages", [stage for stage in self.stages if stage != "transfer"])
@@ -244,7 +238,7 @@ class DistillationSettings:
             options = None
         if not isinstance(options, dict):
             raise ArgumentError(
-                explain("feature_map_options", "be a JSON object", self.feature_map_options, 'Write {"name": value}.')
+                "feature_map_options", "be a JSON object", self.feature_map_options, 'Write {"name": value}.'
             )
         LinearAttentionConfig(window=self.window, sinks=self.sinks, mix=self.mix)
 
@@ -299,15 +293,15 @@ class DistillationSettings:
             return self
         rule = f"keep sequences within the model's {positions} positions"
         if self.block_tokens > positions:
-            raise ArgumentError(explain("block_tokens", rule, self.block_tokens, "Lower it."))
+            raise ArgumentError("block_tokens", rule, self.block_tokens, "Lower it.")
         remedy = f"Lower it, or `block_tokens`, which is {self.block_tokens}."
         if "extend" in self.stages and self.extend_factor * self.block_tokens > positions:
-            raise ArgumentError(explain("extend_factor", rule, self.extend_factor, remedy))
+            raise ArgumentError("extend_factor", rule, self.extend_factor, remedy)
         factors = [factor for factor in self.factors() if factor * self.block_tokens <= positions]
         if factors == self.factors() or not {"transfer", "distill"} & set(self.stages):
             return self
         if self.length_factors is not None:
-            raise ArgumentError(explain("length_factors", rule, self.length_factors, remedy))
+            raise ArgumentError("length_factors", rule, self.length_factors, remedy)
         return self.with_changes(length_factors=factors)
 
     def learning_rate(self, hidden_size: int) -> float:
@@ -405,9 +399,7 @@ def preset(name: str) -> dict[str, Any]:
         ArgumentError: If there is no such preset.
     """
     if name not in PRESETS:
-        raise ArgumentError(
-            explain("preset", "be a known preset", name, "Use one of those", available=available_presets())
-        )
+        raise ArgumentError("preset", "be a known preset", name, "Use one of those", available=available_presets())
     return dict(PRESETS[name])
 
 
@@ -422,7 +414,7 @@ def head_dim_of(config: PreTrainedConfig) -> int:
     heads = getattr(text, "num_attention_heads", None)
     if head_dim is None and not heads:
         raise ArgumentError(
-            explain("model", "have attention to convert", type(config).__name__, "Choose a softmax Transformer.")
+            "model", "have attention to convert", type(config).__name__, "Choose a softmax Transformer."
         )
     return head_dim or text.hidden_size // heads
 
@@ -436,15 +428,13 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArgumentError(
-            explain("config", "be a YAML or JSON file", str(path), f"Reading it failed: {error}")
-        ) from error
+        raise ArgumentError("config", "be a YAML or JSON file", str(path), f"Reading it failed: {error}") from error
     if not isinstance(values, dict):
-        raise ArgumentError(explain("config", "hold a mapping of settings", str(path), "Write `name: value` lines."))
+        raise ArgumentError("config", "hold a mapping of settings", str(path), "Write `name: value` lines.")
     start = preset(values.pop("preset", "recommended"))
     known = {f.name for f in fields(DistillationSettings)}
     if unknown := sorted(set(values) - known):
-        raise ArgumentError(explain("config", "hold known settings only", unknown, "Remove those", available=known))
+        raise ArgumentError("config", "hold known settings only", unknown, "Remove those", available=known)
     hints = get_type_hints(DistillationSettings)
     return start | {name: _number(name, value, hints[name]) for name, value in values.items()}
 
@@ -456,4 +446,4 @@ def _number(name: str, value: Any, hint: Any) -> Any:
     try:
         return float(value)
     except ValueError as error:
-        raise ArgumentError(explain(name, "be a number", value, "Write it as 0.001 or 1e-3.")) from error
+        raise ArgumentError(name, "be a number", value, "Write it as 0.001 or 1e-3.") from error

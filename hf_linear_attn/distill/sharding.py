@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_linear_attn.distill.stages import linear_attention_parts
-from hf_linear_attn.errors import UnsupportedError, explain
+from hf_linear_attn.errors import UnsupportedError
 
 
 def shard(model: nn.Module, mixed_precision: str = "no") -> None:
@@ -26,13 +26,11 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise UnsupportedError(
-            explain(
-                "shard",
-                "be False for a model that does not name its layers in _no_split_modules",
-                True,
-                "Leave it out, or shard the model yourself and pass it in.",
-                where=type(model).__name__,
-            )
+            "shard",
+            "be False for a model that does not name its layers in _no_split_modules",
+            True,
+            "Leave it out, or shard the model yourself and pass it in.",
+            where=type(model).__name__,
         )
     dtype = torch.bfloat16 if mixed_precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)

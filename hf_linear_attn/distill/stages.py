@@ -16,7 +16,7 @@ from typing_extensions import override
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.losses import ce_loss, output_loss, weights_loss
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import LinearAttention
 from hf_linear_attn.patching.attention import part_of
 
@@ -138,12 +138,10 @@ class Stage(ABC):
             parameter.requires_grad_(id(parameter) in chosen)
         if not chosen:
             raise ArgumentError(
-                explain(
-                    "stages",
-                    "train something",
-                    self.name,
-                    f"The feature map {settings.feature_map!r} has nothing to learn here; leave the stage out.",
-                )
+                "stages",
+                "train something",
+                self.name,
+                f"The feature map {settings.feature_map!r} has nothing to learn here; leave the stage out.",
             )
 
     @property

@@ -24,7 +24,7 @@ from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import predictions
 from hf_linear_attn.distill.trainer import locked
-from hf_linear_attn.errors import ArgumentError, CheckpointError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError
 
 logger = getLogger(__name__)
 
@@ -71,7 +71,7 @@ def write_teacher_logits(
         CheckpointError: If the folder holds logits of other data, is in use, or full.
     """
     if top_k < 1:
-        raise ArgumentError(explain("top_k", "be at least 1", top_k, f"Keep {TOP_K} or so."))
+        raise ArgumentError("top_k", "be at least 1", top_k, f"Keep {TOP_K} or so.")
     device = next(teacher.parameters()).device
     wanted = sequences(settings, settings.rows * settings.accumulation * processes)
     total = sum(len(numbers) for numbers in wanted.values())
@@ -134,7 +134,7 @@ def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
     check_fingerprint(expected, first, numbers[0], path.parent)
     if known != top_k:
         raise ArgumentError(
-            explain("top_k", f"be that of the folder, {known}", top_k, "Choose another folder.", where=str(path.parent))
+            "top_k", f"be that of the folder, {known}", top_k, "Choose another folder.", where=str(path.parent)
         )
     return complete
 
@@ -148,12 +148,10 @@ def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            explain(
-                "teacher_logits",
-                "have room for the logits",
-                str(path.parent),
-                f"Writing failed ({error}); make room and run again to go on.",
-            )
+            "teacher_logits",
+            "have room for the logits",
+            str(path.parent),
+            f"Writing failed ({error}); make room and run again to go on.",
         ) from error
 
 
@@ -176,13 +174,11 @@ def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) ->
     """
     if expected != fingerprint(batch):
         raise CheckpointError(
-            explain(
-                "teacher_logits",
-                "come from the same data",
-                str(folder),
-                f"Sequence {number} differs: write the logits to an empty folder, or restore dataset, seed and "
-                "block_tokens.",
-            )
+            "teacher_logits",
+            "come from the same data",
+            str(folder),
+            f"Sequence {number} differs: write the logits to an empty folder, or restore dataset, seed and "
+            "block_tokens.",
         )
 
 
@@ -202,12 +198,10 @@ class TeacherLogits:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                explain(
-                    "teacher_logits",
-                    "be a folder of precomputed logits",
-                    str(folder),
-                    "Run `hf-linear-attn teacher-logits` to its end.",
-                )
+                "teacher_logits",
+                "be a folder of precomputed logits",
+                str(folder),
+                "Run `hf-linear-attn teacher-logits` to its end.",
             ) from error
 
     def row(self, number: int, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -225,12 +219,10 @@ class TeacherLogits:
                 expected = file.get_tensor(f"{number}.crc32").item()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                explain(
-                    "teacher_logits",
-                    f"hold sequence {number} of {length} tokens",
-                    str(self.folder),
-                    "Write the logits with these settings.",
-                )
+                "teacher_logits",
+                f"hold sequence {number} of {length} tokens",
+                str(self.folder),
+                "Write the logits with these settings.",
             ) from error
         check_fingerprint(expected, batch, number, self.folder)
         return tokens.long(), log_p.float()

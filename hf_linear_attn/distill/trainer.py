@@ -262,12 +262,10 @@ class Trainer:
         if changed:
             text = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
             raise ArgumentError(
-                explain(
-                    "output_dir",
-                    "hold a run with the same settings",
-                    str(self.folder),
-                    f"Changed: {text}. Restore them, or choose another folder.",
-                )
+                "output_dir",
+                "hold a run with the same settings",
+                str(self.folder),
+                f"Changed: {text}. Restore them, or choose another folder.",
             )
         logger.info("going on from %s", found.path)
         return found
@@ -298,13 +296,11 @@ class Trainer:
         own = dict(self.student.named_parameters())
         if unknown := sorted(set(tensors) - set(own)):
             raise CheckpointError(
-                explain(
-                    "output_dir",
-                    "hold checkpoints of this model",
-                    unknown[0],
-                    "Choose another folder.",
-                    where=str(self.folder),
-                )
+                "output_dir",
+                "hold checkpoints of this model",
+                unknown[0],
+                "Choose another folder.",
+                where=str(self.folder),
             )
         with torch.no_grad():
             for name, x in tensors.items():
@@ -467,7 +463,7 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise CheckpointError(
-            explain(argument, "not be in use", str(folder), "Another run writes to it; choose another folder.")
+            argument, "not be in use", str(folder), "Another run writes to it; choose another folder."
         ) from error
     try:
         yield

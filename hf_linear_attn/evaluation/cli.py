@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
@@ -40,7 +40,7 @@ def main(
     """
     settings = parse_arguments(argv, prog=prog, defaults=defaults)
     if settings.output_dir is None:
-        raise ArgumentError(explain("output_dir", "be set", None, "Name the folder for the reports."))
+        raise ArgumentError("output_dir", "be set", None, "Name the folder for the reports.")
     results = evaluate(settings)
     if process_state().is_main_process:
         _say(results, write_report(results, settings.output_dir, plots=settings.plots))

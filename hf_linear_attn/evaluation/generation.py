@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_linear_attn.errors import UnsupportedError, explain
+from hf_linear_attn.errors import UnsupportedError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -67,12 +67,10 @@ def forward(
     output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options)
     if getattr(output, "past_key_values", None) is None:
         raise UnsupportedError(
-            explain(
-                "model",
-                "return a cache",
-                type(model).__name__,
-                "Evaluate a model that generates with a cache.",
-            )
+            "model",
+            "return a cache",
+            type(model).__name__,
+            "Evaluate a model that generates with a cache.",
         )
     logits: Tensor = output.logits
     return (logits if all_logits else logits[:, -1:]), output.past_key_values
@@ -99,7 +97,7 @@ def prefill(
             position_ids=None if position_ids is None else position_ids[:, start:stop],
         )
     if logits is None:
-        raise UnsupportedError(explain("input_ids", "hold a token", tuple(input_ids.shape), "Pass a longer prompt."))
+        raise UnsupportedError("input_ids", "hold a token", tuple(input_ids.shape), "Pass a longer prompt.")
     return logits, cache
 
 
@@ -229,13 +227,11 @@ class PrefixReader:
     def _read_padded(self, batch: Sequence[Tensor]) -> tuple[Tensor, Any, Tensor]:
         if not accepts(self._model, "position_ids"):
             raise UnsupportedError(
-                explain(
-                    "batch_size",
-                    "be 1 for a model that takes no position_ids",
-                    len(batch),
-                    "Prompts of unequal length need left padding.",
-                    where=type(self._model).__name__,
-                )
+                "batch_size",
+                "be 1 for a model that takes no position_ids",
+                len(batch),
+                "Prompts of unequal length need left padding.",
+                where=type(self._model).__name__,
             )
         longest = max(len(prompt) for prompt in batch)
         ids = torch.full((len(batch), longest), self._pad_id)

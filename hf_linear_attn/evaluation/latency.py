@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hf_linear_attn.errors import UnsupportedError, explain
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.statistics import crossing
@@ -121,13 +121,11 @@ def check_latency(subjects: Sequence[Subject]) -> None:
     for subject in subjects:
         if subject.linear_attention is None and subject.model.config._attn_implementation == "eager":
             raise UnsupportedError(
-                explain(
-                    "attn_implementation",
-                    "be a fused one for the latency suite",
-                    "eager",
-                    "Load the model with attn_implementation='sdpa', or leave the latency suite out.",
-                    where=subject.name,
-                )
+                "attn_implementation",
+                "be a fused one for the latency suite",
+                "eager",
+                "Load the model with attn_implementation='sdpa', or leave the latency suite out.",
+                where=subject.name,
             )
 
 

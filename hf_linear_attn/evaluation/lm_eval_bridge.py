@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.store import SampleStore
@@ -47,39 +47,33 @@ def check_lm_eval(
     """
     if find_spec("lm_eval") is None:
         raise UnsupportedError(
-            explain(
-                "suite",
-                "not contain it without lm-evaluation-harness",
-                "lm-eval",
-                "Install it: pip install 'hf_linear_attn[lm-eval]'.",
-            )
+            "suite",
+            "not contain it without lm-evaluation-harness",
+            "lm-eval",
+            "Install it: pip install 'hf_linear_attn[lm-eval]'.",
         )
     for task in settings.lm_eval_tasks:
         if settings.offline and task not in OFFLINE_TASKS:
             raise ArgumentError(
-                explain(
-                    "lm_eval_tasks",
-                    "need no network under `offline`",
-                    task,
-                    "Use one of those",
-                    available=OFFLINE_TASKS,
-                )
+                "lm_eval_tasks",
+                "need no network under `offline`",
+                task,
+                "Use one of those",
+                available=OFFLINE_TASKS,
             )
     if settings.lm_eval_samples > _RULER_SAMPLES and any(is_ruler(task) for task in settings.lm_eval_tasks):
         raise ArgumentError(
-            explain("lm_eval_samples", f"be at most {_RULER_SAMPLES}", settings.lm_eval_samples, "Ask for fewer.")
+            "lm_eval_samples", f"be at most {_RULER_SAMPLES}", settings.lm_eval_samples, "Ask for fewer."
         )
     needed = max(settings.lengths) + _RULER_BUDGET
     for subject in subjects:
         if subject.refusal(needed) and any(is_ruler(task) for task in settings.lm_eval_tasks):
             raise ArgumentError(
-                explain(
-                    "lengths",
-                    f"leave {_RULER_BUDGET} of the model's {subject.position_limit} positions for the answer",
-                    max(settings.lengths),
-                    "The harness would cut the prompt off at the left; ask for shorter ones.",
-                    where=subject.name,
-                )
+                "lengths",
+                f"leave {_RULER_BUDGET} of the model's {subject.position_limit} positions for the answer",
+                max(settings.lengths),
+                "The harness would cut the prompt off at the left; ask for shorter ones.",
+                where=subject.name,
             )
 
 
@@ -142,13 +136,11 @@ def _build_task(name: str, tokenizer: PreTrainedTokenizerBase, settings: Evaluat
     short = [doc["max_length"] for doc in task.dataset["test"] if not doc["outputs"]] if is_ruler(name) else []
     if short:
         raise ArgumentError(
-            explain(
-                "lengths",
-                "leave the harness room for what it asks for",
-                min(short),
-                "Ask for a longer context or leave the task out.",
-                where=f"task {name!r}",
-            )
+            "lengths",
+            "leave the harness room for what it asks for",
+            min(short),
+            "Ask for a longer context or leave the task out.",
+            where=f"task {name!r}",
         )
     return task, manager
 

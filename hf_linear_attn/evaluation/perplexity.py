@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.statistics import bootstrap_ratio_interval
@@ -189,12 +189,10 @@ def plan_perplexity(settings: EvaluationSettings, corpus: Corpus) -> list[Plan]:
     reachable = [length for length in settings.lengths if length <= longest]
     if not reachable:
         raise ArgumentError(
-            explain(
-                "lengths",
-                f"include one of at most {longest} tokens, the longest document's",
-                settings.lengths,
-                "Ask for a shorter one, give a longer text, join the documents or raise max_text_tokens.",
-            )
+            "lengths",
+            f"include one of at most {longest} tokens, the longest document's",
+            settings.lengths,
+            "Ask for a shorter one, give a longer text, join the documents or raise max_text_tokens.",
         )
     plans = []
     for length in settings.lengths:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attn.errors import CheckpointError, explain
+from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.evaluation.latency import break_even
 from hf_linear_attn.evaluation.retrieval import effective_lengths, paired_differences
 from hf_linear_attn.evaluation.store import write_atomically
@@ -103,12 +103,10 @@ def read_results(path: Path) -> dict[str, Any]:
         version = results["schema_version"]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(
-            explain("paths", "be results of an evaluation", str(path), f"Check the file: {error!r}.")
+            "paths", "be results of an evaluation", str(path), f"Check the file: {error!r}."
         ) from error
     if version != SCHEMA_VERSION:
-        raise CheckpointError(
-            explain("schema_version", f"be {SCHEMA_VERSION}", version, "Evaluate again.", where=str(path))
-        )
+        raise CheckpointError("schema_version", f"be {SCHEMA_VERSION}", version, "Evaluate again.", where=str(path))
     return dict(results)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.generation import (
     PrefixReader,
     end_tokens,
@@ -120,13 +120,11 @@ def make_template(tokenizer: PreTrainedTokenizerBase, settings: EvaluationSettin
         return Template()
     if not tokenizer.chat_template:
         raise ArgumentError(
-            explain(
-                "chat_template",
-                "be left out for a tokenizer without one",
-                True,
-                "Set tokenizer.chat_template.",
-                where=type(tokenizer).__name__,
-            )
+            "chat_template",
+            "be left out for a tokenizer without one",
+            True,
+            "Set tokenizer.chat_template.",
+            where=type(tokenizer).__name__,
         )
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _TEMPLATE_MARK}], tokenize=False, add_generation_prompt=True
@@ -152,23 +150,19 @@ def check_retrieval(settings: EvaluationSettings, tokenizer: PreTrainedTokenizer
             shortest = task.min_length(tokenizer)
             if length < shortest:
                 raise ArgumentError(
-                    explain(
-                        "lengths",
-                        f"be at least {shortest + spent} tokens",
-                        length,
-                        "Ask for a longer context or leave the task out.",
-                        where=f"task {spec!r}",
-                    )
+                    "lengths",
+                    f"be at least {shortest + spent} tokens",
+                    length,
+                    "Ask for a longer context or leave the task out.",
+                    where=f"task {spec!r}",
                 )
             if length - spent < shortest:
                 raise ArgumentError(
-                    explain(
-                        "chat_template",
-                        f"leave {shortest} tokens for the task",
-                        length - spent,
-                        "Ask for a longer context or leave the template out.",
-                        where=f"task {spec!r} at {length} tokens",
-                    )
+                    "chat_template",
+                    f"leave {shortest} tokens for the task",
+                    length - spent,
+                    "Ask for a longer context or leave the template out.",
+                    where=f"task {spec!r} at {length} tokens",
                 )
 
 

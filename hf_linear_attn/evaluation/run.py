@@ -19,7 +19,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import latency, perplexity, retrieval
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.latency import timed
@@ -134,13 +134,11 @@ def _prepare(
     if settings.feature_map_file is not None:
         load_users_maps(settings.feature_map_file)
     if process_state().num_processes > 1 and settings.output_dir is None:
-        raise ArgumentError(
-            explain("output_dir", "be set when several processes share the work", None, "Name a folder.")
-        )
+        raise ArgumentError("output_dir", "be set when several processes share the work", None, "Name a folder.")
     subjects = gather_subjects(settings, model, teacher, baselines)
     if tokenizer is None:
         if settings.model is None:
-            raise ArgumentError(explain("tokenizer", "be given with a model in memory", None, "Pass tokenizer=..."))
+            raise ArgumentError("tokenizer", "be given with a model in memory", None, "Pass tokenizer=...")
         local = settings.offline or os.path.isdir(settings.model)
         tokenizer = load_tokenizer(settings.model, local_files_only=local)
     check_tokenizer(tokenizer)
@@ -421,7 +419,7 @@ def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool 
         CheckpointError: If a file is missing, damaged or of another schema version.
     """
     if len(paths) < 2:
-        raise ArgumentError(explain("paths", "be at least two results", list(map(str, paths)), "Name another run."))
+        raise ArgumentError("paths", "be at least two results", list(map(str, paths)), "Name another run.")
     make_folder(output_dir)
     results = combine([(_label(Path(path)), read_results(Path(path))) for path in paths])
     write_results(results, Path(output_dir))

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks import Task, get_task
 
 SUITES = ("retrieval", "perplexity", "latency", "lm-eval")
@@ -91,40 +91,40 @@ class EvaluationSettings:
         for name, kind in _sequence_fields().items():
             value = getattr(self, name)
             if isinstance(value, str):
-                raise ArgumentError(explain(name, "be a sequence", value, "Pass a tuple, as in (512, 1024)."))
+                raise ArgumentError(name, "be a sequence", value, "Pass a tuple, as in (512, 1024).")
             values = tuple(kind(item) for item in value)
             object.__setattr__(self, name, values)
             if not values:
-                raise ArgumentError(explain(name, "hold at least one value", value, "Name one."))
+                raise ArgumentError(name, "hold at least one value", value, "Name one.")
             if len(set(values)) != len(values):
-                raise ArgumentError(explain(name, "hold no value twice", value, "Drop the repeated ones."))
+                raise ArgumentError(name, "hold no value twice", value, "Drop the repeated ones.")
         for suite in self.suite:
             if suite not in SUITES:
-                raise ArgumentError(explain("suite", "be a suite", suite, "Use one of those.", available=SUITES))
+                raise ArgumentError("suite", "be a suite", suite, "Use one of those.", available=SUITES)
         for name, allowed in (("attn", ATTENTION_KINDS), ("dtype", DTYPES), ("documents", DOCUMENT_RULES)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
-                    explain(name, "be a known choice", getattr(self, name), "Use one of those.", available=allowed)
+                    name, "be a known choice", getattr(self, name), "Use one of those.", available=allowed
                 )
         for name in (
             "num_samples", "batch_size", "final_tokens", "prefill_chunk",
             "decode_tokens", "repeats", "lm_eval_samples",
         ):  # fmt: skip
             if getattr(self, name) < 1:
-                raise ArgumentError(explain(name, "be at least 1", getattr(self, name), "Raise it."))
+                raise ArgumentError(name, "be at least 1", getattr(self, name), "Raise it.")
         for name in ("warmups", "max_text_tokens", "final_windows"):
             if getattr(self, name) < 0:
-                raise ArgumentError(explain(name, "be at least 0", getattr(self, name), "Raise it."))
+                raise ArgumentError(name, "be at least 0", getattr(self, name), "Raise it.")
         if self.stride is not None and self.stride < 1:
-            raise ArgumentError(explain("stride", "be at least 1", self.stride, "Raise it or leave it out."))
+            raise ArgumentError("stride", "be at least 1", self.stride, "Raise it or leave it out.")
         for length in self.lengths:
             if length < 2:
-                raise ArgumentError(explain("lengths", "be at least 2 tokens", length, "Raise it."))
+                raise ArgumentError("lengths", "be at least 2 tokens", length, "Raise it.")
         for depth in self.depths:
             if not 0 <= depth <= 100:
-                raise ArgumentError(explain("depths", "lie in 0..100", depth, "Pass it in percent."))
+                raise ArgumentError("depths", "lie in 0..100", depth, "Pass it in percent.")
         if self.resume and self.overwrite:
-            raise ArgumentError(explain("resume", "not be combined with `overwrite`", True, "Choose one of the two."))
+            raise ArgumentError("resume", "not be combined with `overwrite`", True, "Choose one of the two.")
         if "retrieval" in self.suite:
             for task in self.tasks:
                 parse_task(task)
@@ -165,13 +165,13 @@ def parse_task(spec: str) -> Task:
             values[key] = int(value)
         except ValueError as error:
             raise ArgumentError(
-                explain("tasks", "be written name:setting=integer", spec, "Write it as in kv_recall:pairs=8.")
+                "tasks", "be written name:setting=integer", spec, "Write it as in kv_recall:pairs=8."
             ) from error
     try:
         return get_task(name, **values)
     except TypeError as error:
         raise ArgumentError(
-            explain("tasks", "name settings that the task has", spec, "Leave the setting out.", where=str(error))
+            "tasks", "name settings that the task has", spec, "Leave the setting out.", where=str(error)
         ) from error
 
 
@@ -201,14 +201,14 @@ def settings_from_mapping(values: Mapping[str, Any]) -> EvaluationSettings:
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            raise ArgumentError(explain("settings", "be known", name, "Use one of those.", available=known))
+            raise ArgumentError("settings", "be known", name, "Use one of those.", available=known)
         if name in sequences:
             items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
             items = [items] if not isinstance(items, Sequence) else items
             try:
                 arguments[name] = tuple(sequences[name](item) for item in items)
             except ValueError as error:
-                raise ArgumentError(explain(name, "be a list of numbers", value, "Write it as in 512,1024.")) from error
+                raise ArgumentError(name, "be a list of numbers", value, "Write it as in 512,1024.") from error
         else:
             arguments[name] = value
     return EvaluationSettings(**arguments)
@@ -276,10 +276,8 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ArgumentError(
-            explain("settings", "be a readable YAML or JSON file", str(path), f"Check the file: {error}.")
+            "settings", "be a readable YAML or JSON file", str(path), f"Check the file: {error}."
         ) from error
     if not isinstance(values, dict):
-        raise ArgumentError(
-            explain("settings", "be a file of name: value pairs", str(path), "Write one setting per line.")
-        )
+        raise ArgumentError("settings", "be a file of name: value pairs", str(path), "Write one setting per line.")
     return values

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 
 # Tests, tables and installed packages: either not the standard library or not code that reads like text.
 _SKIPPED_FOLDERS = frozenset(
@@ -50,7 +50,7 @@ def load_stdlib_documents(split: Literal["train", "heldout"]) -> list[str]:
         FileNotFoundError: If the interpreter ships without the source of its standard library.
     """
     if split not in _SPLITS:
-        raise ArgumentError(explain("split", "be a split", split, "Use one of those.", available=_SPLITS))
+        raise ArgumentError("split", "be a split", split, "Use one of those.", available=_SPLITS)
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
     for relative in sorted(_source_files(root)):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attn.errors import CheckpointError, explain
+from hf_linear_attn.errors import CheckpointError
 
 RUN_FILE = "run.json"
 _MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
@@ -66,12 +66,10 @@ class SampleStore:
         if run_path.exists():
             if not resume:
                 raise CheckpointError(
-                    explain(
-                        "output_dir",
-                        "be a folder without results",
-                        str(folder),
-                        "Pass resume to go on with that run, or overwrite to delete it.",
-                    )
+                    "output_dir",
+                    "be a folder without results",
+                    str(folder),
+                    "Pass resume to go on with that run, or overwrite to delete it.",
                 )
             self._check_same(self._read_run(run_path), run, folder)
         else:
@@ -86,12 +84,10 @@ class SampleStore:
             return {part: dict(run[part]) for part in ("settings", "fingerprints")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                explain(
-                    "output_dir",
-                    "hold a run that can be gone on with",
-                    str(path),
-                    f"It is damaged ({error!r}): pass overwrite, or choose another folder.",
-                )
+                "output_dir",
+                "hold a run that can be gone on with",
+                str(path),
+                f"It is damaged ({error!r}): pass overwrite, or choose another folder.",
             ) from error
 
     @staticmethod
@@ -104,13 +100,11 @@ class SampleStore:
                     f"{name} was {old[part].get(name)!r} and is {new[part].get(name)!r}" for name in changed
                 )
                 raise CheckpointError(
-                    explain(
-                        "output_dir",
-                        f"hold a run of the same {what}",
-                        str(folder),
-                        "Choose another folder, or pass overwrite.",
-                        where=listed,
-                    )
+                    "output_dir",
+                    f"hold a run of the same {what}",
+                    str(folder),
+                    "Choose another folder, or pass overwrite.",
+                    where=listed,
                 )
 
     def reload(self) -> None:

@@ -157,12 +157,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:
         raise ArgumentError(
-            explain(
-                "tokenizer",
-                "have an EOS, BOS or padding token",
-                type(tokenizer).__name__,
-                "Set tokenizer.eos_token to the token that ends a text.",
-            )
+            "tokenizer",
+            "have an EOS, BOS or padding token",
+            type(tokenizer).__name__,
+            "Set tokenizer.eos_token to the token that ends a text.",
         )
 
 
@@ -178,46 +176,38 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None or model.config.is_encoder_decoder:
         raise UnsupportedError(
-            explain(
-                "model",
-                "be a causal language model",
-                type(model).__name__,
-                "Pass one with a head.",
-                where=name,
-            )
+            "model",
+            "be a causal language model",
+            type(model).__name__,
+            "Pass one with a head.",
+            where=name,
         )
     model.train(False)
     subject = Subject(name=name, role=role, model=model, path=path)
     if role == "teacher" and subject.linear_attention is not None:
         raise ArgumentError(
-            explain(
-                "teacher",
-                "be a softmax model, and this one is patched",
-                path or type(model).__name__,
-                "Name the softmax model that it was made from; `compare` shows two students side by side.",
-            )
+            "teacher",
+            "be a softmax model, and this one is patched",
+            path or type(model).__name__,
+            "Name the softmax model that it was made from; `compare` shows two students side by side.",
         )
     if role == "model":
         if settings.attn == "linear" and subject.linear_attention is None:
             raise UnsupportedError(
-                explain(
-                    "attn",
-                    "be 'softmax' or 'auto' for a model without a patched layer",
-                    "linear",
-                    "Call patch_model first, or load a folder that a patched model was saved to.",
-                    where=name,
-                )
+                "attn",
+                "be 'softmax' or 'auto' for a model without a patched layer",
+                "linear",
+                "Call patch_model first, or load a folder that a patched model was saved to.",
+                where=name,
             )
         if settings.attn == "softmax" and subject.linear_attention is not None:
             if path is None:
                 raise ArgumentError(
-                    explain(
-                        "attn",
-                        "be 'linear' or 'auto' for a patched model in memory",
-                        "softmax",
-                        "Call unpatch_model first.",
-                        where=name,
-                    )
+                    "attn",
+                    "be 'linear' or 'auto' for a patched model in memory",
+                    "softmax",
+                    "Call unpatch_model first.",
+                    where=name,
                 )
             from hf_linear_attn.patching import unpatch_model
 
@@ -241,12 +231,10 @@ def gather_subjects(
     known = [id(one) for one in (model, teacher, *baselines.values()) if one is not None]
     if len(set(known)) != len(known):
         raise ArgumentError(
-            explain(
-                "teacher",
-                "be another object than `model`",
-                "the same model",
-                "patch_model works in place: load twice.",
-            )
+            "teacher",
+            "be another object than `model`",
+            "the same model",
+            "patch_model works in place: load twice.",
         )
     subjects = []
     for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):
@@ -256,10 +244,10 @@ def gather_subjects(
             subjects.append(prepare(role, role, load_subject(path, role, settings), path, settings))
         elif role == "model":
             raise ArgumentError(
-                explain("model", "be a model or a path", None, "Pass model=..., or set the path in the settings.")
+                "model", "be a model or a path", None, "Pass model=..., or set the path in the settings."
             )
     for name, baseline in baselines.items():
         if name in ("model", "teacher"):
-            raise ArgumentError(explain("baselines", "have names of their own", name, "Choose another name."))
+            raise ArgumentError("baselines", "have names of their own", name, "Choose another name.")
         subjects.append(prepare(name, "baseline", baseline, None, settings))
     return subjects

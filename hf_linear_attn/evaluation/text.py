@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks.base import bos_ids
@@ -109,7 +109,7 @@ def load_corpus(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase
             left -= len(document.ids)
     if not documents:
         raise ArgumentError(
-            explain("text_file", "hold at least two tokens of text", settings.text_file, "Choose a longer text.")
+            "text_file", "hold at least two tokens of text", settings.text_file, "Choose a longer text."
         )
     return Corpus(tuple(documents), bos, source)
 
@@ -150,13 +150,11 @@ def plan_windows(corpus: Corpus, length: int, stride: int | None) -> list[Window
     step = longest_stride if stride is None else stride
     if not 1 <= step <= longest_stride:
         raise ArgumentError(
-            explain(
-                "stride",
-                f"lie in 1..{longest_stride}",
-                step,
-                "A longer one would skip tokens.",
-                where=f"{length} tokens",
-            )
+            "stride",
+            f"lie in 1..{longest_stride}",
+            step,
+            "A longer one would skip tokens.",
+            where=f"{length} tokens",
         )
     windows = []
     for number, document in enumerate(corpus.documents):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 logger = getLogger(__name__)
 
@@ -104,18 +104,16 @@ class FeatureMap(nn.Module, ABC):
             ("num_kv_heads", num_kv_heads),
         ):
             if value < 1:
-                raise ArgumentError(explain(argument, "be at least 1", value, "Pass the attention layer's own size."))
+                raise ArgumentError(argument, "be at least 1", value, "Pass the attention layer's own size.")
         if num_heads % num_kv_heads:
             raise ArgumentError(
-                explain("num_kv_heads", f"divide num_heads={num_heads}", num_kv_heads, "Check the model's config.")
+                "num_kv_heads", f"divide num_heads={num_heads}", num_kv_heads, "Check the model's config."
             )
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.scaling = head_dim**-0.5 if scaling is None else scaling
         for argument, factor in (("scaling", self.scaling), ("scale", scale)):
             if not 0 < factor < float("inf"):
-                raise ArgumentError(
-                    explain(argument, "be positive and finite", factor, "Leave it out for the default.")
-                )
+                raise ArgumentError(argument, "be positive and finite", factor, "Leave it out for the default.")
         self.scale, self.separate, self.per_head = scale, separate, per_head
         if scale != 1:
             # The kernels read q and k as they are.
@@ -211,26 +209,20 @@ def register_feature_map(cls: _MapT) -> _MapT:
         4
     """
     if not (isinstance(cls, type) and issubclass(cls, FeatureMap)):
-        raise ArgumentTypeError(
-            explain("cls", "be a subclass of FeatureMap", cls, "Derive your class from FeatureMap.")
-        )
+        raise ArgumentTypeError("cls", "be a subclass of FeatureMap", cls, "Derive your class from FeatureMap.")
     for attribute in ("name", "formula", "paper"):
         if not getattr(cls, attribute, ""):
             raise ArgumentError(
-                explain(
-                    attribute,
-                    "be a non-empty class variable",
-                    getattr(cls, attribute, None),
-                    f"Set {attribute}.",
-                )
+                attribute,
+                "be a non-empty class variable",
+                getattr(cls, attribute, None),
+                f"Set {attribute}.",
             )
     holder = _REGISTRY.get(cls.name)
     # Re-running a notebook cell or reloading a module defines the same class anew; only a different one is a
     # clash.
     if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ArgumentError(
-            explain("name", f"not be taken, and {holder.__qualname__} has it", cls.name, "Choose another name.")
-        )
+        raise ArgumentError("name", f"not be taken, and {holder.__qualname__} has it", cls.name, "Choose another name.")
     _REGISTRY[cls.name] = cls
     return cls
 
@@ -251,17 +243,17 @@ def load_feature_maps(file: str | Path) -> tuple[str, ...]:
     # Named by the whole path: two files called maps.py are two modules, one file loaded twice is one.
     module_name = "feature_maps_of_" + "".join(c if c.isalnum() else "_" for c in str(path))
     if path.suffix != ".py" or not path.is_file():
-        raise ArgumentError(explain("file", "be a Python file", str(file), "Check the path."))
+        raise ArgumentError("file", "be a Python file", str(file), "Check the path.")
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ArgumentError(explain("file", "be importable", str(file), "Check the path."))
+        raise ArgumentError("file", "be importable", str(file), "Check the path.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     names = tuple(sorted(name for name, cls in _REGISTRY.items() if cls.__module__ == module_name))
     if not names:
         raise ArgumentError(
-            explain("file", "register a feature map", str(file), "Decorate your class with register_feature_map.")
+            "file", "register a feature map", str(file), "Decorate your class with register_feature_map."
         )
     return names
 
@@ -284,13 +276,11 @@ def feature_map_class(name: str) -> type[FeatureMap]:
     """
     if name not in _REGISTRY:
         raise ArgumentError(
-            explain(
-                "feature_map",
-                "be a registered name",
-                name,
-                "Use one of those",
-                available=available_feature_maps(),
-            )
+            "feature_map",
+            "be a registered name",
+            name,
+            "Use one of those",
+            available=available_feature_maps(),
         )
     return _REGISTRY[name]
 
@@ -329,13 +319,11 @@ def get_feature_map(
     for option in options:
         if option not in known:
             raise ArgumentError(
-                explain(
-                    "feature_map_options",
-                    f"be settings of the map {name!r}",
-                    option,
-                    "Use some of those",
-                    available=known,
-                )
+                "feature_map_options",
+                f"be settings of the map {name!r}",
+                option,
+                "Use some of those",
+                available=known,
             )
     if cls.caution:
         _caution(name, cls.caution)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
 from hf_linear_attn.feature_maps.learned import check_size
 
@@ -67,12 +67,10 @@ class CosFormer(FeatureMap):
             last = int(positions.max())
             if last >= self.max_length:
                 raise ArgumentError(
-                    explain(
-                        "max_length",
-                        f"exceed the largest position, {last}",
-                        self.max_length,
-                        "Set it to the longest context you will use.",
-                    )
+                    "max_length",
+                    f"exceed the largest position, {last}",
+                    self.max_length,
+                    "Set it to the longest context you will use.",
                 )
         angle = positions[:, None, :, None].to(x.dtype) * (math.pi / 2 / self.max_length)
         return torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)

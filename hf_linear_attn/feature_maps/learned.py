@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, saturated
 
 Side = Literal["q", "k"]
@@ -91,4 +91,4 @@ def check_size(argument: str, value: int, *, multiple_of: int = 1, at_most: int 
     if value < 1 or value % multiple_of or (at_most is not None and value > at_most):
         rule = "be at least 1" if multiple_of == 1 else f"be a positive multiple of {multiple_of}"
         rule += "" if at_most is None else f" and at most {at_most}"
-        raise ArgumentError(explain(argument, rule, value, "Leave it out for the default."))
+        raise ArgumentError(argument, rule, value, "Leave it out for the default.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
 
@@ -93,18 +93,16 @@ class Polynomial(FeatureMap):
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
         check_size("power", power)
         if not 0 <= constant < math.inf:
-            raise ArgumentError(explain("constant", "be >= 0 and finite", constant, "The default is 1."))
+            raise ArgumentError("constant", "be >= 0 and finite", constant, "The default is 1.")
         self.power, self.constant = power, constant
         self.non_negative = power % 2 == 0
         self._dim = head_dim + (constant > 0)
         if self.feature_dim > MAX_FEATURES:
             raise ArgumentError(
-                explain(
-                    "power",
-                    f"give at most {MAX_FEATURES} features at head_dim={head_dim}",
-                    power,
-                    f"It would give {self.feature_dim}; lower it.",
-                )
+                "power",
+                f"give at most {MAX_FEATURES} features at head_dim={head_dim}",
+                power,
+                f"It would give {self.feature_dim}; lower it.",
             )
         self._monomials = Monomials(self._dim, power)
 

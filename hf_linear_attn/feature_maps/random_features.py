@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import FeatureMap, register_feature_map
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
 from hf_linear_attn.feature_maps.learned import check_size
@@ -50,12 +50,10 @@ class RandomFeatures(FeatureMap):
     ) -> None:
         if separate:
             raise ArgumentError(
-                explain(
-                    "separate",
-                    f"be False for {self.name!r}",
-                    separate,
-                    "Independent projections of q and k estimate no kernel.",
-                )
+                "separate",
+                f"be False for {self.name!r}",
+                separate,
+                "Independent projections of q and k estimate no kernel.",
             )
         super().__init__(
             head_dim, num_heads, num_kv_heads, separate=False, per_head=per_head, scaling=scaling, scale=scale

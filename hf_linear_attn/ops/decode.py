@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState
@@ -78,13 +78,11 @@ def decode_step_(
     _check(q, k, v, state, key_mask)
     if backend not in ("auto", "torch", "triton"):
         raise ArgumentError(
-            explain(
-                "backend",
-                "be a known backend",
-                backend,
-                "Use one of those",
-                available=("auto", "torch", "triton"),
-            )
+            "backend",
+            "be a known backend",
+            backend,
+            "Use one of those",
+            available=("auto", "torch", "triton"),
         )
     if backend == "triton" or (backend == "auto" and q.is_cuda):
         # Imported here so that the package needs neither Triton nor a GPU.
@@ -94,7 +92,7 @@ def decode_step_(
         if obstacle is None:
             return triton_backend.decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
         if backend == "triton":
-            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
+            raise BackendError("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
     return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
 
 
@@ -110,31 +108,27 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mas
     )
     for name, x, shape in shapes:
         if x.shape != shape:
-            raise ArgumentError(explain(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own."))
+            raise ArgumentError(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own.")
     if z.ndim == 4 and not 1 <= z.shape[2] <= value_dim:
         raise ArgumentError(
-            explain("state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state().")
+            "state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state()."
         )
     if heads % kv_heads:
         raise ArgumentError(
-            explain("k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads.")
+            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
         )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, x in (("state.kv", kv), ("state.z", z)):
         if x.dtype != dtype:
-            raise ArgumentTypeError(explain(name, f"be {dtype}", x.dtype, "States are never kept in less."))
+            raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
         if not x.is_contiguous():
-            raise ArgumentError(
-                explain(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
-            )
+            raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
         raise ArgumentError(
-            explain(
-                "key_mask",
-                f"be bool of shape [B, T] = {(batch, tokens)}",
-                (key_mask.dtype, tuple(key_mask.shape)),
-                "Slice the mask to the new tokens.",
-            )
+            "key_mask",
+            f"be bool of shape [B, T] = {(batch, tokens)}",
+            (key_mask.dtype, tuple(key_mask.shape)),
+            "Slice the mask to the new tokens.",
         )
 
 

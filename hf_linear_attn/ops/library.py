@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_linear_attn.errors import BackendError, explain
+from hf_linear_attn.errors import BackendError
 
 
 def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
@@ -17,7 +17,7 @@ def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
     """
 
     def refuse(transform: str, remedy: str) -> NoReturn:
-        raise BackendError(explain("backend", f"be 'reference' {transform}", backend, remedy))
+        raise BackendError("backend", f"be 'reference' {transform}", backend, remedy)
 
     def second_derivative(ctx: Any, *gradients: Any) -> NoReturn:
         refuse("for second derivatives", "Its backward is not differentiable.")

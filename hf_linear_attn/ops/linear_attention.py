@@ -6,7 +6,7 @@ from typing import Literal, cast, overload
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.chunked import linear_attention_chunked
 from hf_linear_attn.ops.features import features_of
@@ -112,12 +112,12 @@ def linear_attention(
     _check_masks(q, k, causal, key_mask, cu_seqlens, delay)
     if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
         raise ArgumentError(
-            explain("positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it.")
+            "positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it."
         )
     if eps <= 0:
-        raise ArgumentError(explain("eps", "be greater than 0", eps, "The default is 1e-6."))
+        raise ArgumentError("eps", "be greater than 0", eps, "The default is 1e-6.")
     if backend not in BACKENDS:
-        raise ArgumentError(explain("backend", "be a known backend", backend, "Use one of those", available=BACKENDS))
+        raise ArgumentError("backend", "be a known backend", backend, "Use one of those", available=BACKENDS)
     if isinstance(feature_map, str):
         feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1])
         if feature_map.kernel is None:
@@ -162,68 +162,54 @@ def _check_types(
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ArgumentTypeError(explain(name, "be a tensor", type(x).__name__, "Use torch.as_tensor."))
+            raise ArgumentTypeError(name, "be a tensor", type(x).__name__, "Use torch.as_tensor.")
     for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
         if not isinstance(x, Tensor | None):
-            raise ArgumentTypeError(explain(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor."))
+            raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
     if not isinstance(feature_map, str | FeatureMap | None):
-        raise ArgumentTypeError(
-            explain("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
-        )
+        raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
     if not isinstance(state, LinearAttentionState | None):
         raise ArgumentTypeError(
-            explain(
-                "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
-            )
+            "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
         )
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ArgumentError(
-                explain(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")
-            )
+            raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")
         if x.dtype not in FLOATING:
-            raise ArgumentTypeError(explain(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it."))
+            raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it.")
         if x.dtype != q.dtype:
-            raise ArgumentTypeError(explain(name, f"have q's dtype {q.dtype}", x.dtype, f"Cast {name} or q."))
+            raise ArgumentTypeError(name, f"have q's dtype {q.dtype}", x.dtype, f"Cast {name} or q.")
         if x.device != q.device:
-            raise ArgumentError(explain(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q."))
+            raise ArgumentError(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q.")
         if 0 in x.shape:
-            raise ArgumentError(explain(name, "not be empty", tuple(x.shape), "Skip the call for empty input."))
+            raise ArgumentError(name, "not be empty", tuple(x.shape), "Skip the call for empty input.")
     if k.shape[:3] != v.shape[:3]:
         raise ArgumentError(
-            explain(
-                "v",
-                f"match k's [B, HKV, S] = {tuple(k.shape[:3])}",
-                tuple(v.shape),
-                "Pass k and v of the same tokens.",
-            )
+            "v",
+            f"match k's [B, HKV, S] = {tuple(k.shape[:3])}",
+            tuple(v.shape),
+            "Pass k and v of the same tokens.",
         )
     if q.shape[0] != k.shape[0]:
-        raise ArgumentError(explain("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch."))
+        raise ArgumentError("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch.")
     if q.shape[3] != k.shape[3]:
-        raise ArgumentError(
-            explain("k", f"have q's head dim {q.shape[3]}", tuple(k.shape), "Pass q and k of one layer.")
-        )
+        raise ArgumentError("k", f"have q's head dim {q.shape[3]}", tuple(k.shape), "Pass q and k of one layer.")
     if q.shape[1] % k.shape[1]:
         raise ArgumentError(
-            explain(
-                "k",
-                f"have a head count that divides q's {q.shape[1]}",
-                k.shape[1],
-                "Check the grouping of heads.",
-            )
+            "k",
+            f"have a head count that divides q's {q.shape[1]}",
+            k.shape[1],
+            "Check the grouping of heads.",
         )
     if causal and q.shape[2] != k.shape[2]:
         raise ArgumentError(
-            explain(
-                "k",
-                f"have q's {q.shape[2]} tokens where causal",
-                k.shape[2],
-                "Carry earlier tokens in `state`.",
-            )
+            "k",
+            f"have q's {q.shape[2]} tokens where causal",
+            k.shape[2],
+            "Carry earlier tokens in `state`.",
         )
 
 
@@ -232,44 +218,36 @@ def _check_masks(
 ) -> None:
     if delay < 0 or (delay and not causal):
         raise ArgumentError(
-            explain(
-                "delay",
-                "be >= 0, and 0 where not causal",
-                delay,
-                "A delay only makes sense in causal attention.",
-            )
+            "delay",
+            "be >= 0, and 0 where not causal",
+            delay,
+            "A delay only makes sense in causal attention.",
         )
     if key_mask is not None:
         if key_mask.dtype != torch.bool:
-            raise ArgumentTypeError(
-                explain("key_mask", "be bool, True = a real token", key_mask.dtype, "Use mask.bool().")
-            )
+            raise ArgumentTypeError("key_mask", "be bool, True = a real token", key_mask.dtype, "Use mask.bool().")
         if key_mask.shape != (k.shape[0], k.shape[2]):
             raise ArgumentError(
-                explain(
-                    "key_mask",
-                    f"have shape [B, S] = {(k.shape[0], k.shape[2])}",
-                    tuple(key_mask.shape),
-                    "Slice it.",
-                )
+                "key_mask",
+                f"have shape [B, S] = {(k.shape[0], k.shape[2])}",
+                tuple(key_mask.shape),
+                "Slice it.",
             )
         if key_mask.device != q.device:
-            raise ArgumentError(explain("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it."))
+            raise ArgumentError("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it.")
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(explain("cu_seqlens", "be int32 or int64", cu_seqlens.dtype, "Cast it."))
+            raise ArgumentTypeError("cu_seqlens", "be int32 or int64", cu_seqlens.dtype, "Cast it.")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
             raise ArgumentError(
-                explain(
-                    "cu_seqlens",
-                    "have shape [N + 1], N >= 1",
-                    tuple(cu_seqlens.shape),
-                    "Prepend 0 to the lengths' sum.",
-                )
+                "cu_seqlens",
+                "have shape [N + 1], N >= 1",
+                tuple(cu_seqlens.shape),
+                "Prepend 0 to the lengths' sum.",
             )
         if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
             raise ArgumentError(
-                explain("q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T.")
+                "q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T."
             )
         _check_bounds(cu_seqlens, q.shape[2])
 
@@ -282,7 +260,7 @@ def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
     good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
     if cu_seqlens.device.type == "cpu":
         if not good:
-            raise ArgumentError(explain("cu_seqlens", rule, cu_seqlens.tolist(), "Prepend 0 to the lengths' sum."))
+            raise ArgumentError("cu_seqlens", rule, cu_seqlens.tolist(), "Prepend 0 to the lengths' sum.")
     elif cu_seqlens.is_cuda:
         torch._assert_async(good, f"`cu_seqlens` must {rule}")
 
@@ -298,13 +276,11 @@ def _check_state(
     for name, shape in shapes.items():
         x = getattr(state, name)
         if x.shape != shape:
-            raise ArgumentError(
-                explain(f"state.{name}", f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
-            )
+            raise ArgumentError(f"state.{name}", f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
         if x.dtype != dtype:
-            raise ArgumentTypeError(explain(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less."))
+            raise ArgumentTypeError(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less.")
         if x.device != q.device:
-            raise ArgumentError(explain(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it."))
+            raise ArgumentError(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it.")
 
 
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
@@ -319,5 +295,5 @@ def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Backend:
         if obstacle is None and (backend == "triton" or q.is_cuda):
             return cast(Backend, triton_backend.linear_attention_triton)
         if backend == "triton":
-            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
+            raise BackendError("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
     return linear_attention_reference if backend == "reference" else linear_attention_chunked

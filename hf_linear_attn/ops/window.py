@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.errors import BackendError, explain
+from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import upcast
 
 MIN_BLOCK = 64
@@ -209,7 +209,7 @@ def window_attention(
                 q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
             )
         if backend == "triton":
-            raise BackendError(explain("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'."))
+            raise BackendError("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
     if own_key is None:
         blocks = _Blocks(q, k, v, window, key_mask, sinks)
         o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
@@ -185,13 +185,11 @@ class LinearAttention(nn.Module):
             return self._linear(q, k, v, key_mask, cu_seqlens, causal)
         if not causal:
             raise UnsupportedError(
-                explain(
-                    "window",
-                    "be None for bidirectional attention",
-                    self.settings.window,
-                    "Leave the window out, or this layer with layers=.",
-                    where=self.name,
-                )
+                "window",
+                "be None for bidirectional attention",
+                self.settings.window,
+                "Leave the window out, or this layer with layers=.",
+                where=self.name,
             )
         if cu_seqlens is None:
             return self._hybrid(q, k, v, key_mask, scaling, self.settings.window)
@@ -543,15 +541,13 @@ def linear_attention_forward(
     attention = part_of(module)
     if attention is None:
         raise UnsupportedError(
-            explain(
-                "attn_implementation",
-                "be set by patch_model",
-                IMPLEMENTATION,
-                "Call patch_model(model); load a saved model with hf_linear_attn.from_pretrained or trust_remote_code, "
-                "and give a trainer a patched ref_model. Softmax models built from a patched model's config take "
-                "attn_implementation='sdpa'.",
-                where=type(module).__name__,
-            )
+            "attn_implementation",
+            "be set by patch_model",
+            IMPLEMENTATION,
+            "Call patch_model(model); load a saved model with hf_linear_attn.from_pretrained or trust_remote_code, "
+            "and give a trainer a patched ref_model. Softmax models built from a patched model's config take "
+            "attn_implementation='sdpa'.",
+            where=type(module).__name__,
         )
     _refuse_unsupported(attention, query, key, kwargs)
     causal = attends_causally(module) if is_causal is None else is_causal
@@ -581,13 +577,11 @@ def linear_attention_forward(
         if layer is not None and cu_seqlens is not None:
             if len(cu_seqlens) > 2:
                 raise UnsupportedError(
-                    explain(
-                        "cu_seq_lens_q",
-                        "be left out where a cache is filled",
-                        f"boundaries of {len(cu_seqlens) - 1} packed documents",
-                        "A state is one text's; call the model with use_cache=False.",
-                        where=attention.name,
-                    )
+                    "cu_seq_lens_q",
+                    "be left out where a cache is filled",
+                    f"boundaries of {len(cu_seqlens) - 1} packed documents",
+                    "A state is one text's; call the model with use_cache=False.",
+                    where=attention.name,
                 )
             cu_seqlens = None
     if cu_seqlens is not None and batch > 1:
@@ -602,36 +596,30 @@ def linear_attention_forward(
 def _refuse_unsupported(attention: LinearAttention, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         raise UnsupportedError(
-            explain(
-                "output_attentions",
-                "be False",
-                True,
-                "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be.",
-                where=attention.name,
-            )
+            "output_attentions",
+            "be False",
+            True,
+            "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be.",
+            where=attention.name,
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            explain(
-                "key",
-                f"hold the {query.shape[2]} new tokens only",
-                tuple(key.shape),
-                "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=.",
-                where=attention.name,
-            )
+            "key",
+            f"hold the {query.shape[2]} new tokens only",
+            tuple(key.shape),
+            "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=.",
+            where=attention.name,
         )
     if not attention.settings.allow_approximate:
         for argument, meaning in UNSUPPORTED.items():
             if kwargs.get(argument) is not None:
                 raise UnsupportedError(
-                    explain(
-                        argument,
-                        "be None",
-                        type(kwargs[argument]).__name__,
-                        f"Linear attention cannot honour {meaning}; leave the layer out with layers=, or pass "
-                        "allow_approximate=True to drop it.",
-                        where=attention.name,
-                    )
+                    argument,
+                    "be None",
+                    type(kwargs[argument]).__name__,
+                    f"Linear attention cannot honour {meaning}; leave the layer out with layers=, or pass "
+                    "allow_approximate=True to drop it.",
+                    where=attention.name,
                 )
 
 
@@ -648,23 +636,19 @@ def disable_branch(model: nn.Module, branch: Branch) -> Iterator[None]:
     """
     if branch not in get_args(Branch):
         raise ArgumentError(
-            explain(
-                "branch",
-                "be a branch of a patched layer",
-                branch,
-                "Use one of those",
-                available=get_args(Branch),
-            )
+            "branch",
+            "be a branch of a patched layer",
+            branch,
+            "Use one of those",
+            available=get_args(Branch),
         )
     layers = [m for m in model.modules() if isinstance(m, LinearAttention) and m.settings.window is not None]
     if not layers:
         raise ArgumentError(
-            explain(
-                "model",
-                "be patched with a window",
-                type(model).__name__,
-                "Without one there is a single branch.",
-            )
+            "model",
+            "be patched with a window",
+            type(model).__name__,
+            "Without one there is a single branch.",
         )
     before = [layer.disabled for layer in layers]
     for layer in layers:

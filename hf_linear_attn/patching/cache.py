@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.ops.decode import decode_state
 from hf_linear_attn.ops.state import LinearAttentionState
 
@@ -185,12 +185,10 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         kept = self.recent["mask"].shape[1] if self.recent else 0
         if tokens_to_remove > 0 or -tokens_to_remove > kept:
             raise ArgumentError(
-                explain(
-                    "tokens_to_remove",
-                    f"be from {-kept} to 0, for a sum over tokens can only forget those that were kept apart",
-                    tokens_to_remove,
-                    "Call cache.activate_past_recording() before reading tokens that may be dropped, or copy it.",
-                )
+                "tokens_to_remove",
+                f"be from {-kept} to 0, for a sum over tokens can only forget those that were kept apart",
+                tokens_to_remove,
+                "Call cache.activate_past_recording() before reading tokens that may be dropped, or copy it.",
             )
         if tokens_to_remove:
             self.sinks_read = False
@@ -296,13 +294,11 @@ def cache_layer(
         cache.layers.append(LinearAttentionCacheLayer(_static_length(cache)))
     if index >= len(cache.layers):
         raise ArgumentError(
-            explain(
-                "past_key_values",
-                f"have a layer {index}",
-                f"a {type(cache).__name__} of {len(cache.layers)} layers",
-                "Build it with this model's config.",
-                where=name,
-            )
+            "past_key_values",
+            f"have a layer {index}",
+            f"a {type(cache).__name__} of {len(cache.layers)} layers",
+            "Build it with this model's config.",
+            where=name,
         )
     # Any: its classes have no attribute in common that says what they hold.
     layer: Any = cache.layers[index]
@@ -311,13 +307,11 @@ def cache_layer(
     keys = getattr(layer, "keys", None)
     if keys is not None and layer.get_seq_length() > 0:
         raise ArgumentError(
-            explain(
-                "past_key_values",
-                "be empty or filled by this patched model",
-                f"a {type(layer).__name__} of {int(layer.get_seq_length())} tokens",
-                "Start from a new cache.",
-                where=name,
-            )
+            "past_key_values",
+            "be empty or filled by this patched model",
+            f"a {type(layer).__name__} of {int(layer.get_seq_length())} tokens",
+            "Start from a new cache.",
+            where=name,
         )
     ours: LinearAttentionCacheLayer
     if isinstance(layer, LinearAttentionCacheLayerMixin):

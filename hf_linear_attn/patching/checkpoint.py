@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 
 CODE_FILE = "modeling_linear_attention.py"
 """Written beside the weights, so that Auto classes can load the folder with ``trust_remote_code=True``."""
@@ -99,22 +99,18 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         if isinstance(cache, ContextCache) and ids is not None:
             if cache.get_seq_length() != cache.context_mask.shape[1]:
                 raise ArgumentError(
-                    explain(
-                        "past_key_values",
-                        f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
-                        f"a cache of {cache.get_seq_length()}",
-                        "Call context.copy() for each answer.",
-                    )
+                    "past_key_values",
+                    f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
+                    f"a cache of {cache.get_seq_length()}",
+                    "Call context.copy() for each answer.",
                 )
             if (rows := cache.context_mask.shape[0]) != ids.shape[0]:
                 raise ArgumentError(
-                    explain(
-                        "past_key_values",
-                        f"hold a context for each of the {ids.shape[0]} inputs",
-                        rows,
-                        "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams "
-                        "by itself.",
-                    )
+                    "past_key_values",
+                    f"hold a context for each of the {ids.shape[0]} inputs",
+                    rows,
+                    "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams "
+                    "by itself.",
                 )
             mask = kwargs.get("attention_mask")
             if mask is None:
@@ -124,12 +120,10 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                 mask = torch.cat([past, mask], dim=1)
             elif mask.shape[1] != past.shape[1] + ids.shape[1] or not torch.equal(mask[:, : past.shape[1]], past):
                 raise ArgumentError(
-                    explain(
-                        "attention_mask",
-                        f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
-                        tuple(mask.shape),
-                        "Leave it out where the new tokens are not padded.",
-                    )
+                    "attention_mask",
+                    f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
+                    tuple(mask.shape),
+                    "Leave it out where the new tokens are not padded.",
                 )
             kwargs["attention_mask"] = mask
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -173,13 +167,11 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         parts = [part for part in self.modules() if isinstance(part, LinearAttention)]
         if attn_implementation != IMPLEMENTATION and not all(part.mixed for part in parts):
             raise UnsupportedError(
-                explain(
-                    "attn_implementation",
-                    "not be set on a model whose attention is converted",
-                    attn_implementation,
-                    "Call unpatch_model first.",
-                    where=type(self).__name__,
-                )
+                "attn_implementation",
+                "not be set on a model whose attention is converted",
+                attn_implementation,
+                "Call unpatch_model first.",
+                where=type(self).__name__,
             )
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -190,13 +182,11 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            explain(
-                "model",
-                "be a softmax model for continuous batching",
-                type(self).__name__,
-                "Its cache is made of pages of keys and values, and a linear-attention state has none; call generate "
-                "with a padded batch.",
-            )
+            "model",
+            "be a softmax model for continuous batching",
+            type(self).__name__,
+            "Its cache is made of pages of keys and values, and a linear-attention state has none; call generate "
+            "with a padded batch.",
         )
 
     @classmethod
@@ -214,13 +204,11 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
             if keys:
                 raise CheckpointError(
-                    explain(
-                        "path",
-                        f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
-                        str(path),
-                        f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
-                        where=cls.__name__,
-                    )
+                    "path",
+                    f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
+                    str(path),
+                    f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
+                    where=cls.__name__,
                 )
         return (model, info) if output_loading_info else model
 
@@ -326,9 +314,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """
     for argument in ("trust_remote_code", "weights_only"):
         if argument in kwargs and kwargs[argument] is not (argument == "weights_only"):
-            raise ArgumentError(
-                explain(argument, "not be set", kwargs[argument], "Nothing in a checkpoint is executed here.")
-            )
+            raise ArgumentError(argument, "not be set", kwargs[argument], "Nothing in a checkpoint is executed here.")
     hub = {
         name: kwargs[name]
         for name in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -344,33 +330,29 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             kwargs = rest | hub | weights
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            explain("path", "be a folder or hub name with a config.json", str(path), str(error).split("\n")[0])
+            "path", "be a folder or hub name with a config.json", str(path), str(error).split("\n")[0]
         ) from error
     if getattr(config, "linear_attention", None) is None:
         raise CheckpointError(
-            explain(
-                "path",
-                "hold a patched model",
-                str(path),
-                "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
-            )
+            "path",
+            "hold a patched model",
+            str(path),
+            "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
         )
     LinearAttentionConfig.from_dict(config.linear_attention)
     name = (config.architectures or [""])[0].removeprefix(PREFIX)
     base = getattr(transformers, name, None)
     if base is None:
         raise CheckpointError(
-            explain(
-                "architectures",
-                "name a class of the installed transformers",
-                name,
-                "Update transformers.",
-            )
+            "architectures",
+            "name a class of the installed transformers",
+            name,
+            "Update transformers.",
         )
     cls: Any = linear_attention_class(base)
     try:
         return cast(PreTrainedModel, cls.from_pretrained(path, config=config, use_safetensors=True, **kwargs))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            explain("path", "hold whole safetensors files", str(path), f"Reading them failed: {error}")
+            "path", "hold whole safetensors files", str(path), f"Reading them failed: {error}"
         ) from error

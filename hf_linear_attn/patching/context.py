@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching.attention import LinearAttention, convert_cache
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 
@@ -154,24 +154,20 @@ def encode_context(
     fingerprint = model_fingerprint(model)
     if model.config.is_encoder_decoder:
         raise UnsupportedError(
-            explain(
-                "model",
-                "be a decoder-only model",
-                type(model).__name__,
-                "An encoder's states belong to its source text; keep encoder_outputs instead.",
-            )
+            "model",
+            "be a decoder-only model",
+            type(model).__name__,
+            "An encoder's states belong to its source text; keep encoder_outputs instead.",
         )
     if chunk_size is not None and chunk_size < 1:
-        raise ArgumentError(explain("chunk_size", "be at least 1, or None", chunk_size, "The default is 4096."))
+        raise ArgumentError("chunk_size", "be at least 1, or None", chunk_size, "The default is 4096.")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
     if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()):
         raise ArgumentError(
-            explain(
-                "attention_mask",
-                f"be padded on the left and of shape [B, T] = {tuple(input_ids.shape)}",
-                tuple(mask.shape),
-                "Tokenise with padding_side='left'.",
-            )
+            "attention_mask",
+            f"be padded on the left and of shape [B, T] = {tuple(input_ids.shape)}",
+            tuple(mask.shape),
+            "Tokenise with padding_side='left'.",
         )
     takes = inspect.signature(model.forward).parameters
     cache = _empty_cache(model)
@@ -214,34 +210,30 @@ def load_context(path: str | Path, model: PreTrainedModel) -> Context:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            explain("path", "be a whole safetensors file", str(path), f"Reading it failed: {error}")
+            "path", "be a whole safetensors file", str(path), f"Reading it failed: {error}"
         ) from error
     if about.get("format") != "hf_linear_attn.context":
-        raise CheckpointError(explain("path", "hold a saved context", str(path), "Make one with encode_context."))
+        raise CheckpointError("path", "hold a saved context", str(path), "Make one with encode_context.")
     version = about.get("format_version")
     if not isinstance(version, int) or version > CONTEXT_FORMAT_VERSION:
         raise CheckpointError(
-            explain(
-                "format_version",
-                f"be at most {CONTEXT_FORMAT_VERSION}",
-                version,
-                "Update hf_linear_attn to read this context.",
-                where=str(path),
-            )
+            "format_version",
+            f"be at most {CONTEXT_FORMAT_VERSION}",
+            version,
+            "Update hf_linear_attn to read this context.",
+            where=str(path),
         )
     if about.get("checksum") != _checksum(tensors):
         raise CheckpointError(
-            explain("path", "hold the tensors that were saved", str(path), "It was changed; encode the text again.")
+            "path", "hold the tensors that were saved", str(path), "It was changed; encode the text again."
         )
     if about.get("fingerprint") != fingerprint:
         raise CheckpointError(
-            explain(
-                "model",
-                f"be the one that read this text, {str(about.get('fingerprint'))[:12]}",
-                fingerprint[:12],
-                "A state means nothing to other weights or another conversion; encode the text with this model.",
-                where=type(model).__name__,
-            )
+            "model",
+            f"be the one that read this text, {str(about.get('fingerprint'))[:12]}",
+            fingerprint[:12],
+            "A state means nothing to other weights or another conversion; encode the text with this model.",
+            where=type(model).__name__,
         )
     return Context.of_tensors(model, tensors, int(about["length"]), fingerprint)
 
@@ -254,9 +246,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     """
     settings = getattr(model.config, "linear_attention", None)
     if settings is None or not any(isinstance(module, LinearAttention) for module in model.modules()):
-        raise ArgumentError(
-            explain("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
-        )
+        raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
     text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().flatten()
@@ -277,13 +267,11 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, HybridCacheLayer) or not isinstance(layer, (LinearAttentionCacheLayer, DynamicLayer)):
             raise UnsupportedError(
-                explain(
-                    "model",
-                    "have attention layers only, to keep a context as a file",
-                    type(layer).__name__,
-                    "Keep the context in memory.",
-                    where=f"cache layer {index}",
-                )
+                "model",
+                "have attention layers only, to keep a context as a file",
+                type(layer).__name__,
+                "Keep the context in memory.",
+                where=f"cache layer {index}",
             )
         if isinstance(layer, LinearAttentionCacheLayer):
             for call, part in enumerate((layer, *layer.others)):

@@ -76,12 +76,10 @@ def linear_attention_mask(
     length = q_length if attention_mask is None else attention_mask.shape[-1]
     if length < q_length or (isinstance(q_offset, int) and length not in (q_length, q_offset + q_length)):
         raise ArgumentError(
-            explain(
-                "attention_mask",
-                f"cover the {q_offset} earlier and {q_length} new tokens",
-                (batch_size, length),
-                "Append ones for the new tokens to the mask of the earlier ones.",
-            )
+            "attention_mask",
+            f"cover the {q_offset} earlier and {q_length} new tokens",
+            (batch_size, length),
+            "Append ones for the new tokens to the mask of the earlier ones.",
         )
     mask = None if attention_mask is None else attention_mask[:, length - q_length :]
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function) and q_length > 1:
@@ -213,13 +211,11 @@ def padding_of(
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
         return attention_mask[:, -tokens:].bool(), None
     raise UnsupportedError(
-        explain(
-            "attention_mask",
-            f"be a padding mask [B, T >= {tokens}]",
-            tuple(attention_mask.shape),
-            "A mask of its own for each query cannot be expressed by a sum over keys.",
-            where=name,
-        )
+        "attention_mask",
+        f"be a padding mask [B, T >= {tokens}]",
+        tuple(attention_mask.shape),
+        "A mask of its own for each query cannot be expressed by a sum over keys.",
+        where=name,
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig, Mix
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.patching.attention import (
     IMPLEMENTATION,
@@ -126,13 +126,11 @@ def geometry_of(layer: AttentionLayer) -> Geometry:
 
 def _unsupported(layer: AttentionLayer, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        explain(
-            "model",
-            "have attention that linear attention can stand in for",
-            type(layer.module).__name__,
-            f"There is {reason}: leave the layer out with layers=, or pass allow_approximate=True to drop it.",
-            where=layer.name,
-        )
+        "model",
+        "have attention that linear attention can stand in for",
+        type(layer.module).__name__,
+        f"There is {reason}: leave the layer out with layers=, or pass allow_approximate=True to drop it.",
+        where=layer.name,
     )
 
 
@@ -169,13 +167,11 @@ def _refuse_split_sharing(model: nn.Module, chosen: Iterable[AttentionLayer]) ->
         if any(states) and not all(states):
             left = next(layer for layer, state in zip(group, states, strict=True) if not state)
             raise UnsupportedError(
-                explain(
-                    "layers",
-                    f"hold all layers that share keys and values, {[layer.index for layer in group]}, or none of them",
-                    [layer.index for layer, state in zip(group, states, strict=True) if state],
-                    "A layer that reads another's keys cannot read them off its state.",
-                    where=left.name,
-                )
+                "layers",
+                f"hold all layers that share keys and values, {[layer.index for layer in group]}, or none of them",
+                [layer.index for layer, state in zip(group, states, strict=True) if state],
+                "A layer that reads another's keys cannot read them off its state.",
+                where=left.name,
             )
 
 
@@ -196,32 +192,27 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
         classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
         seen = ", ".join(classes) if classes else "none named *Attention*"
         raise UnsupportedError(
-            explain(
-                "model",
-                "have self-attention layers that call Transformers' AttentionInterface",
-                type(model).__name__,
-                f"There is nothing to convert; classes looked at: {seen}.",
-            )
+            "model",
+            "have self-attention layers that call Transformers' AttentionInterface",
+            type(model).__name__,
+            f"There is nothing to convert; classes looked at: {seen}.",
         )
     if layers is None:
         texts = _text_model_types(model)
         text = [layer for layer in candidates if getattr(layer.module.config, "model_type", None) in texts]
         if not text:
             raise UnsupportedError(
-                explain(
-                    "model",
-                    "have a language model whose layers call Transformers' AttentionInterface",
-                    type(model).__name__,
-                    "Only towers for images or sound do; name layers of those with layers=, first: "
-                    f"{candidates[0].name}.",
-                )
+                "model",
+                "have a language model whose layers call Transformers' AttentionInterface",
+                type(model).__name__,
+                f"Only towers for images or sound do; name layers of those with layers=, first: {candidates[0].name}.",
             )
         chosen = [layer for layer in text if layer.kind == "full"]
         way = "'all'" if text == candidates else f"range({text[0].index}, {text[-1].index + 1})"
         remedy = f"All {len(text)} layers of the language model are sliding or chunked; layers={way} converts them."
     elif isinstance(layers, str):
         if layers != "all":
-            raise ArgumentError(explain("layers", "be 'all', indices, a callable or None", layers, "Use 'all'."))
+            raise ArgumentError("layers", "be 'all', indices, a callable or None", layers, "Use 'all'.")
         return candidates
     elif callable(layers):
         chosen = [layer for layer in candidates if layers(layer.index, layer.name, layer.module)]
@@ -229,13 +220,11 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     else:
         indices = set(layers)
         if missing := sorted(i for i in indices if not 0 <= i < len(candidates)):
-            raise ArgumentError(
-                explain("layers", f"be indices from 0 to {len(candidates) - 1}", missing, "Leave those out.")
-            )
+            raise ArgumentError("layers", f"be indices from 0 to {len(candidates) - 1}", missing, "Leave those out.")
         chosen = [layer for layer in candidates if layer.index in indices]
         remedy = "Name at least one layer."
     if not chosen:
-        raise ArgumentError(explain("layers", "choose at least one layer", layers, remedy, where=type(model).__name__))
+        raise ArgumentError("layers", "choose at least one layer", layers, remedy, where=type(model).__name__)
     return chosen
 
 
@@ -303,12 +292,10 @@ def patch_model(
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentTypeError(
-            explain(
-                "model",
-                "be a Transformers PreTrainedModel",
-                type(model).__name__,
-                "Pass the model itself: of PEFT's wrapper, peft_model.get_base_model(), best before it is wrapped.",
-            )
+            "model",
+            "be a Transformers PreTrainedModel",
+            type(model).__name__,
+            "Pass the model itself: of PEFT's wrapper, peft_model.get_base_model(), best before it is wrapped.",
         )
     config = LinearAttentionConfig(
         feature_map=feature_map,
@@ -328,12 +315,10 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     feature_map_class(config.feature_map)
     if is_patched(model):
         raise ArgumentError(
-            explain(
-                "model",
-                "be a softmax model",
-                f"a patched {type(model).__name__}",
-                "Call unpatch_model first.",
-            )
+            "model",
+            "be a softmax model",
+            f"a patched {type(model).__name__}",
+            "Call unpatch_model first.",
         )
     chosen = choose_layers(model, config.layers if layers is None else layers)
     # Everything that can fail comes before the first change.
@@ -343,25 +328,21 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
         if layer.kind == "chunked":
             # Not to be dropped either: the masks of a chunk's start and of a packed document's look alike.
             raise UnsupportedError(
-                explain(
-                    "layers",
-                    "leave layers out whose attention restarts at each chunk (attention_chunk_size)",
-                    layer.index,
-                    "The default leaves them softmax.",
-                    where=layer.name,
-                )
+                "layers",
+                "leave layers out whose attention restarts at each chunk (attention_chunk_size)",
+                layer.index,
+                "The default leaves them softmax.",
+                where=layer.name,
             )
         if not config.allow_approximate:
             _refuse_special(layer)
         if config.window is not None and not attends_causally(layer.module):
             raise ArgumentError(
-                explain(
-                    "window",
-                    "be None for bidirectional attention",
-                    config.window,
-                    "Leave the window out, or this layer with layers=.",
-                    where=layer.name,
-                )
+                "window",
+                "be None for bidirectional attention",
+                config.window,
+                "Leave the window out, or this layer with layers=.",
+                where=layer.name,
             )
         part = LinearAttention(config, geometry_of(layer), layer.name)
         # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
@@ -439,9 +420,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         ArgumentError: If the model is not patched.
     """
     if not is_patched(model):
-        raise ArgumentError(
-            explain("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
-        )
+        raise ArgumentError("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
     for holder in _models_of(model):
         _remove_hooks(holder)
     for module in model.modules():

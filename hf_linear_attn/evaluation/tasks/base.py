@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 
 NOISE_SENTENCES = (
     "The grass is green.\n",
@@ -93,18 +93,14 @@ class Task(ABC):
         shortest = self.min_length(tokenizer)
         if length < shortest:
             raise ArgumentError(
-                explain(
-                    "length",
-                    f"be at least {shortest} tokens",
-                    length,
-                    "Ask for a longer context or leave the task out.",
-                    where=f"task {self.name!r}",
-                )
+                "length",
+                f"be at least {shortest} tokens",
+                length,
+                "Ask for a longer context or leave the task out.",
+                where=f"task {self.name!r}",
             )
         if not 0 <= depth <= 100:
-            raise ArgumentError(
-                explain("depth", "lie in 0..100", depth, "Pass it in percent.", where=f"task {self.name!r}")
-            )
+            raise ArgumentError("depth", "lie in 0..100", depth, "Pass it in percent.", where=f"task {self.name!r}")
 
 
 _TASKS: dict[str, type[Task]] = {}
@@ -118,7 +114,7 @@ def register_task(cls: _TaskType) -> _TaskType:
         ArgumentError: If another class holds the name.
     """
     if _TASKS.get(cls.name, cls) is not cls:
-        raise ArgumentError(explain("name", "be new", cls.name, "Choose another one.", where=cls.__qualname__))
+        raise ArgumentError("name", "be new", cls.name, "Choose another one.", where=cls.__qualname__)
     _TASKS[cls.name] = cls
     return cls
 
@@ -139,9 +135,7 @@ def get_task(name: str, **settings: Any) -> Task:
         ArgumentError: If no task has the name.
     """
     if name not in _TASKS:
-        raise ArgumentError(
-            explain("name", "be a registered task", name, "Use one of those.", available=available_tasks())
-        )
+        raise ArgumentError("name", "be a registered task", name, "Use one of those.", available=available_tasks())
     return _TASKS[name](**settings)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks.base import (
     MIN_FILLER_TOKENS,
     Sample,
@@ -42,9 +42,7 @@ class KVRecall(Task):
         """Set the number of pairs."""
         most = min(len(NOUNS), len(ADJECTIVES))
         if not 1 <= pairs <= most:
-            raise ArgumentError(
-                explain("pairs", f"lie in 1..{most}", pairs, "Choose fewer pairs.", where=f"task {self.name!r}")
-            )
+            raise ArgumentError("pairs", f"lie in 1..{most}", pairs, "Choose fewer pairs.", where=f"task {self.name!r}")
         self.pairs = pairs
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError, explain
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks.base import (
     MIN_FILLER_TOKENS,
     RULER_NOISE,
@@ -69,25 +69,21 @@ class NeedleTask(Task):
         """Set the haystack."""
         if isinstance(haystack, str) and haystack not in HAYSTACKS:
             raise ArgumentError(
-                explain(
-                    "haystack",
-                    "be a kind or a sequence of sentences",
-                    haystack,
-                    "Use one of those.",
-                    where=f"task {self.name!r}",
-                    available=HAYSTACKS,
-                )
+                "haystack",
+                "be a kind or a sequence of sentences",
+                haystack,
+                "Use one of those.",
+                where=f"task {self.name!r}",
+                available=HAYSTACKS,
             )
         sentences = [line.strip() + "\n" for line in haystack if line.strip()] if not isinstance(haystack, str) else []
         if not isinstance(haystack, str) and not sentences:
             raise ArgumentError(
-                explain(
-                    "haystack",
-                    "hold a sentence",
-                    list(haystack),
-                    "Pass lines of text.",
-                    where=f"task {self.name!r}",
-                )
+                "haystack",
+                "hold a sentence",
+                list(haystack),
+                "Pass lines of text.",
+                where=f"task {self.name!r}",
             )
         self.haystack = haystack if isinstance(haystack, str) else tuple(sentences)
 
