@@ -34,12 +34,12 @@ from problems import feature_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_linear_attn.ops.triton.backward import backward_launches, save
-from hf_linear_attn.ops.triton.decode import decode_launch
-from hf_linear_attn.ops.triton.features import features_backward_launch, features_launch
-from hf_linear_attn.ops.triton.forward import forward_launches
+from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
+from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
-from hf_linear_attn.ops.triton.window import window_backward_launches, window_launches
+from hf_linear_attn.ops.window.triton.kernels import window_backward_launches, window_launches
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 LOOP_SLACK = 1.05

@@ -24,13 +24,13 @@ import torch
 from harness import replace_text
 from problems import feature_problem, window_problem
 
+from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
+from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton import plan
-from hf_linear_attn.ops.triton.backward import backward_launches, save
-from hf_linear_attn.ops.triton.decode import decode_launch
-from hf_linear_attn.ops.triton.features import features_backward_launch, features_launch
-from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
-from hf_linear_attn.ops.triton.window import BLOCK, window_backward_launches, window_launches
+from hf_linear_attn.ops.window.triton.kernels import BLOCK, window_backward_launches, window_launches
 
 DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 OF_WINDOW = ("window", "window_dq", "window_dkv")

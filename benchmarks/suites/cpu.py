@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_linear_attn import linear_attention
-from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops.step import decode_state, decode_step_
 
 HEADS, DIM = 8, 64
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)

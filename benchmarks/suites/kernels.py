@@ -31,8 +31,8 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 
 from hf_linear_attn import linear_attention
 from hf_linear_attn.feature_maps import get_feature_map
-from hf_linear_attn.ops.decode import decode_state, decode_step_
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.window import OwnKey, window_attention
 
 OURS = "hf_linear_attn"

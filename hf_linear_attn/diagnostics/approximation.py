@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_linear_attn.diagnostics.capture import AttentionInputs
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap
-from hf_linear_attn.ops.reference import guarded
+from hf_linear_attn.ops.linear_attention.reference import guarded
 
 TINY = 1e-30
 

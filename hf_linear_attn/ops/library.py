@@ -22,9 +22,17 @@ def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
     def second_derivative(ctx: Any, *gradients: Any) -> NoReturn:
         refuse("for second derivatives", "Its backward is not differentiable.")
 
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        refuse("under vmap", "Make the mapped dimension part of the batch.")
-
     torch.library.register_autograd(backward, second_derivative)
-    for op in (*ops, backward):
+    refuse_vmap(backend, *ops, backward)
+
+
+def refuse_vmap(backend: str, *ops: Any) -> None:
+    """Make vmap over a backend's ops say what works instead."""
+
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        raise BackendError(
+            "backend", "be 'reference' under vmap", backend, "Make the mapped dimension part of the batch."
+        )
+
+    for op in ops:
         torch.library.register_vmap(op, vmap)

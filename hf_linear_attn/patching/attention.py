@@ -16,8 +16,8 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
-from hf_linear_attn.ops.decode import decode_step_
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import decode_step_
 from hf_linear_attn.ops.window import OwnKey, key_product, running_sum, window_attention, window_sums
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of

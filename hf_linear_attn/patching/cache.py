@@ -15,8 +15,8 @@ from transformers.cache_utils import (
 )
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.ops.decode import decode_state
 from hf_linear_attn.ops.state import LinearAttentionState
+from hf_linear_attn.ops.step import decode_state
 
 
 class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

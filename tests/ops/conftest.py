@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.triton import plan
 from tests.ops.oracle import DEVICE
 
@@ -38,18 +39,18 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sequences be cut into segments of 16 tokens or a tile, as if the device had room for many programs."""
     monkeypatch.setattr(plan, "SHORTEST_SEGMENT", dict.fromkeys(plan.SHORTEST_SEGMENT, 16))
     many = target(64)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: many)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.run.target_of", lambda device: many)
 
 
 @pytest.fixture
 def few_processors(short_segments: None, monkeypatch: pytest.MonkeyPatch) -> plan.Target:
     """Leave so few processors that dq, with a program per tile of D, fills them with fewer segments."""
     few = target(16)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.op.target_of", lambda device: few)
+    monkeypatch.setattr("hf_linear_attn.ops.triton.run.target_of", lambda device: few)
     return few
 
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the PyTorch backend walk chunks of 16 tokens, so that small problems have several."""
-    monkeypatch.setattr("hf_linear_attn.ops.chunked.CHUNK", 16)
+    monkeypatch.setattr(chunked, "CHUNK", 16)

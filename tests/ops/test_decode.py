@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
-from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from tests.ops.oracle import DEVICE
 
 BACKENDS = ("torch", "triton")

@@ -6,8 +6,8 @@ import torch
 from hf_linear_attn import linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops import triton as backend
-from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops import dispatch as backend_choice
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton import plan
 from tests.ops.oracle import DEVICE
 
@@ -135,20 +135,20 @@ def test_refuses_cpu_tensors_unless_interpreted(monkeypatch: pytest.MonkeyPatch)
 def test_refuses_missing_or_old_triton(found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if found is None:
-            raise backend.PackageNotFoundError(name)
+            raise backend_choice.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(backend, "version", version)
-    backend._version_obstacle.cache_clear()
+    monkeypatch.setattr(backend_choice, "version", version)
+    backend_choice._version_obstacle.cache_clear()
     try:
         with pytest.raises(BackendError, match=refusal(reason)):
             linear_attention(*tensors(), backend="triton")
     finally:
-        backend._version_obstacle.cache_clear()
+        backend_choice._version_obstacle.cache_clear()
 
 
 def test_refuses_unsupported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "target_of", lambda device: None)
+    monkeypatch.setattr(backend_choice, "target_of", lambda device: None)
     with pytest.raises(BackendError, match="is not supported; kernels exist for NVIDIA sm_80 and newer and for AMD"):
         linear_attention(*tensors(), backend="triton")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.triton import op
+from hf_linear_attn.ops.features.triton import op
 
 from .oracle import DEVICE, poison
 

@@ -4,8 +4,10 @@ from torch import Tensor
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.errors import BackendError
-from hf_linear_attn.ops import chunked
-from hf_linear_attn.ops.triton import op, plan
+from hf_linear_attn.ops.linear_attention import torch as chunked
+from hf_linear_attn.ops.linear_attention.triton import op
+from hf_linear_attn.ops.step.triton.op import triton_decode_
+from hf_linear_attn.ops.triton import plan
 from tests.ops.oracle import Case, poison, run
 
 BACKENDS = ("torch", "triton")
@@ -50,7 +52,7 @@ def test_opcheck_split() -> None:
 def test_opcheck_decode() -> None:
     q, k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 20)
     kv, z = torch.rand(1, 1, 8, 20), torch.rand(1, 1, 2, 8)
-    torch.library.opcheck(op.triton_decode_, (q, k, v, torch.rand(1, 2) > 0.5, kv, z, "elu", 1e-6))
+    torch.library.opcheck(triton_decode_, (q, k, v, torch.rand(1, 2) > 0.5, kv, z, "elu", 1e-6))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_linear_attn import LinearAttentionState, linear_attention
-from hf_linear_attn.ops.decode import decode_state, decode_step_
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from tests.ops.oracle import DEVICE
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_linear_attn.ops.triton.backward import query_segments
+from hf_linear_attn.ops.linear_attention.triton.backward import query_segments
 from hf_linear_attn.ops.triton.plan import Problem, Target
 from tests.ops.oracle import DEVICE, MAPS, Case, check
 

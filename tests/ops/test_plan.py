@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from hf_linear_attn.ops.linear_attention.triton.backward import Saved, backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton import plan
-from hf_linear_attn.ops.triton.backward import Saved, backward_launches, save
-from hf_linear_attn.ops.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Target
 
 H200 = Target("sm_90", 132)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
-from hf_linear_attn.ops.triton import op, window
 from hf_linear_attn.ops.triton.plan import Launch, Target
 from hf_linear_attn.ops.window import OwnKey, window_attention
+from hf_linear_attn.ops.window.triton import kernels as window
+from hf_linear_attn.ops.window.triton import op
 
 from .oracle import DEVICE, poison
 

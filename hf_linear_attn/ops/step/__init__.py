@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.reference import guarded
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState
+from hf_linear_attn.ops.triton.plan import target_of, tile
 
 
 def decode_state(
@@ -29,13 +31,19 @@ def decode_state(
     device = torch.device(device)
     copies = 1
     if device.type == "cuda":
-        from hf_linear_attn.ops.triton import decode_copies
-
-        copies = decode_copies(device, feature_dim, value_dim)
+        copies = _copies(device, feature_dim, value_dim)
     return LinearAttentionState(
         torch.zeros(batch, num_kv_heads, feature_dim, value_dim, device=device),
         torch.zeros(batch, num_kv_heads, copies, feature_dim, device=device),
     )
+
+
+def _copies(device: torch.device, feature_dim: int, value_dim: int) -> int:
+    """Return how many programs share a head in a step; each keeps its own copy of z."""
+    target = target_of(device)
+    if target is None:
+        return 1
+    return -(-value_dim // tile(target, torch.bfloat16, "decode", feature_dim, value_dim, 0).width)
 
 
 @torch.no_grad()
@@ -76,23 +84,11 @@ def decode_step_(
         BackendError: If the backend asked for cannot run here.
     """
     _check(q, k, v, state, key_mask)
-    if backend not in ("auto", "torch", "triton"):
-        raise ArgumentError(
-            "backend",
-            "be a known backend",
-            backend,
-            "Use one of those",
-            available=("auto", "torch", "triton"),
-        )
-    if backend == "triton" or (backend == "auto" and q.is_cuda):
+    if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops import triton as triton_backend
+        from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 
-        obstacle = triton_backend.obstacle(q, k, v)
-        if obstacle is None:
-            return triton_backend.decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
-        if backend == "triton":
-            raise BackendError("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
+        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
     return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
 
 

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.backward import delta_launch
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_tile, product, store_tile
 

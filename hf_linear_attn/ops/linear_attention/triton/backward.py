@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.linear_attention.triton.forward import Forward, scan_launch
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.forward import Forward, scan_launch
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
     derivative,

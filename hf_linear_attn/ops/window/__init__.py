@@ -1,7 +1,7 @@
 """Exact softmax over the last W tokens and a few sink tokens, in O(T W) time.
 
-On GPUs a kernel does it, see :mod:`hf_linear_attn.ops.triton.window`. Elsewhere queries are cut into blocks; each block
-attends to its own keys and the W - 1 before them, so that a library's dense attention does the work on
+On GPUs a kernel does it, see :mod:`hf_linear_attn.ops.window.triton.kernels`. Elsewhere queries are cut into blocks;
+each block attends to its own keys and the W - 1 before them, so that a library's dense attention does the work on
 ``[block, block + W - 1]`` scores.
 """
 
@@ -11,14 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 
 MIN_BLOCK = 64
 """Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
 
 EXTRA = 8
 """Dimensions that :func:`window_attention` adds for a key of its own per query; fused kernels want multiples of 8."""
+
+
+LARGEST_FP32 = 128
+"""Dimensions up to which the kernels find enough registers for fp32."""
 
 
 class OwnKey(NamedTuple):
@@ -199,17 +203,13 @@ def window_attention(
     Raises:
         BackendError: If the backend asked for cannot run here.
     """
-    if backend == "triton" or (backend == "auto" and q.is_cuda):
+    if choose_backend(backend, q.device, lambda: window_obstacle(q, k, v)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops import triton as triton_backend
+        from hf_linear_attn.ops.window.triton.op import window_attention_triton
 
-        obstacle = triton_backend.window_obstacle(q, k, v)
-        if obstacle is None:
-            return triton_backend.window_attention_triton(
-                q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
-            )
-        if backend == "triton":
-            raise BackendError("backend", "be able to run here", backend, f"{obstacle}; use backend='torch'.")
+        return window_attention_triton(
+            q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
+        )
     if own_key is None:
         blocks = _Blocks(q, k, v, window, key_mask, sinks)
         o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
@@ -222,6 +222,14 @@ def window_attention(
     o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
     o = blocks.join(o)
     return torch.addcmul(o[..., :-EXTRA], o[..., -EXTRA, None], own_key.value)
+
+
+def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say why no kernel can attend to a window of these tensors here, or None where one can."""
+    reason = kernel_obstacle(q, k, v)
+    if reason is None and q.dtype == torch.float32 and max(q.shape[3], v.shape[3]) > LARGEST_FP32:
+        reason = f"in fp32 the window's kernels hold at most {LARGEST_FP32} dimensions"
+    return reason
 
 
 def _single_query(blocks: _Blocks, scaling: float, own_score: Tensor, own_visible: Tensor, own_value: Tensor) -> Tensor:

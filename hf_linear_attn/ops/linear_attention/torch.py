@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
 from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.reference import guarded
+from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
 CHUNK = 64

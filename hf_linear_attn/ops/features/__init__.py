@@ -2,9 +2,15 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.dispatch import device_obstacle
+
+LARGEST_PAIR = 128
+"""Dimensions up to which the weights of paired maps fit into shared memory."""
 
 
 def features_of(
@@ -23,11 +29,17 @@ def features_of(
         Features ``[B, H or HKV, T, F]``.
     """
     if backend == "triton" or (backend == "auto" and x.is_cuda):
-        # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops import triton as triton_backend
-
         pair = feature_map.pair(side)
-        if pair is not None and triton_backend.computes_features(x, pair):
-            return triton_backend.features_triton(x, pair)
+        if pair is not None and computes_features(x, pair):
+            # Imported here so that the package needs neither Triton nor a GPU.
+            from hf_linear_attn.ops.features.triton.op import features_triton
+
+            return features_triton(x, pair)
     phi = feature_map.phi_q if side == "q" else feature_map.phi_k
     return phi(x, positions).to(x.dtype)
+
+
+def computes_features(x: Tensor, pair: Pair) -> bool:
+    """Tell whether a kernel can compute these features here."""
+    largest = max(pair.weight.shape[1:])
+    return device_obstacle(x.device) is None and x.dtype != torch.float64 and largest <= LARGEST_PAIR

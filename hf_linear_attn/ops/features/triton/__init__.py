@@ -1,0 +1,1 @@
+"""Features of learned maps in Triton."""

@@ -1,0 +1,160 @@
+"""The public op: checks its arguments, applies feature maps, and hands over to a backend."""
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv, check_state, check_types
+from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
+from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
+from hf_linear_attn.ops.state import LinearAttentionState
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: str | FeatureMap | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: LinearAttentionState | None = ...,
+    return_state: Literal[True] = ...,
+    delay: int = ...,
+    eps: float = ...,
+    backend: str = ...,
+    positions: Tensor | None = ...,
+) -> tuple[Tensor, LinearAttentionState]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: str | FeatureMap | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: LinearAttentionState | None = ...,
+    *,
+    return_state: Literal[False],
+    delay: int = ...,
+    eps: float = ...,
+    backend: str = ...,
+    positions: Tensor | None = ...,
+) -> Tensor: ...
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: str | FeatureMap | None = "elu",
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: LinearAttentionState | None = None,
+    return_state: bool = True,
+    delay: int = 0,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    positions: Tensor | None = None,
+) -> Tensor | tuple[Tensor, LinearAttentionState]:
+    """Compute normalised linear attention in O(T) time with a state of constant size.
+
+    ``o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps)``, ``S_i = sum_{j <= i - delay} phi(k_j) v_j^T``,
+    ``z_i = sum_{j <= i - delay} phi(k_j)`` (Katharopoulos et al., 2020, arXiv:2006.16236); with
+    ``causal=False`` the sums run over all j. A query that sees no key gives 0.
+
+    Args:
+        q: Queries ``[B, H, T, D]``, bf16, fp16, fp32 or fp64, any strides.
+        k: Keys ``[B, HKV, S, D]``, q's dtype; ``H % HKV == 0``, and ``S == T`` where causal.
+        v: Values ``[B, HKV, S, V]``, q's dtype.
+        feature_map: A registered name, a :class:`FeatureMap`, or None where q and k are features already.
+        causal: Whether query i sees only keys up to ``i - delay``.
+        key_mask: ``[B, S]`` bool, True = a real token. Masked keys count nowhere.
+        cu_seqlens: ``[N + 1]`` int32 or int64, ``0 = c_0 <= c_1 <= ... <= c_N = T``: boundaries of N sequences
+            packed along T; then ``B == 1``, and states have N rows.
+        state: State before the first token, ``[B or N, HKV, ...]``; not changed.
+        return_state: Whether to return the final state too.
+        delay: Tokens by which keys lag, >= 0; the state returned holds keys ``j < T - delay``. 0 where not
+            causal.
+        eps: Added to the normaliser, away from 0; > 0.
+        backend: ``"auto"`` (Triton on a GPU where it can run, else PyTorch), ``"triton"``, ``"torch"`` or
+            ``"reference"`` (float64, quadratic). A backend asked for by name is used or refused.
+        positions: ``[B, T]`` int64 token positions, for position-dependent feature maps.
+
+    Returns:
+        ``o [B, H, T, V]`` in q's dtype, and with ``return_state`` the pair ``(o, state)``.
+
+    Raises:
+        ArgumentError: If a shape, device, size or name does not fit.
+        ArgumentTypeError: If a dtype does not fit.
+        BackendError: If the backend asked for cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from hf_linear_attn import linear_attention
+        >>> q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+        >>> whole, _ = linear_attention(q, k, v)
+        >>> first, state = linear_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4])
+        >>> rest, _ = linear_attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], state=state)
+        >>> torch.allclose(whole, torch.cat([first, rest], dim=2), atol=1e-6)
+        True
+    """
+    check_types(q, k, v, feature_map, key_mask, cu_seqlens, state, positions)
+    check_qkv(q, k, v, causal)
+    check_masks(q, k, causal, key_mask, cu_seqlens, delay)
+    if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
+        raise ArgumentError(
+            "positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it."
+        )
+    if eps <= 0:
+        raise ArgumentError("eps", "be greater than 0", eps, "The default is 1e-6.")
+    if isinstance(feature_map, str):
+        feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1])
+        if feature_map.kernel is None:
+            # Kernels compute the others, whose modules hold nothing.
+            feature_map.to(q.device)
+    phi = "identity"
+    # Features and states have a precision of their own, whatever products around them are cast to.
+    with torch.autocast(q.device.type, enabled=False):
+        if feature_map is not None:
+            if feature_map.kernel is None:
+                q = features_of(feature_map, q, "q", positions, backend)
+                k = features_of(feature_map, k, "k", positions, backend)
+            else:
+                phi = feature_map.kernel
+        check_state(q, k, v, cu_seqlens, state)
+        # Chosen last: features may be wider than heads, and kernels hold only so much.
+        function = _backend(backend, q, k, v)
+        o, final = function(
+            q,
+            k,
+            v,
+            phi=phi,
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            delay=delay,
+            eps=eps,
+        )
+    return (o, final) if return_state else o
+
+
+Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
+
+
+def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Backend:
+    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+    if chosen == "triton":
+        # Imported here so that the package needs neither Triton nor a GPU.
+        from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
+
+        return linear_attention_triton
+    return linear_attention_reference if chosen == "reference" else linear_attention_chunked

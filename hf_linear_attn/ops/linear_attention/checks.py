@@ -1,0 +1,145 @@
+"""What linear attention asks of its arguments."""
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.ops.state import LinearAttentionState
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_types(
+    q: object,
+    k: object,
+    v: object,
+    feature_map: object,
+    key_mask: object,
+    cu_seqlens: object,
+    state: object,
+    positions: object,
+) -> None:
+    """Check types."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(name, "be a tensor", type(x).__name__, "Use torch.as_tensor.")
+    for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
+        if not isinstance(x, Tensor | None):
+            raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
+    if not isinstance(feature_map, str | FeatureMap | None):
+        raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
+    if not isinstance(state, LinearAttentionState | None):
+        raise ArgumentTypeError(
+            "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
+        )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Check shapes, dtypes and devices of queries, keys and values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")
+        if x.dtype not in FLOATING:
+            raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it.")
+        if x.dtype != q.dtype:
+            raise ArgumentTypeError(name, f"have q's dtype {q.dtype}", x.dtype, f"Cast {name} or q.")
+        if x.device != q.device:
+            raise ArgumentError(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q.")
+        if 0 in x.shape:
+            raise ArgumentError(name, "not be empty", tuple(x.shape), "Skip the call for empty input.")
+    if k.shape[:3] != v.shape[:3]:
+        raise ArgumentError(
+            "v",
+            f"match k's [B, HKV, S] = {tuple(k.shape[:3])}",
+            tuple(v.shape),
+            "Pass k and v of the same tokens.",
+        )
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch.")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError("k", f"have q's head dim {q.shape[3]}", tuple(k.shape), "Pass q and k of one layer.")
+    if q.shape[1] % k.shape[1]:
+        raise ArgumentError(
+            "k",
+            f"have a head count that divides q's {q.shape[1]}",
+            k.shape[1],
+            "Check the grouping of heads.",
+        )
+    if causal and q.shape[2] != k.shape[2]:
+        raise ArgumentError(
+            "k",
+            f"have q's {q.shape[2]} tokens where causal",
+            k.shape[2],
+            "Carry earlier tokens in `state`.",
+        )
+
+
+def check_masks(
+    q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, cu_seqlens: Tensor | None, delay: int
+) -> None:
+    """Check what says which keys count."""
+    if delay < 0 or (delay and not causal):
+        raise ArgumentError(
+            "delay",
+            "be >= 0, and 0 where not causal",
+            delay,
+            "A delay only makes sense in causal attention.",
+        )
+    if key_mask is not None:
+        if key_mask.dtype != torch.bool:
+            raise ArgumentTypeError("key_mask", "be bool, True = a real token", key_mask.dtype, "Use mask.bool().")
+        if key_mask.shape != (k.shape[0], k.shape[2]):
+            raise ArgumentError(
+                "key_mask",
+                f"have shape [B, S] = {(k.shape[0], k.shape[2])}",
+                tuple(key_mask.shape),
+                "Slice it.",
+            )
+        if key_mask.device != q.device:
+            raise ArgumentError("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it.")
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ArgumentTypeError("cu_seqlens", "be int32 or int64", cu_seqlens.dtype, "Cast it.")
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+            raise ArgumentError(
+                "cu_seqlens",
+                "have shape [N + 1], N >= 1",
+                tuple(cu_seqlens.shape),
+                "Prepend 0 to the lengths' sum.",
+            )
+        if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+            raise ArgumentError(
+                "q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T."
+            )
+        _check_bounds(cu_seqlens, q.shape[2])
+
+
+def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """Check the boundaries of packed sequences; on a GPU without waiting for it, and not while a graph is built."""
+    if torch.compiler.is_compiling():
+        return
+    rule = f"rise from 0 to T = {tokens}"
+    good = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (cu_seqlens.diff() >= 0).all()
+    if cu_seqlens.device.type == "cpu":
+        if not good:
+            raise ArgumentError("cu_seqlens", rule, cu_seqlens.tolist(), "Prepend 0 to the lengths' sum.")
+    elif cu_seqlens.is_cuda:
+        torch._assert_async(good, f"`cu_seqlens` must {rule}")
+
+
+def check_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: LinearAttentionState | None) -> None:
+    """Check a state against features and values; the last check, since features have sizes of their own."""
+    if state is None:
+        return
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shapes = {"kv": (rows, k.shape[1], k.shape[3], v.shape[3]), "z": (rows, k.shape[1], k.shape[3])}
+    for name, shape in shapes.items():
+        x = getattr(state, name)
+        if x.shape != shape:
+            raise ArgumentError(f"state.{name}", f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
+        if x.dtype != dtype:
+            raise ArgumentTypeError(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less.")
+        if x.device != q.device:
+            raise ArgumentError(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it.")

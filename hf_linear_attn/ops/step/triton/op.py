@@ -1,0 +1,45 @@
+"""The decode kernel as a torch.library op."""
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.ops.library import refuse_vmap
+from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
+from hf_linear_attn.ops.step.triton.kernels import decode_launch
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import run, target_for
+
+
+def decode_step_triton_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearAttentionState,
+    *,
+    phi: str,
+    key_mask: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Run one decode step in place; see :func:`hf_linear_attn.ops.step.decode_step_`."""
+    kv, z = state
+    o: Tensor = triton_decode_(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
+    return o
+
+
+@torch.library.custom_op("hf_linear_attn::triton_decode_", mutates_args=("kv", "z"))
+def triton_decode_(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+) -> Tensor:
+    """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    o, launch = decode_launch(target_for(q.device), readable(q), readable(k), readable(v), kv, z, mask, phi, eps)
+    run(q.device, [launch])
+    return o
+
+
+@triton_decode_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float) -> Tensor:
+    return empty_like_tokens(q, v.shape[3])
+
+
+refuse_vmap("triton", triton_decode_)

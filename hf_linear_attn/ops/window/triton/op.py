@@ -1,0 +1,168 @@
+"""Attention over a window in Triton, as torch.library ops with fake implementations and autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.ops.library import refuse_transforms
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.window import OwnKey
+from hf_linear_attn.ops.window.triton.kernels import (
+    WindowForward,
+    WindowProblem,
+    allocate_window,
+    allocate_window_backward,
+    window_backward_launches,
+    window_launches,
+)
+
+
+def window_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own_key: OwnKey | None,
+) -> Tensor:
+    """Compute attention over a window with Triton kernels; see :func:`hf_linear_attn.ops.window.window_attention`."""
+    codes = None if key_mask is None else key_mask.view(torch.uint8)
+    of_queries: tuple[Tensor | None, ...] = (None,) * 5
+    if own_key is not None:
+        counts = own_key.counts.view(torch.uint8)
+        codes = torch.add(1 if codes is None else codes, counts, alpha=2)
+        of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
+    sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
+    o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
+    return o
+
+
+def _window_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> WindowProblem:
+    return WindowProblem(
+        target_for(q.device),
+        readable(q),
+        readable(k),
+        readable(v),
+        contiguous(codes),
+        contiguous(sink_k),
+        contiguous(sink_v),
+        None if seen is None else seen.contiguous().view(torch.uint8),
+        None if f is None else readable(f),
+        contiguous(number),
+        contiguous(before),
+        contiguous(bias),
+        contiguous(weight),
+        window,
+        scaling,
+    )
+
+
+@torch.library.custom_op("hf_linear_attn::triton_window", mutates_args=())
+def triton_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
+    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
+    out, launches = window_launches(_window_problem(*inputs, window, scaling))
+    run(q.device, launches)
+    return out
+
+
+@triton_window.register_fake
+def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return allocate_window(_window_problem(q, *inputs))
+
+
+@torch.library.custom_op("hf_linear_attn::triton_window_backward", mutates_args=())
+def triton_window_backward(
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Tensor,
+    prefix: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    sink_k: Tensor | None,
+    sink_v: Tensor | None,
+    seen: Tensor | None,
+    f: Tensor | None,
+    number: Tensor | None,
+    before: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    window: int,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what :class:`WindowBackward` holds."""
+    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
+    problem = _window_problem(*inputs, window, scaling)
+    out, launches = window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do))
+    run(q.device, launches)
+    return out
+
+
+@triton_window_backward.register_fake
+def _(
+    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_window_backward(_window_problem(*inputs))
+
+
+def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.window, ctx.scaling = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _window_backward(ctx: Any, do: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, k, _, _, sink_k, sink_v, _, f, _, before, bias, weight = ctx.saved_tensors[4:]
+    found = triton_window_backward(do, *ctx.saved_tensors, ctx.window, ctx.scaling)
+    dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
+    # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
+    sinks = (
+        None if x is None else dx.unflatten(1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype)
+        for x, dx in ((sink_k, dsink_k), (sink_v, dsink_v))
+    )
+    own: tuple[Tensor | None, ...] = (None,) * 5
+    if f is not None:
+        db, dw = dscore.sum((0, 2)).to(bias.dtype), dweight.sum((0, 2)).to(weight.dtype)
+        own = df, None, None if before is None else dbefore, db, dw
+    return dq, dk, dv, None, *sinks, None, *own, None, None
+
+
+torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)
+refuse_transforms("triton", triton_window, backward=triton_window_backward)
