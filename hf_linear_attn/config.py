@@ -1,16 +1,25 @@
 """Settings of a patched model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError
 
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
-Mix = Literal["key", "gate", "shared", "window"]
+
+LATER = {"update_rule": "additive"}
+"""Settings that older code does not know: they are written only where they are not what that code does."""
+
+_checks: list[Callable[["LinearAttentionConfig"], None]] = []
+
+
+def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
+    """Let a function refuse settings when a config is made: what knows the rules is above this module."""
+    _checks.append(function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,8 @@ class LinearAttentionConfig:
             ``"gate"``: each is normalised, ``o = (1 - g) o_window + g o_linear`` with ``g = sigmoid(a + u.q)``.
             ``"shared"``: one denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear
             branch at all, the baseline that a conversion has to beat.
+        update_rule: How the linear branch's state takes in keys. ``"additive"``: ``S += phi(k) v^T``, normalised by the
+            sum of ``phi(k)``.
         eps: Added to the normaliser, > 0.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
@@ -52,7 +63,8 @@ class LinearAttentionConfig:
     layers: tuple[int, ...] | None = None
     window: int | None = None
     sinks: int = 0
-    mix: Mix = "key"
+    mix: str = "key"
+    update_rule: str = "additive"
     eps: float = 1e-6
     backend: str = "auto"
     allow_approximate: bool = False
@@ -64,18 +76,19 @@ class LinearAttentionConfig:
             raise ArgumentError("window", "be at least 1 token, or None", self.window, "Use None for no window.")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ArgumentError("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
-        if self.mix not in get_args(Mix):
-            raise ArgumentError("mix", "be a known rule", self.mix, "Use one of those", available=get_args(Mix))
-        if self.mix == "window" and self.window is None:
-            raise ArgumentError("mix", "come with a window", self.mix, "Set window=.")
         if not self.eps > 0:
             raise ArgumentError("eps", "be greater than 0", self.eps, "The default is 1e-6.")
+        for check in _checks:
+            check(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
+        for name, default in LATER.items():
+            if values[name] == default:
+                del values[name]
         return values
 
     @classmethod

@@ -3,12 +3,11 @@
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cache
 from inspect import Parameter, signature
 from logging import getLogger
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 logger = getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -82,6 +79,8 @@ class FeatureMap(nn.Module, ABC):
     """Whether ``phi(q)^T phi(k) >= 0`` for all q and k, so that the normaliser cannot change sign."""
     caution: ClassVar[str] = ""
     """What users should know before they choose the map; logged when it is built, and shown in the docs."""
+    positional: ClassVar[bool] = True
+    """Whether :meth:`phi_q` or :meth:`phi_k` read positions; maps that define only :meth:`phi` cannot."""
     kernel: str | None = None
     """Name of the elementwise map inside the kernels, or None where features are computed first."""
 
@@ -124,14 +123,12 @@ class FeatureMap(nn.Module, ABC):
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
 
-    def forward(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
-        """Call ``function`` while the map's weights are at hand.
+    def forward(self, x: Tensor, side: Literal["q", "k"], positions: Tensor | None = None) -> Tensor:
+        """Map queries or keys to features, by :meth:`phi_q` or :meth:`phi_k`.
 
-        What keeps weights elsewhere, as Accelerate's offloading does, fetches them around a module's forward. Features
-        are computed by the ops, by methods or by kernels that read the weights themselves; so the caller of an op
-        goes through here.
+        A map is called so that what keeps weights elsewhere, as Accelerate's offloading does, can fetch them.
         """
-        return function(*args)
+        return self.phi_q(x, positions) if side == "q" else self.phi_k(x, positions)
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""

@@ -27,6 +27,7 @@ class LearnedMap(FeatureMap):
     """
 
     learned: ClassVar[bool] = True
+    positional: ClassVar[bool] = False
 
     def __init__(
         self,
