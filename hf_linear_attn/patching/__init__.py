@@ -1,6 +1,6 @@
 """Patching Transformers models in place, and everything that then has to go on working."""
 
-from hf_linear_attn.patching.attention import LinearAttention, disable_branch
+from hf_linear_attn.patching.attention import LinearAttention, disable_branch, part_of
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.checkpoint import from_pretrained
 from hf_linear_attn.patching.context import Context, encode_context, load_context
@@ -16,6 +16,7 @@ __all__ = [
     "from_pretrained",
     "is_patched",
     "load_context",
+    "part_of",
     "patch_model",
     "unpatch_model",
 ]
