@@ -16,7 +16,8 @@ from transformers.utils import logging
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
-from hf_linear_attn.distill.run import load_teacher
+from hf_linear_attn.distill.models import load_teacher
+from hf_linear_attn.distill.settings import RECOMMENDED
 from hf_linear_attn.errors import ArgumentError, one_line_errors
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
 from hf_linear_attn.evaluation.settings import accept_none
@@ -32,13 +33,11 @@ class Arguments:
     model: str = field(default=str(TEACHER), metadata={"help": "Softmax checkpoint: a folder or a hub name."})
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Where report, results and student go."})
     overwrite: bool = field(default=False, metadata={"help": "Replace what an earlier run left there."})
-    feature_map: str = field(default=DistillationSettings.feature_map, metadata={"help": "See `hf-linear-attn maps`."})
+    feature_map: str = field(default=RECOMMENDED.feature_map, metadata={"help": "See `hf-linear-attn maps`."})
     window: int | None = field(
-        default=DistillationSettings.window, metadata={"help": "Last tokens that are attended to exactly."}
+        default=RECOMMENDED.window, metadata={"help": "Last tokens that are attended to exactly."}
     )
-    sinks: int = field(
-        default=DistillationSettings.sinks, metadata={"help": "First tokens that are attended to exactly."}
-    )
+    sinks: int = field(default=RECOMMENDED.sinks, metadata={"help": "First tokens that are attended to exactly."})
     transfer_steps: int = field(default=60, metadata={"help": "Steps of attention transfer."})
     distill_steps: int = field(default=480, metadata={"help": "Steps of logit distillation."})
     rows: int = field(default=4, metadata={"help": "Sequences of that length per step; longer ones are fewer."})

@@ -168,7 +168,7 @@ def test_flags_of_optional_settings_take_none():
     settings = parse(flags, None, {"output_dir": "x"})
     assert (settings.window, settings.layers, settings.map_lr, settings.output_dir) == (None, None, None, "x")
     assert settings.given == {"window", "sinks", "layers", "map_lr", "output_dir"}
-    assert parse(["--layers", "0", "2"], None, {}).layers == [0, 2]
+    assert parse(["--layers", "0", "2"], None, {}).layers == (0, 2)
     found = parse_arguments(["--stride", "none", "--device", "none", "--model", "m"], defaults={"stride": 3})
     assert (found.stride, found.device, found.model) == (None, None, "m")
 

@@ -22,11 +22,11 @@ import torch
 from harness import provenance, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn import from_pretrained
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
 from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
-from hf_linear_attn.distill.stages import predictions
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
@@ -259,14 +259,7 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
 
 def patched(teacher: PreTrainedModel, settings: DistillationSettings) -> PreTrainedModel:
     """Return a patched copy of the teacher."""
-    return patch_model(
-        copy.deepcopy(teacher),
-        feature_map=settings.feature_map,
-        feature_map_options=settings.map_options(teacher.config.head_dim),
-        window=settings.window,
-        sinks=settings.sinks,
-        mix=settings.mix,
-    ).eval()
+    return settings.convert(copy.deepcopy(teacher)).eval()
 
 
 def gap_closed(value: float | None, teacher: float | None, baseline: float | None) -> float | None:

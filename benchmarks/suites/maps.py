@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return load_data(settings_of(arguments, BLIND, seed), tokenizer)
 
     fingerprint = weights_hash(teacher)
-    facts = json.dumps([fingerprint, asdict(base), arguments.heldout_rows, arguments.transfer_steps])
+    facts = json.dumps([fingerprint, base.to_dict(), arguments.heldout_rows, arguments.transfer_steps])
     recipe = hashlib.sha256(facts.encode()).hexdigest()[:12]
     folder = arguments.work_dir / recipe
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "teacher_sha256": fingerprint,
             "heldout_rows": arguments.heldout_rows,
             "transfer_steps": arguments.transfer_steps,
-            "distillation": asdict(base),
+            "distillation": base.to_dict(),
         },
         "teacher": once("teacher", lambda: loss(teacher)),
         "maps": {},

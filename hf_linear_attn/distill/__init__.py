@@ -4,5 +4,17 @@ from hf_linear_attn.distill.data import Data, load_data
 from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.run import DistillResult, distill
 from hf_linear_attn.distill.settings import DistillationSettings, available_presets
+from hf_linear_attn.distill.stages import Stage, available_stages, register_stage
 
-__all__ = ["Data", "DistillResult", "DistillationSettings", "available_presets", "distill", "load_data", "measure"]
+__all__ = [
+    "Data",
+    "DistillResult",
+    "DistillationSettings",
+    "Stage",
+    "available_presets",
+    "available_stages",
+    "distill",
+    "load_data",
+    "measure",
+    "register_stage",
+]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.distill.settings import CONVERSION
+
 if TYPE_CHECKING:
     from hf_linear_attn.distill.run import DistillResult
-
-CONVERSION = ("feature_map", "feature_map_options", "layers", "window", "sinks", "mix")
-"""What a run decides of a conversion; the rest of `patch_model`'s settings are defaults."""
 
 CARD = """\
 ---
@@ -86,7 +86,9 @@ def loading_recipe(result: DistillResult) -> str:
         lines += [f"model = from_pretrained({settings.student!r})"]
     else:
         base = settings.model or result.student.config._name_or_path or "the/softmax/model"
-        options = "".join(f"    {name}={config[name]!r},\n" for name in CONVERSION)
+        defaults = LinearAttentionConfig().to_dict()
+        changed = [name for name in CONVERSION if config[name] != defaults[name]]
+        options = "".join(f"    {name}={config[name]!r},\n" for name in changed)
         lines += ["from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
         lines += ["from hf_linear_attn import patch_model", ""]
         lines += [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]

@@ -1,7 +1,6 @@
 """Checkpoints of a run, written so that a kill at any moment leaves whole ones only."""
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_linear_attn.errors import CheckpointError
+from hf_linear_attn.files import sync
 
 logger = getLogger(__name__)
 
@@ -28,16 +28,6 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any]
     meta: dict[str, Any]
     path: Path
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that readers find the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def save_checkpoint(
@@ -135,12 +125,3 @@ def _crc32(path: Path) -> int:
         while piece := file.read(2**22):
             value = zlib.crc32(piece, value)
     return value
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file or folder reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,17 +3,25 @@
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import HfArgumentParser
 
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.data import load_data
+from hf_linear_attn.distill.models import fit_positions, load_teacher, model_name
 from hf_linear_attn.distill.plan import main as plan
-from hf_linear_attn.distill.run import DistillResult, distill, fit_positions, load_teacher, model_name
-from hf_linear_attn.distill.settings import DistillationSettings, available_presets, preset, read_settings
+from hf_linear_attn.distill.run import DistillResult, distill
+from hf_linear_attn.distill.settings import (
+    DistillationSettings,
+    available_presets,
+    known_settings,
+    preset,
+    read_settings,
+)
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.settings import accept_none
@@ -32,8 +40,23 @@ def make_parser(
     start = first.add_mutually_exclusive_group()
     start.add_argument("--preset", choices=available_presets(), help="start from a named recipe")
     start.add_argument("--config", help="start from the settings in a YAML or JSON file")
+    hints = known_settings()
+    defaults = DistillationSettings().to_dict() | {"feature_map_options": "{}"}
+    # Of a table of values a flag takes JSON, of several values a list.
+    types = {"feature_map_options": str, "layers": list[int] | None}
+    described = [
+        (
+            name,
+            types.get(name, hint),
+            field(default_factory=defaults[name].copy)
+            if isinstance(defaults[name], list)
+            else field(default=defaults[name]),
+        )
+        for name, hint in hints.items()
+    ]
+    flags = make_dataclass("Settings", described)
     parser = HfArgumentParser(
-        DistillationSettings,  # type: ignore[arg-type]
+        flags,  # type: ignore[arg-type]
         prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,7 +69,7 @@ def make_parser(
         elif action.dest in documented:
             # argparse formats help texts with %.
             action.help = documented[action.dest].replace("%", "%%")
-    accept_none(parser, DistillationSettings)
+    accept_none(parser, flags)
     return parser, first
 
 
@@ -63,7 +86,7 @@ def parse(
     known, _ = first.parse_known_args(arguments)
     named = read_settings(known.config) if known.config is not None else preset(known.preset or start)
     # What nobody names is left to the dataclass, which treats its defaults otherwise than what was asked for.
-    settings = {setting.name for setting in fields(DistillationSettings)}
+    settings = known_settings()
     for action in parser._actions:
         if action.dest in settings:
             action.default = argparse.SUPPRESS
@@ -77,8 +100,14 @@ def parse(
 
 
 def setting_help() -> dict[str, str]:
-    """Read the settings' descriptions off the dataclass's docstring, their one place."""
-    lines = (DistillationSettings.__doc__ or "").split("Args:\n")[1].split("\n\n")[0].splitlines()
+    """Read the settings' descriptions off the docstrings of their dataclasses, their one place."""
+    described = _described(DistillationSettings)
+    of_conversion = _described(LinearAttentionConfig)
+    return {name: described.get(name, of_conversion.get(name, "")) for name in known_settings()}
+
+
+def _described(settings: type) -> dict[str, str]:
+    lines = (settings.__doc__ or "").split("Args:\n")[1].split("\n\n")[0].splitlines()
     found: dict[str, str] = {}
     name = ""
     for line in lines:

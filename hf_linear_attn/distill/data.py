@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import ArgumentError, TrainingError
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import get_task
-from hf_linear_attn.evaluation.tasks.base import noise_lines
+from hf_linear_attn.evaluation.tasks.base import bos_ids, noise_lines
 from hf_linear_attn.evaluation.tasks.kv_recall import PAIR, QUESTION
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
 from hf_linear_attn.loading import first_line
@@ -62,6 +63,8 @@ class Batch(NamedTuple):
     """``[B, T]`` bool, False in padding."""
     position_ids: Tensor | None = None
     """``[B, T]`` int64, from 0 in every document of a row; None where each row is one document."""
+    numbers: tuple[int, ...] = ()
+    """The rows' numbers among the sequences of their length."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
@@ -69,11 +72,11 @@ class Batch(NamedTuple):
 
     def rows(self, first: int, last: int) -> "Batch":
         """Return some of the sequences."""
-        return self._each(lambda x: x[first:last])
+        return self._each(lambda x: x[first:last])._replace(numbers=self.numbers[first:last])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.position_ids is None else change(self.position_ids)
-        return Batch(change(self.input_ids), change(self.weights), change(self.real), positions)
+        return Batch(change(self.input_ids), change(self.weights), change(self.real), positions, self.numbers)
 
 
 class Row(NamedTuple):
@@ -254,41 +257,14 @@ class Step(NamedTuple):
     at_once: int
 
 
-def sequences_of(settings: DistillationSettings, stage: str, step: int, rows_per_step: int) -> Step:
-    """Return the sequences of a step.
-
-    Args:
-        settings: The settings.
-        stage: Name of the stage.
-        step: The step, counted from the first one of the first stage.
-        rows_per_step: Sequences of ``block_tokens`` in a step, over all processes.
-
-    Returns:
-        The sequences. Numbers of one length follow on each other, and none is read twice.
-    """
-    if stage == "extend":
-        first = step * rows_per_step
-        return Step(settings.extend_factor * settings.block_tokens, range(first, first + rows_per_step), settings.rows)
-    factors = settings.factors()
-    turn, index = divmod(step, len(factors))
-    factor = factors[index]
-    count = rows_per_step // factor
-    return Step(
-        factor * settings.block_tokens,
-        range(turn * count, (turn + 1) * count),
-        max(1, settings.rows // factor),
-    )
-
-
 def tokens_read(settings: DistillationSettings, processes: int) -> int:
     """Return how many text tokens a run reads."""
-    steps = {
-        "transfer": settings.transfer_steps,
-        "distill": settings.distill_steps,
-        "extend": settings.extend_factor * settings.extend_steps,
-    }
     rows = settings.rows * settings.accumulation * processes
-    total = rows * settings.block_tokens * sum(steps[stage] for stage in settings.stages)
+    total = 0
+    for stage in map(stage_class, settings.stages):
+        # Every step of a stage reads as many tokens.
+        of_a_step = stage.sequences(settings, 0, rows)
+        total += stage.steps(settings) * len(of_a_step.numbers) * of_a_step.length
     return math.ceil(total * (1 - settings.recall_share))
 
 
@@ -305,7 +281,7 @@ class RecallRows:
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         special = set(tokenizer.all_special_ids)
         self.words = [token for token in range(len(tokenizer)) if token not in special]
-        self.bos = bos_of(tokenizer)
+        self.bos = bos_ids(tokenizer)
 
     def row(self, number: int, length: int) -> tuple[list[int], list[bool]]:
         """Return at most ``length`` tokens, and which of them answer a question."""
@@ -404,6 +380,7 @@ class Data:
 
     def batch(self, numbers: Iterable[int], length: int) -> Batch:
         """Return the sequences of those numbers, ``T = length``."""
+        numbers = tuple(numbers)
         rows = []
         for number in numbers:
             # Shares hold in any run of rows as nearly as whole rows allow.
@@ -412,7 +389,7 @@ class Data:
                 rows.append(self.recall_row(before, length))
             else:
                 rows.append(self.text_row(number - before, length))
-        return self.collate(rows, length)
+        return self.collate(rows, length)._replace(numbers=numbers)
 
     def text_row(self, number: int, length: int) -> Row:
         """Return a text sequence."""
@@ -441,12 +418,6 @@ class Data:
         return Batch(ids, weights, real, positions if packed else None)
 
 
-def bos_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token that the tokenizer puts before a text, if any."""
-    ids = list(tokenizer("a")["input_ids"])
-    return ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
-
-
 def load_data(
     settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, *, processes: int = 1
 ) -> tuple[Data, Data]:
@@ -464,7 +435,7 @@ def load_data(
         ArgumentError: If the dataset, its column or its documents do not fit the settings.
         TrainingError: If reading the dataset breaks off.
     """
-    bos, end = bos_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    bos, end = bos_ids(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     needed = tokens_read(settings, processes)
 
     def encode(texts: Sequence[str], enough: float = math.inf) -> list[Sequence[int]]:

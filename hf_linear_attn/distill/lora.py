@@ -6,8 +6,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.patching import is_patched
-from hf_linear_attn.patching.attention import part_of
+from hf_linear_attn.patching import is_patched, part_of
 
 
 def projections(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data import Data
-from hf_linear_attn.distill.stages import linear_attention_parts, model_inputs
+from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from hf_linear_attn.patching import disable_branch
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
-from hf_linear_attn.distill.stages import linear_attention_parts
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, position_limit
-from hf_linear_attn.patching import patch_model
 
 GIB = 2**30
 H100_TFLOPS = 989.0
@@ -122,15 +121,7 @@ def plan(
     text = config.get_text_config()
     head_dim = head_dim_of(config)
     with torch.device("meta"):
-        student = patch_model(
-            student,
-            feature_map=settings.feature_map,
-            feature_map_options=settings.map_options(head_dim),
-            layers=settings.layers,
-            window=settings.window,
-            sinks=settings.sinks,
-            mix=settings.mix,
-        )
+        student = settings.convert(student)
     parts = linear_attention_parts(student)
     maps = sum(p.numel() for part in parts for p in part.parameters())
     layers = text.num_hidden_layers

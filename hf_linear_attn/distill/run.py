@@ -1,6 +1,5 @@
 """The entry point: from a softmax checkpoint to a distilled student."""
 
-import copy
 import json
 import logging
 from collections.abc import Callable
@@ -16,23 +15,30 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.card import write_card
-from hf_linear_attn.distill.checkpoint import write_atomic
-from hf_linear_attn.distill.data import Batch, Data, load_data
+from hf_linear_attn.distill.data import Data, load_data
+from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
-from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.measure import measure
+from hf_linear_attn.distill.models import (
+    check_pair,
+    fit_positions,
+    load_student,
+    load_teacher,
+    model_name,
+    with_own_conversion,
+)
 from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.selection import Selection, select_layers
-from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
+from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
-from hf_linear_attn.distill.stages import TeacherLoss, linear_attention_parts, predictions, takes
+from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_model, load_tokenizer, load_users_maps, position_limit
-from hf_linear_attn.patching import is_patched, patch_model
+from hf_linear_attn.files import write_atomic
+from hf_linear_attn.loading import load_tokenizer, load_users_maps
 
 logger = logging.getLogger(__name__)
 
@@ -146,16 +152,10 @@ def distill(
                 model.to(accelerator.device)
         if settings.gradient_checkpointing:
             recompute_activations(student)
-        source = teacher if settings.teacher_logits is None else TeacherLogits(Path(settings.teacher_logits))
-        trainer = Trainer(
-            settings,
-            student,
-            train,
-            None if source is None else partial(teacher_loss, source),
-            accelerator,
-            student.config.get_text_config().hidden_size,
-            on_step,
-        )
+        source: Teacher | None = None if teacher is None else LiveTeacher(teacher)
+        if settings.teacher_logits is not None:
+            source = TeacherLogits(Path(settings.teacher_logits))
+        trainer = Trainer(settings, student, train, source, accelerator, on_step)
         trainer.run(partial(prepare_stage, settings))
         trained: Any = trainer.student
         counts = count_parameters(trained)
@@ -164,7 +164,7 @@ def distill(
         )
         distilled.train(False).requires_grad_(True)
         known = student.config.linear_attention
-        known["trained_length"] = max(known.get("trained_length") or 0, trained_length(settings))
+        known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
         result = DistillResult(
             student=distilled,
             settings=settings,
@@ -259,14 +259,6 @@ def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module
     return peft_student
 
 
-def trained_length(settings: DistillationSettings) -> int:
-    """Return the tokens of the longest sequences that a run trains on."""
-    factors = [settings.extend_factor] if "extend" in settings.stages else []
-    if {"transfer", "distill"} & set(settings.stages):
-        factors += settings.factors()
-    return settings.block_tokens * max(factors)
-
-
 def recompute_activations(model: PreTrainedModel) -> None:
     """Make a model recompute activations in its backward pass."""
     # Renamed in Transformers 5.23.
@@ -276,155 +268,9 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
-    learns_from_it = settings.distill_loss == "kl" and settings.ce_share < 1 and settings.teacher_logits is None
+    learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
     compared = bool(settings.heldout_rows or settings.softmax_budget)
-    return ("distill" in settings.stages and learns_from_it) or (made and compared)
-
-
-def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
-    """Return the settings with the conversion of a student that was converted before.
-
-    Raises:
-        ArgumentError: If another was asked for.
-    """
-    config = LinearAttentionConfig.from_dict(student.config.linear_attention)
-    own: dict[str, Any] = {name: getattr(config, name) for name in ("feature_map", "window", "sinks", "mix")}
-    own |= {"feature_map_options": dict(config.feature_map_options), "layers": list(config.layers or ())}
-    # Its softmax layers were chosen when it was made.
-    own["softmax_budget"] = 0.0
-    asked = {name: getattr(settings, name) for name in own if name in settings.given}
-    if "feature_map_options" in asked:
-        asked["feature_map_options"] = settings.map_options(head_dim_of(student.config))
-    if "layers" in asked:
-        asked["layers"] = own["layers"] if asked["layers"] is None else sorted(set(asked["layers"]))
-    for name, value in asked.items():
-        if value != own[name]:
-            raise ArgumentError(
-                name,
-                f"be the student's own, {own[name]!r}",
-                value,
-                "Leave it out, or convert `model` anew in place of `student`.",
-            )
-    return settings.with_changes(**own)
-
-
-def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:
-    """Return the settings for the positions that a model has, saying in the log what was left out.
-
-    Raises:
-        ArgumentError: If a length that was asked for reaches beyond them.
-    """
-    limit = position_limit(model)
-    fitting = settings.within(limit)
-    if fitting != settings:
-        longest = max(fitting.factors()) * settings.block_tokens
-        logger.info("the model has %d positions, so the longest sequences have %d tokens", limit, longest)
-    return fitting
-
-
-def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
-    """Load the softmax model that the settings name, in the dtype that they name.
-
-    Args:
-        settings: The settings.
-        **options: More of Transformers' ``from_pretrained``.
-
-    Raises:
-        ArgumentError: If they name none, or a patched one.
-        CheckpointError: If it cannot be loaded.
-    """
-    if settings.teacher_dtype is not None:
-        options["dtype"] = getattr(torch, settings.teacher_dtype)
-    return _load_model(settings, **options)
-
-
-def model_name(settings: DistillationSettings) -> str:
-    """Return the softmax checkpoint that the settings name.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
-    if settings.model is None:
-        raise ArgumentError("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
-    return settings.model
-
-
-def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
-    remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
-    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
-
-
-def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
-    """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
-    if settings.student is not None:
-        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
-    student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
-    if settings.mixed_precision != "no":
-        # Mixed precision keeps master weights in fp32.
-        student.to(dtype=torch.float32)  # type: ignore[call-arg]
-    # What feature maps draw at their start is the same in every run.
-    torch.manual_seed(settings.seed)
-    return patch_model(
-        student,
-        feature_map=settings.feature_map,
-        feature_map_options=settings.map_options(head_dim_of(student.config)),
-        layers=settings.layers,
-        window=settings.window,
-        sinks=settings.sinks,
-        mix=settings.mix,
-    )
-
-
-def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher and a student that cannot belong together.
-
-    Raises:
-        ArgumentError: If one of them is patched wrongly, or architectures or vocabularies differ.
-    """
-    if not is_patched(student):
-        raise ArgumentError(
-            "student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher."
-        )
-    vocabulary = student.config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise ArgumentError(
-            "tokenizer",
-            f"have at most the models' {vocabulary} tokens",
-            len(tokenizer),
-            "Use the tokenizer that the teacher was trained with.",
-        )
-    if teacher is None:
-        return
-    if is_patched(teacher):
-        raise ArgumentError("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
-    if teacher.config.model_type != student.config.model_type:
-        raise ArgumentError(
-            "student",
-            f"have the teacher's architecture, {teacher.config.model_type!r}",
-            student.config.model_type,
-            "Patch a copy of the teacher.",
-        )
-    expected = teacher.config.get_text_config().vocab_size
-    if expected != vocabulary:
-        raise ArgumentError(
-            "student",
-            f"have the teacher's tokenizer and vocabulary of {expected}",
-            vocabulary,
-            "Distillation compares next-token distributions: use models with one tokenizer.",
-        )
-
-
-def teacher_loss(teacher: nn.Module | TeacherLogits, batch: Batch, numbers: list[int]) -> TeacherLoss:
-    """Return the loss of one batch that compares with the teacher, run here or read from disk."""
-
-    def loss(logits: Tensor, weights: Tensor) -> Tensor:
-        if isinstance(teacher, TeacherLogits):
-            return teacher.loss(logits, batch, numbers, weights)
-        with torch.no_grad():
-            expected = predictions(teacher, batch)[2]
-        return kl_loss(logits, expected, weights)
-
-    return loss
+    return (learns_from_it and settings.teacher_logits is None) or (made and compared)
 
 
 def count_parameters(student: nn.Module) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """Which layers to keep softmax: measured, one layer at a time, then greedily."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_linear_attn.distill.checkpoint import write_atomic
 from hf_linear_attn.distill.data import Batch
+from hf_linear_attn.distill.forward import linear_attention_parts, predictions
 from hf_linear_attn.distill.losses import kl_loss
-from hf_linear_attn.distill.stages import linear_attention_parts, predictions, softmax_attention
+from hf_linear_attn.distill.softmax import as_softmax
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,6 @@ class Selection:
         for entry in self.curve:
             lines.append(f"| {entry['softmax_layers']} | {entry['name'] or '-'} | {entry['kl_nats']:.4f} |")
         return "\n".join(lines)
-
-
-@contextmanager
-def restored(parts: Iterable[LinearAttention]) -> Iterator[None]:
-    """Make converted layers compute softmax attention within a ``with`` block."""
-
-    def instead(part: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        layer: LinearAttention = part  # type: ignore[assignment]
-        scaling = kwargs.get("scaling") or layer.geometry.scaling
-        return softmax_attention(*args, **{**kwargs, "scaling": scaling})
-
-    handles = [part.register_forward_hook(instead, with_kwargs=True) for part in parts]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -122,7 +104,7 @@ def select_layers(
     with tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
 
         def score(layers: list[int]) -> float:
-            with restored([parts[layer] for layer in layers]):
+            with as_softmax([parts[layer] for layer in layers]):
                 found = mean_kl(student, batches, expected)
             bar.update()
             return found

@@ -3,17 +3,18 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
 import yaml
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attn.config import LinearAttentionConfig, Mix
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.patching import patch_model
 
-StageName = Literal["transfer", "distill", "extend"]
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
@@ -33,12 +34,24 @@ REFERENCE_MAP_LR = 1e-2
 LENGTH_FACTORS = (1, 2, 4)
 """Lengths of sequences, as multiples of the shortest ones."""
 
+CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
+"""The settings of a conversion; what is left out says what became of it."""
 
-@dataclass(frozen=True, kw_only=True)
+RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4)
+"""How a model is converted that is going to be trained.
+
+``patch_model``'s own defaults are for a model that nobody trains: its ``elu`` has nothing to learn. What the study
+chose, docs/results/distillation.md, is worthless before training and best after it.
+"""
+
+
+@dataclass(frozen=True, init=False)
 class DistillationSettings:
     """Say what is distilled, from what, on which data, and how.
 
-    The defaults are the preset ``recommended``; with a ``student``, how it is converted is read off it.
+    The defaults are the preset ``recommended``; with a ``student``, how it is converted is read off it. The settings of
+    the conversion, from ``feature_map`` to ``allow_approximate``, are given and read by their own names beside the
+    others: ``DistillationSettings(window=16)``.
 
     Args:
         model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
@@ -48,17 +61,13 @@ class DistillationSettings:
         teacher_dtype: Dtype in which the teacher is loaded and run, ``float32``, ``bfloat16`` or ``float16``; None for
             that of ``model``, which is the student's.
         output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
-        feature_map: As in :func:`patch_model`.
+        conversion: How attention is converted; where an option of the feature map is the word ``head_dim``, it stands
+            for the model's.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
-        feature_map_options: The map's own settings, a JSON object; the value ``"head_dim"`` stands for the model's.
-        window: As in :func:`patch_model`; None for no window.
-        sinks: As in :func:`patch_model`.
-        mix: As in :func:`patch_model`.
-        layers: Indices of the layers to convert; None for every full-attention layer.
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
             measured KL, 0..1.
-        stages: Stages in the order they run: ``transfer``, ``distill``, ``extend``; a window alone has nothing to
-            transfer.
+        stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
+            nothing to transfer.
         dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
             of Python's standard library.
         dataset_config: Configuration of a hub dataset.
@@ -132,13 +141,8 @@ class DistillationSettings:
     teacher_logits: str | None = None
     teacher_dtype: str | None = None
     output_dir: str | None = None
-    feature_map: str = "norm_preserving"
+    conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
-    feature_map_options: str = "{}"
-    window: int | None = 64
-    sinks: int = 4
-    mix: Mix = "key"
-    layers: list[int] | None = None
     softmax_budget: float = 0.0
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
     dataset: str | None = None
@@ -186,15 +190,30 @@ class DistillationSettings:
     trackers: list[str] = field(default_factory=list)
     progress: bool = True
 
-    def __new__(cls, **given: Any) -> Self:
-        """Remember which settings were given: a default may give way where an explicit setting may not."""
-        self = super().__new__(cls)
-        object.__setattr__(self, "_given", frozenset(given))
-        return self
+    def __init__(self, **given: Any) -> None:
+        own = {f.name: f for f in fields(self)}
+        if unknown := sorted(given.keys() - own.keys() - set(CONVERSION)):
+            raise ArgumentError("settings", "be known", unknown, "Remove those", available=known_settings())
+        of_conversion = {name: _conversion_value(name, given[name]) for name in CONVERSION if name in given}
+        values: dict[str, Any] = {}
+        for name, setting in own.items():
+            values[name] = setting.default if setting.default_factory is MISSING else setting.default_factory()
+        values |= {name: given[name] for name in given if name in own}
+        values["conversion"] = replace(values["conversion"], **of_conversion)
+        # A default may give way where an explicit setting may not.
+        names = frozenset(given) - {"conversion"} | (frozenset(CONVERSION) if "conversion" in given else frozenset())
+        for name, value in (values | {"_given": names}).items():
+            object.__setattr__(self, name, value)
+        self._check()
 
-    def __post_init__(self) -> None:
-        if isinstance(self.feature_map_options, Mapping):
-            object.__setattr__(self, "feature_map_options", json.dumps(dict(self.feature_map_options)))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in CONVERSION:
+                return getattr(self.conversion, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _check(self) -> None:
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -222,25 +241,17 @@ class DistillationSettings:
                 self.length_factors,
                 "Leave it out, or raise `rows` or `accumulation`.",
             )
-        known = get_args(StageName)
+        known = available_stages()
         if not self.stages or [s for s in known if s in self.stages] != list(self.stages):
             raise ArgumentError("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
-        if self.mix == "window" and "transfer" in self.stages:
+        served = [stage for stage in self.stages if stage_class(stage).serves(self)]
+        if served != list(self.stages):
+            idle = next(stage for stage in self.stages if stage not in served)
             if "stages" in self.given:
                 raise ArgumentError(
-                    "stages", "be without `transfer` where a window is alone", self.stages, "Leave it out."
+                    "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
                 )
-            # There is no linear branch whose output could be brought nearer to softmax's.
-            object.__setattr__(self, "stages", [stage for stage in self.stages if stage != "transfer"])
-        try:
-            options = json.loads(self.feature_map_options)
-        except ValueError:
-            options = None
-        if not isinstance(options, dict):
-            raise ArgumentError(
-                "feature_map_options", "be a JSON object", self.feature_map_options, 'Write {"name": value}.'
-            )
-        LinearAttentionConfig(window=self.window, sinks=self.sinks, mix=self.mix)
+            object.__setattr__(self, "stages", served)
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -261,12 +272,16 @@ class DistillationSettings:
         return cls(**(read_settings(path) | changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return asdict(self)
+        """Return the settings by their names, the conversion's among them, as plain JSON values."""
+        values = asdict(self)
+        del values["conversion"]
+        converted = self.conversion.to_dict()
+        return {name: converted[name] for name in CONVERSION} | values
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
-        return type(self)(**({name: getattr(self, name) for name in self.given} | changes))
+        values = self.to_dict()
+        return type(self)(**({name: values[name] for name in self.given} | changes))
 
     @property
     def given(self) -> frozenset[str]:
@@ -295,14 +310,20 @@ class DistillationSettings:
         if self.block_tokens > positions:
             raise ArgumentError("block_tokens", rule, self.block_tokens, "Lower it.")
         remedy = f"Lower it, or `block_tokens`, which is {self.block_tokens}."
-        if "extend" in self.stages and self.extend_factor * self.block_tokens > positions:
-            raise ArgumentError("extend_factor", rule, self.extend_factor, remedy)
-        factors = [factor for factor in self.factors() if factor * self.block_tokens <= positions]
-        if factors == self.factors() or not {"transfer", "distill"} & set(self.stages):
-            return self
+        for stage in map(stage_class, self.stages):
+            setting = stage.length_setting
+            by_default = setting == "length_factors" and self.length_factors is None
+            if max(stage.lengths(self)) > positions and not by_default:
+                raise ArgumentError(setting, rule, getattr(self, setting), remedy)
         if self.length_factors is not None:
-            raise ArgumentError("length_factors", rule, self.length_factors, remedy)
-        return self.with_changes(length_factors=factors)
+            return self
+        factors = [factor for factor in self.factors() if factor * self.block_tokens <= positions]
+        return self if factors == self.factors() else self.with_changes(length_factors=factors)
+
+    def trained_length(self) -> int:
+        """Return the tokens of the longest sequences that a run trains on."""
+        longest: int = max(length for stage in self.stages for length in stage_class(stage).lengths(self))
+        return longest
 
     def learning_rate(self, hidden_size: int) -> float:
         """Return the attention modules' learning rate for a model of that width."""
@@ -312,10 +333,16 @@ class DistillationSettings:
         """Return the learning rate of feature maps and mixing weights for that head dim."""
         return self.map_lr or REFERENCE_MAP_LR * REFERENCE_HEAD_DIM / head_dim
 
-    def map_options(self, head_dim: int) -> dict[str, Any]:
-        """Return the feature map's settings for a model of that head dim."""
-        options = json.loads(self.feature_map_options)
-        return {name: head_dim if value == "head_dim" else value for name, value in options.items()}
+    def convert(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Patch a softmax model in place, as :func:`patch_model` does."""
+        conversion = self.conversion_for(head_dim_of(model.config))
+        return patch_model(model, **{name: getattr(conversion, name) for name in CONVERSION})
+
+    def conversion_for(self, head_dim: int) -> LinearAttentionConfig:
+        """Return the conversion of a model of that head dim."""
+        options = self.conversion.feature_map_options
+        known = {name: head_dim if value == "head_dim" else value for name, value in options.items()}
+        return replace(self.conversion, feature_map_options=known)
 
 
 LEAST: dict[str, float] = {
@@ -370,7 +397,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {
         "feature_map": "hedgehog",
-        "feature_map_options": '{"num_features": "head_dim"}',
+        "feature_map_options": {"num_features": "head_dim"},
         "window": 64,
         "sinks": 0,
         "mix": "shared",
@@ -432,10 +459,9 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ArgumentError("config", "hold a mapping of settings", str(path), "Write `name: value` lines.")
     start = preset(values.pop("preset", "recommended"))
-    known = {f.name for f in fields(DistillationSettings)}
-    if unknown := sorted(set(values) - known):
-        raise ArgumentError("config", "hold known settings only", unknown, "Remove those", available=known)
-    hints = get_type_hints(DistillationSettings)
+    hints = known_settings()
+    if unknown := sorted(set(values) - hints.keys()):
+        raise ArgumentError("config", "hold known settings only", unknown, "Remove those", available=hints)
     return start | {name: _number(name, value, hints[name]) for name, value in values.items()}
 
 
@@ -447,3 +473,27 @@ def _number(name: str, value: Any, hint: Any) -> Any:
         return float(value)
     except ValueError as error:
         raise ArgumentError(name, "be a number", value, "Write it as 0.001 or 1e-3.") from error
+
+
+def known_settings() -> dict[str, Any]:
+    """Return the names of all settings, the conversion's in its place, with their types."""
+    found: dict[str, Any] = {}
+    of_conversion = get_type_hints(LinearAttentionConfig)
+    for name, hint in get_type_hints(DistillationSettings).items():
+        found |= {name: of_conversion[name] for name in CONVERSION} if name == "conversion" else {name: hint}
+    return found
+
+
+def _conversion_value(name: str, value: Any) -> Any:
+    """Return a value of the conversion as its dataclass has it: JSON and YAML know no tuples, flags no objects."""
+    if name == "layers" and value is not None:
+        return tuple(value)
+    if name != "feature_map_options":
+        return value
+    try:
+        options = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        options = None
+    if not isinstance(options, Mapping):
+        raise ArgumentError(name, "be a JSON object", value, 'Write {"name": value}.')
+    return dict(options)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_linear_attn.distill.stages import linear_attention_parts
+from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.errors import UnsupportedError
 
 

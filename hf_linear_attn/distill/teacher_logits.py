@@ -17,14 +17,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from typing_extensions import override
 
-from hf_linear_attn.distill.checkpoint import sync, write_atomic
-from hf_linear_attn.distill.data import Batch, Data, sequences_of
+from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.losses import kl_loss
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.stages import predictions
+from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.files import sync, write_atomic
 
 logger = getLogger(__name__)
 
@@ -36,10 +39,12 @@ TOP_K = 64
 
 def sequences(settings: DistillationSettings, rows_per_step: int) -> dict[int, range]:
     """Return the numbers of the sequences of the stage ``distill``, by length."""
-    first = settings.transfer_steps if "transfer" in settings.stages else 0
+    stage = stage_class("distill")
+    before = settings.stages[: settings.stages.index("distill")]
+    first = sum(stage_class(name).steps(settings) for name in before)
     found: dict[int, range] = {}
     for step in range(first, first + settings.distill_steps):
-        length, numbers, _ = sequences_of(settings, "distill", step, rows_per_step)
+        length, numbers, _ = stage.sequences(settings, step, rows_per_step)
         found[length] = range(found.get(length, numbers).start, numbers.stop)
     return found
 
@@ -182,7 +187,7 @@ def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) ->
         )
 
 
-class TeacherLogits:
+class TeacherLogits(Teacher):
     """What :func:`write_teacher_logits` wrote.
 
     Args:
@@ -227,15 +232,20 @@ class TeacherLogits:
         check_fingerprint(expected, batch, number, self.folder)
         return tokens.long(), log_p.float()
 
-    def loss(self, student: Tensor, batch: Batch, numbers: list[int], weights: Tensor) -> Tensor:
-        """Sum ``w KL`` over k + 1 classes; arguments as in :func:`kl_loss`, the rows' numbers in place of logits."""
-        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(numbers)]
-        tokens = torch.cat([row[0] for row in rows]).to(student.device)
-        log_p = torch.cat([row[1] for row in rows]).to(student.device)
-        log_q = student.float().log_softmax(-1).gather(-1, tokens)
-        if tokens.shape[-1] == student.shape[-1]:
-            return kl_loss(log_q, log_p, weights)
-        return kl_loss(with_rest(log_q), with_rest(log_p), weights)
+    @override
+    def divergence(self, batch: Batch) -> Divergence:
+        """Return the KL divergence over k + 1 classes."""
+        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
+        tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
+
+        def divergence(logits: Tensor, weights: Tensor, which: slice) -> Tensor:
+            chosen, expected = tokens[which], log_p[which]
+            log_q = logits.float().log_softmax(-1).gather(-1, chosen)
+            if chosen.shape[-1] == logits.shape[-1]:
+                return kl_loss(log_q, expected, weights)
+            return kl_loss(with_rest(log_q), with_rest(expected), weights)
+
+        return divergence
 
 
 def with_rest(log_p: Tensor) -> Tensor:

@@ -17,17 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, write_atomic
-from hf_linear_attn.distill.data import Batch, Data, sequences_of
+from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
+from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
-from hf_linear_attn.distill.stages import STAGES, Stage, TeacherLoss, linear_attention_parts
+from hf_linear_attn.distill.stages import Stage, stage_class
+from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
+from hf_linear_attn.files import write_atomic
 from hf_linear_attn.loading import make_folder
 
 logger = logging.getLogger(__name__)
 
-BatchLoss = Callable[[Batch, list[int]], TeacherLoss]
 OnStep = Callable[[dict[str, Any]], None]
 
 FREE_TO_CHANGE = frozenset(
@@ -56,10 +58,8 @@ class Trainer:
         settings: The settings.
         student: The patched model, on the accelerator's device.
         data: Training data.
-        teacher_loss: Given a batch and its rows' numbers, returns the loss that compares with the teacher; None where
-            no stage needs it.
+        teacher: What the student is compared with; None where no stage needs it.
         accelerator: The processes and the device.
-        hidden_size: The model's width.
         on_step: Called with every log record, on the main process.
     """
 
@@ -68,13 +68,12 @@ class Trainer:
         settings: DistillationSettings,
         student: nn.Module,
         data: Data,
-        teacher_loss: BatchLoss | None,
+        teacher: Teacher | None,
         accelerator: Accelerator,
-        hidden_size: int,
         on_step: OnStep | None = None,
     ) -> None:
         self.settings, self.student, self.data = settings, student, data
-        self.teacher_loss, self.accelerator, self.hidden_size = teacher_loss, accelerator, hidden_size
+        self.teacher, self.accelerator = teacher, accelerator
         self.on_step = on_step
         self.folder = None if settings.output_dir is None else Path(settings.output_dir)
         self.rows_per_step = settings.rows * settings.accumulation * accelerator.num_processes
@@ -100,16 +99,15 @@ class Trainer:
         for name in self.settings.stages:
             self.student = before_stage(name, self.student)
             reshard(self.student)
-            stage = STAGES[name](self.settings, self.student, self.hidden_size)
+            stage: Stage = stage_class(name)(self.settings, self.student, self.teacher)
+            steps = stage.steps(self.settings)
             self._remember_trained()
-            if resumed is not None and resumed.meta["stage"] != name:
-                done += stage.steps
-                continue
-            self._run_stage(stage, done, resumed)
-            resumed = None
-            done += stage.steps
+            if resumed is None or resumed.meta["stage"] == name:
+                self._run_stage(stage, steps, done, resumed)
+                resumed = None
+            done += steps
 
-    def _run_stage(self, stage: Stage, done: int, resumed: Checkpoint | None) -> None:
+    def _run_stage(self, stage: Stage, steps: int, done: int, resumed: Checkpoint | None) -> None:
         settings, accelerator = self.settings, self.accelerator
         optimizer = torch.optim.AdamW(
             stage.groups, betas=(settings.betas[0], settings.betas[1]), weight_decay=settings.weight_decay
@@ -128,21 +126,21 @@ class Trainer:
         since = time.perf_counter(), self.tokens
         self.student.train()
         bar = tqdm(
-            total=stage.steps,
+            total=steps,
             initial=first,
             desc=stage.name,
             unit="step",
             disable=not (settings.progress and accelerator.is_main_process),
         )
         with bar, self._log() as write:
-            for step in range(first, stage.steps):
-                share = lr_share(step, stage.steps, settings.warmup_share)
+            for step in range(first, steps):
+                share = lr_share(step, steps, settings.warmup_share)
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * share
                 # Dropout inside the model depends on the step and the process alone, so a resumed run repeats it.
                 torch.manual_seed(hash((settings.seed, done + step, accelerator.process_index)))
                 loss, norm = self._step(stage, step, done, prepared, parameters)
-                last = step + 1 == stage.steps
+                last = step + 1 == steps
                 if (step + 1) % settings.log_every == 0 or last:
                     now = time.perf_counter()
                     self.elapsed_s = now - started
@@ -179,38 +177,43 @@ class Trainer:
         """Take one optimiser step; return the mean loss over all processes and the gradient's norm."""
         settings, accelerator = self.settings, self.accelerator
         stage.begin_step(step)
-        chosen = sequences_of(settings, stage.name, done + step, self.rows_per_step)
+        chosen = stage.sequences(settings, done + step, self.rows_per_step)
         share = len(chosen.numbers) // accelerator.num_processes
         first = chosen.numbers[accelerator.process_index * share]
         batches = []
         for start in range(first, first + share, chosen.at_once):
-            numbers = list(range(start, min(start + chosen.at_once, first + share)))
-            batches.append((self.data.batch(numbers, chosen.length).to(accelerator.device), numbers))
+            numbers = range(start, min(start + chosen.at_once, first + share))
+            batches.append(self.data.batch(numbers, chosen.length).to(accelerator.device))
         self.tokens += len(chosen.numbers) * chosen.length
-        weight = torch.stack([stage.weight(batch) for batch, _ in batches]).sum().to(accelerator.device)
+        weight = torch.stack([stage.weight(batch) for batch in batches]).sum().to(accelerator.device)
         # Gradients are averaged over processes, so each contributes its share of the sum over all of them.
         total = accelerator.reduce(weight.float(), "sum")
         scale = accelerator.num_processes / total
         losses = torch.zeros((), device=accelerator.device)
-        for batch, numbers in batches:
-            compare = None
-            if stage.needs_teacher and self.teacher_loss is not None:
-                compare = self.teacher_loss(batch, numbers)
+
+        def learn(part: Tensor) -> None:
+            with torch.autocast(accelerator.device.type, enabled=False):
+                accelerator.backward(part * scale)
+
+        stage.learn = learn
+        for batch in batches:
             with torch.autocast(accelerator.device.type, torch.bfloat16, settings.mixed_precision == "bf16"):
-                losses += stage.backward(batch, compare, lambda loss: accelerator.backward(loss * scale))
+                part = stage.loss(batch)
+            if part.requires_grad:
+                learn(part)
+            losses += part.detach()
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
-            raise TrainingError(self._not_finite(stage, step, loss, batches))
+            raise TrainingError(self._not_finite(stage, step, loss, batches[0]))
         average_gradients(parameters, accelerator.num_processes)
         norm = clip_gradients(parameters, settings.max_grad_norm)
         if not math.isfinite(norm):
-            raise TrainingError(self._not_finite(stage, step, norm, batches))
+            raise TrainingError(self._not_finite(stage, step, norm, batches[0]))
         optimizer.step()
         optimizer.zero_grad()
         return loss, norm
 
-    def _not_finite(self, stage: Stage, step: int, value: float, batches: Iterable[tuple[Batch, list[int]]]) -> str:
-        batch = next(iter(batches))[0]
+    def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
         layer = stage.suspect or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
         return explain(
@@ -253,7 +256,10 @@ class Trainer:
         if found is None:
             return None
         now = self._what_weights_depend_on()
-        before = found.meta["settings"]
+        # What an older run did not know of was as it is by default, and it wrote an object as text.
+        before = json.loads(json.dumps(DistillationSettings().to_dict())) | found.meta["settings"]
+        if isinstance(before["feature_map_options"], str):
+            before["feature_map_options"] = json.loads(before["feature_map_options"])
         changed = {
             name: (before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())

@@ -15,13 +15,14 @@ from hf_linear_attn.distill.data import (
     RecallRows,
     Row,
     StreamBlocks,
-    bos_of,
     load_data,
-    sequences_of,
     tokens_read,
 )
-from hf_linear_attn.distill.stages import predictions, teacher_forced
+from hf_linear_attn.distill.forward import predictions
+from hf_linear_attn.distill.stages import stage_class
+from hf_linear_attn.distill.stages.transfer import teacher_forced
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.tasks.base import bos_ids
 
 DOCUMENTS = [list(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
 
@@ -74,7 +75,7 @@ def test_streams_give_any_block_and_start_over_at_their_end():
 def test_packed_documents_are_predicted_as_if_alone(teacher, tokenizer):
     rng = random.Random(0)
     documents = [[rng.randrange(3, 250) for _ in range(size)] for size in (9, 12, 30, 7)]
-    blocks = DocumentBlocks(documents, bos_of(tokenizer), seed=0, shortest=16)
+    blocks = DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16)
     data = Data(blocks, RecallRows(tokenizer, seed=0), recall_share=0.0, answer_weight=1.0, pad=0)
     packed = data.batch([0, 1], 32)
     assert packed.position_ids is not None
@@ -101,7 +102,7 @@ def test_packed_documents_are_predicted_as_if_alone(teacher, tokenizer):
 
 def test_steps_read_as_many_tokens_whatever_the_length():
     settings = DistillationSettings(rows=4, block_tokens=16)
-    steps = [sequences_of(settings, "distill", step, rows_per_step=8) for step in range(6)]
+    steps = [stage_class("distill").sequences(settings, step, rows_per_step=8) for step in range(6)]
     assert [(s.length, s.numbers, s.at_once) for s in steps] == [
         (16, range(8), 4),
         (32, range(4), 2),
@@ -111,7 +112,7 @@ def test_steps_read_as_many_tokens_whatever_the_length():
         (64, range(2, 4), 1),
     ]
     # Later stages read on where these have stopped.
-    assert sequences_of(settings, "extend", 6, rows_per_step=8) == (64, range(48, 56), 4)
+    assert stage_class("extend").sequences(settings, 6, rows_per_step=8) == (64, range(48, 56), 4)
 
 
 @pytest.mark.parametrize(

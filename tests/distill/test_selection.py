@@ -5,8 +5,9 @@ import torch
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import distill
-from hf_linear_attn.distill.selection import Selection, mean_kl, restored, select_layers
-from hf_linear_attn.distill.stages import linear_attention_parts, predictions
+from hf_linear_attn.distill.forward import linear_attention_parts, predictions
+from hf_linear_attn.distill.selection import Selection, mean_kl, select_layers
+from hf_linear_attn.distill.softmax import as_softmax
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_teacher
 
@@ -37,13 +38,13 @@ def test_the_curve_is_greedy_and_begins_at_the_ranking(four):
     assert selection.curve[1]["kl_nats"] == selection.ranking[0]["kl_nats"]
     assert selection.chosen == sorted(entry["layer"] for entry in selection.curve[1:])
     expected = [predictions(teacher, batch)[2] for batch in batches]
-    with restored([linear_attention_parts(student)[n] for n in selection.chosen]), torch.no_grad():
+    with as_softmax([linear_attention_parts(student)[n] for n in selection.chosen]), torch.no_grad():
         assert mean_kl(student, batches, expected) == selection.curve[-1]["kl_nats"]
 
 
 def test_restoring_all_layers_gives_the_teacher(four):
     teacher, student, batches = four
-    with restored(linear_attention_parts(student)), torch.no_grad():
+    with as_softmax(linear_attention_parts(student)), torch.no_grad():
         expected = [predictions(teacher, batch)[2] for batch in batches]
         assert mean_kl(student, batches, expected) < 1e-6
 

@@ -16,7 +16,7 @@ def test_the_recommended_preset_is_the_default():
 
 def test_lolcats_preset_is_the_published_recipe():
     settings = DistillationSettings.from_preset("lolcats")
-    assert settings.map_options(head_dim=128) == {"num_features": 128}
+    assert settings.conversion_for(head_dim=128).feature_map_options == {"num_features": 128}
     assert (settings.mix, settings.window, settings.sinks) == ("shared", 64, 0)
     assert (settings.trainable, settings.lora_rank, settings.lora_alpha) == ("lora", 8, 16)
     assert (settings.distill_loss, settings.train_feature_maps, settings.window_dropout) == ("ce", False, 0)

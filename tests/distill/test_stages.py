@@ -1,20 +1,18 @@
 import copy
 import gc
+import sys
 import weakref
 
 import pytest
 import torch
 
-from hf_linear_attn import patch_model
-from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.stages import (
-    Distill,
-    Extend,
-    Transfer,
-    linear_attention_parts,
-    teacher_forced,
-    weights_forced,
-)
+from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn.distill import DistillationSettings, available_stages, registry, stages
+from hf_linear_attn.distill.cli import main
+from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.stages.distill import Distill
+from hf_linear_attn.distill.stages.extend import Extend
+from hf_linear_attn.distill.stages.transfer import Transfer, teacher_forced, weights_forced
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_teacher
 
@@ -66,8 +64,8 @@ def test_observed_outputs_are_the_layers_own(teacher):
 
 
 def transfer(model, settings, data):
-    stage = Transfer(settings, model, 16)
-    stage.backward(data.batch(range(2), 16), None, lambda loss: loss.backward())
+    stage = Transfer(settings, model)
+    stage.loss(data.batch(range(2), 16))
 
 
 def test_transfer_trains_feature_maps_alone_and_layers_apart(teacher, settings, data):
@@ -121,12 +119,12 @@ def test_memory_of_transfer_does_not_grow_with_layers(settings, data):
 def test_transfer_lowers_its_loss(teacher, settings, data, loss):
     settings = settings.with_changes(transfer_loss=loss)
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
-    stage = Transfer(settings, student, 16)
+    stage = Transfer(settings, student)
     optimizer = torch.optim.Adam(stage.groups[0]["params"], lr=1e-2)
     losses = []
     for _ in range(12):
         optimizer.zero_grad()
-        losses.append(stage.backward(data[0].batch(range(4), 16), None, lambda loss: loss.backward()).item())
+        losses.append(stage.loss(data[0].batch(range(4), 16)).item())
         optimizer.step()
     assert losses[-1] < losses[0]
 
@@ -134,13 +132,13 @@ def test_transfer_lowers_its_loss(teacher, settings, data, loss):
 def test_maps_without_parameters_have_nothing_to_transfer(teacher, settings):
     student = patch_model(copy.deepcopy(teacher), feature_map="elu")
     with pytest.raises(ArgumentError, match=r"`stages` must train something, got 'transfer'. The feature map"):
-        Transfer(settings, student, 16)
+        Transfer(settings, student)
 
 
 def test_window_dropout_falls_to_nothing(teacher):
     settings = DistillationSettings(distill_steps=200, window_dropout=0.5)
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
-    stage = Distill(settings, student, 16)
+    stage = Distill(settings, student)
     dropped = []
     for step in range(200):
         stage.begin_step(step)
@@ -154,16 +152,67 @@ def test_window_dropout_falls_to_nothing(teacher):
 def test_groups_have_the_settings_rates(teacher):
     student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
     settings = DistillationSettings(distill_lr=0.5, rest_lr_share=0.1, map_lr=2.0, extend_lr=0.25)
-    stage = Distill(settings, student, 16)
+    stage = Distill(settings, student)
     rates = {id(p): group["lr"] for group in stage.groups for p in group["params"]}
     assert len(rates) == sum(1 for _ in student.parameters())
     for name, parameter in student.named_parameters():
         expected = 2.0 if "linear_attention" in name else 0.5 if "self_attn" in name else 0.05
         assert rates[id(parameter)] == expected, name
-    gentler = {group["lr"] for group in Extend(settings, student, 16).groups}
+    gentler = {group["lr"] for group in Extend(settings, student).groups}
     assert gentler == {1.0, 0.25, 0.025}
-    assert {group["lr"] for group in Transfer(settings, student, 16).groups} == {2.0}
-    frozen = Distill(DistillationSettings(rest_lr_share=0, train_feature_maps=False), student, 16)
+    assert {group["lr"] for group in Transfer(settings, student).groups} == {2.0}
+    frozen = Distill(DistillationSettings(rest_lr_share=0, train_feature_maps=False), student)
     names = {name for name, p in student.named_parameters() if p.requires_grad}
     assert names == {f"model.layers.{n}.self_attn.{x}_proj.weight" for n in (0, 1) for x in "qkvo"}
     assert len(frozen.groups) == 1
+
+
+ONE_FILE = '''
+"""A stage that learns the text alone, at a fixed length."""
+
+from hf_linear_attn.distill.forward import predictions
+from hf_linear_attn.distill.losses import ce_loss
+from hf_linear_attn.distill.registry import register_stage
+from hf_linear_attn.distill.stages.base import Stage
+
+
+@register_stage
+class Polish(Stage):
+    name = "polish"
+    place = 15
+
+    @classmethod
+    def steps(cls, settings):
+        return 3
+
+    @classmethod
+    def lengths(cls, settings):
+        return [settings.block_tokens]
+
+    def trained(self):
+        return [{"params": list(self.student.parameters()), "lr": 1e-2}]
+
+    def loss(self, batch):
+        targets, weights, logits = predictions(self.student, batch)
+        return ce_loss(logits, targets, weights)
+'''
+
+
+def test_a_new_stage_is_one_new_file(teacher, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "stage" / "polish.py").write_text(ONE_FILE)
+    monkeypatch.setattr(registry, "_STAGES", dict(registry._STAGES))
+    monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path / "stage")])
+    stages.discover()
+    assert available_stages() == ("transfer", "polish", "distill", "extend")
+    teacher.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "texts.txt").write_text("a text to read " * 200)
+    flags = f"--model {tmp_path}/teacher --dataset {tmp_path}/texts.txt --output-dir {tmp_path}/student --window 4"
+    flags += " --stages transfer polish --transfer-steps 1 --block-tokens 16 --rows 2 --heldout-rows 0 --log-every 1"
+    result = main([*flags.split(), "--no-progress"])
+    assert [record["stage"] for record in result.history] == ["transfer"] + ["polish"] * 3
+    assert result.history[-1]["loss_nats"] < result.history[1]["loss_nats"]
+    assert result.tokens == 4 * 2 * 16
+    assert from_pretrained(tmp_path / "student").config.linear_attention["trained_length"] == 32
+    del sys.modules["hf_linear_attn.distill.stages.polish"]

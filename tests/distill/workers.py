@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
-from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows, bos_of
+from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows
 from hf_linear_attn.distill.trainer import full_tensors
+from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 
@@ -19,7 +20,7 @@ def make_data() -> tuple[Data, Data]:
     tokenizer = byte_tokenizer()
     documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
     made = Data(
-        DocumentBlocks(documents, bos_of(tokenizer), seed=0, shortest=16),
+        DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16),
         RecallRows(tokenizer, seed=0),
         recall_share=0.25,
         answer_weight=4.0,

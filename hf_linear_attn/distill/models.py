@@ -1,0 +1,138 @@
+"""The models of a run: how they are loaded and converted, and what is refused."""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, head_dim_of
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.loading import load_model, position_limit
+from hf_linear_attn.patching import is_patched
+
+logger = logging.getLogger(__name__)
+
+
+def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
+    """Return the settings with the conversion of a student that was converted before.
+
+    Raises:
+        ArgumentError: If another was asked for.
+    """
+    conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
+    asked = settings.conversion_for(head_dim_of(student.config)).to_dict()
+    # Its softmax layers were chosen when it was made.
+    own = {**conversion.to_dict(), "softmax_budget": 0.0}
+    for name in settings.given & {*CONVERSION, "softmax_budget"}:
+        value = getattr(settings, name) if name == "softmax_budget" else asked[name]
+        if name == "layers":
+            value = own[name] if value is None else sorted(set(value))
+        if value != own[name]:
+            raise ArgumentError(
+                name,
+                f"be the student's own, {own[name]!r}",
+                value,
+                "Leave it out, or convert `model` anew in place of `student`.",
+            )
+    return settings.with_changes(**{name: own[name] for name in (*CONVERSION, "softmax_budget")})
+
+
+def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:
+    """Return the settings for the positions that a model has, saying in the log what was left out.
+
+    Raises:
+        ArgumentError: If a length that was asked for reaches beyond them.
+    """
+    limit = position_limit(model)
+    fitting = settings.within(limit)
+    if fitting != settings:
+        longest = max(fitting.factors()) * settings.block_tokens
+        logger.info("the model has %d positions, so the longest sequences have %d tokens", limit, longest)
+    return fitting
+
+
+def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
+    """Load the softmax model that the settings name, in the dtype that they name.
+
+    Args:
+        settings: The settings.
+        **options: More of Transformers' ``from_pretrained``.
+
+    Raises:
+        ArgumentError: If they name none, or a patched one.
+        CheckpointError: If it cannot be loaded.
+    """
+    if settings.teacher_dtype is not None:
+        options["dtype"] = getattr(torch, settings.teacher_dtype)
+    return _load_model(settings, **options)
+
+
+def model_name(settings: DistillationSettings) -> str:
+    """Return the softmax checkpoint that the settings name.
+
+    Raises:
+        ArgumentError: If there is none.
+    """
+    if settings.model is None:
+        raise ArgumentError("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
+    return settings.model
+
+
+def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
+    remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
+    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
+
+
+def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
+    """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
+    if settings.student is not None:
+        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
+    student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
+    if settings.mixed_precision != "no":
+        # Mixed precision keeps master weights in fp32.
+        student.to(dtype=torch.float32)  # type: ignore[call-arg]
+    # What feature maps draw at their start is the same in every run.
+    torch.manual_seed(settings.seed)
+    return settings.convert(student)
+
+
+def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher and a student that cannot belong together.
+
+    Raises:
+        ArgumentError: If one of them is patched wrongly, or architectures or vocabularies differ.
+    """
+    if not is_patched(student):
+        raise ArgumentError(
+            "student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher."
+        )
+    vocabulary = student.config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ArgumentError(
+            "tokenizer",
+            f"have at most the models' {vocabulary} tokens",
+            len(tokenizer),
+            "Use the tokenizer that the teacher was trained with.",
+        )
+    if teacher is None:
+        return
+    if is_patched(teacher):
+        raise ArgumentError("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
+    if teacher.config.model_type != student.config.model_type:
+        raise ArgumentError(
+            "student",
+            f"have the teacher's architecture, {teacher.config.model_type!r}",
+            student.config.model_type,
+            "Patch a copy of the teacher.",
+        )
+    expected = teacher.config.get_text_config().vocab_size
+    if expected != vocabulary:
+        raise ArgumentError(
+            "student",
+            f"have the teacher's tokenizer and vocabulary of {expected}",
+            vocabulary,
+            "Distillation compares next-token distributions: use models with one tokenizer.",
+        )
