@@ -54,7 +54,7 @@ def segment_state_kernel(
     i_d = (pid // NV) % ND
     i_h = (pid // (NV * ND)) % HKV
     i_s = pid // (NV * ND * HKV)
-    _, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
     od = i_d * BD + tl.arange(0, BD)
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, BT)
