@@ -6,9 +6,10 @@ from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import op
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.step.triton.op import triton_decode_
 from hf_linear_attn.ops.triton import plan
-from tests.ops.oracle import Case, poison, run
+from tests.ops.oracle import DEVICE, Case, poison, run
 
 BACKENDS = ("torch", "triton")
 FORWARD = {"torch": chunked.chunked_forward, "triton": op.triton_forward}
@@ -140,6 +141,38 @@ def test_offsets_beyond_32_bits() -> None:
     expected, expected_state = linear_attention(near, near, near, backend="triton")
     assert torch.equal(o, expected)
     assert torch.equal(state.kv, expected_state.kv)
+
+
+def far_heads(x: Tensor, stride: int) -> Tensor:
+    """Return a copy with that many numbers from head to head; the storage between them is virtual."""
+    heads, tokens, dim = x.shape[1:]
+    storage = torch.empty(stride * (heads - 1) + tokens * dim, dtype=x.dtype)
+    return storage.as_strided(x.shape, (stride * heads, stride, dim, 1)).copy_(x)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_offsets_of_a_group_beyond_32_bits() -> None:
+    """The last query head of a group lies 2^31 numbers behind the first."""
+    case = Case(B=1, H=5, HKV=1, T=20, dtype=torch.bfloat16)
+    x = case.inputs()
+    expected = run(case, "triton", x)
+    far = x | {name: far_heads(x[name].detach(), 2**29 + 64) for name in ("q", "do")}
+    for name, y in run(case, "triton", far).items():
+        assert torch.equal(y, expected[name]), name
+
+
+def test_offsets_of_a_step_beyond_32_bits() -> None:
+    T, stride = 130, 2**24 - 64
+    near = torch.randn(1, 1, T, 16).bfloat16()
+    far = torch.empty(stride * T, dtype=torch.bfloat16).as_strided(near.shape, (stride * T, stride * T, stride, 1))
+    far.copy_(near)
+    state, other = (decode_state(1, 1, 16, 16, device=DEVICE) for _ in range(2))
+    expected = decode_step_(near, near, near, state, backend="triton")
+    assert torch.equal(decode_step_(far, far, far, other, backend="triton"), expected)
+    heads = torch.randn(1, 5, 1, 16).bfloat16()
+    one = near[:, :, :1]
+    expected = decode_step_(heads, one, one, state, backend="triton")
+    assert torch.equal(decode_step_(far_heads(heads, 2**29 + 64), one, one, other, backend="triton"), expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.linear_attention.triton.backward import Saved, allocate_backward, backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.backward import (
+    Saved,
+    Wanted,
+    allocate_backward,
+    backward_launches,
+    save,
+)
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import Problem, readable
@@ -90,8 +96,8 @@ def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
 def triton_backward(
     do: Tensor,
-    dkv: Tensor,
-    dz: Tensor,
+    dkv: Tensor | None,
+    dz: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,22 +113,28 @@ def triton_backward(
     phi: str,
     causal: bool,
     delay: int,
+    of_q: bool,
+    of_k: bool,
+    of_v: bool,
+    of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``."""
+    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
     problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    saved = Saved(o, den, kv, z, prefixes)
-    out, launches = backward_launches(problem, saved, readable(do), dkv.contiguous(), dz.contiguous())
+    saved, wanted = Saved(o, den, kv, z, prefixes), Wanted(of_q, of_k, of_v, of_state)
+    out, launches = backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
     run(q.device, launches)
     return out
 
 
 @triton_backward.register_fake
-def _(do: Tensor, dkv: Tensor, dz: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_backward(_problem(*inputs[:7], *inputs[-3:]))
+def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_backward(_problem(*inputs[:7], *inputs[-7:-4]), Wanted(*inputs[-4:]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
+    # The final state is rarely part of a loss: its gradient is not even filled with zeros.
+    ctx.set_materialize_grads(False)
     q, k, v, _, cu_seqlens, kv0, z0 = tensors
     # For its shapes and cuts alone: nothing is copied into a layout that kernels read.
     p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
@@ -130,14 +142,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor, dprefixes: Tensor | None
+    ctx: Any,
+    do: Tensor | None,
+    dden: Tensor | None,
+    dkv: Tensor | None,
+    dz: Tensor | None,
+    dprefixes: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
-    dq, dk, dv, dkv0, dz0 = triton_backward(
-        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay
+    needs = ctx.needs_input_grad
+    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6])
+    if (do is None and dkv is None and dz is None) or not any(wanted):
+        return (None,) * 11
+    if do is None:
+        do = torch.zeros_like(saved[0])
+    if dkv is None and dz is not None:
+        dkv = dz.new_zeros(*dz.shape, v.shape[3])
+    elif dz is None and dkv is not None:
+        dz = dkv.new_zeros(dkv.shape[:3])
+    found = triton_backward(
+        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay, *wanted
     )
-    of_state = (None, None) if kv0 is None else (dkv0, dz0)
-    return dq, dk, dv, None, None, *of_state, None, None, None, None
+    asked = (*wanted, wanted.state)
+    dq, dk, dv, dkv0, dz0 = (x if wants else None for x, wants in zip(found, asked, strict=True))
+    return dq, dk, dv, None, None, dkv0, dz0, None, None, None, None
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
