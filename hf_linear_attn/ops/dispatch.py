@@ -138,10 +138,10 @@ def device_fault(device: torch.device) -> Fault | None:
     """Return what is documented to be wrong with this Triton's code for a device, or None."""
     if device.type != "cuda" or torch.version.hip:
         return None
-    major = torch.cuda.get_device_capability(device)[0]
+    major, release = torch.cuda.get_device_capability(device)[0], _numbers(version("triton"))
     # A ptxas of the user's own takes the place of Triton's.
     faults = (fault for fault in FAULTS if fault.refused or not os.environ.get("TRITON_PTXAS_PATH"))
-    return next((fault for fault in faults if major in fault.majors and _numbers(version("triton")) < fault.fixed), None)
+    return next((fault for fault in faults if major in fault.majors and release < fault.fixed), None)
 
 
 def _explain(fault: Fault, device: torch.device) -> str:
