@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_transforms
 from hf_linear_attn.ops.linear_attention.triton.backward import (
+    Backward,
     Saved,
     Wanted,
     allocate_backward,
@@ -15,8 +16,8 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 )
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.triton.plan import Problem, readable
-from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, planned, target_for
 
 
 def linear_attention_triton(
@@ -56,7 +57,7 @@ def _problem(
         readable(k),
         readable(v),
         None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int64),
+        None if cu_seqlens is None else as_int64(cu_seqlens),
         contiguous(kv0),
         contiguous(z0),
         phi,
@@ -80,10 +81,13 @@ def triton_forward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return o, the guarded normaliser, the final ``kv`` and ``z``, and the prefixes of the segments."""
-    problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    out, launches = forward_launches(problem, eps)
-    run(q.device, launches)
-    return out
+    return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+
+
+@planned
+def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
+    *of_problem, eps = inputs
+    return forward_launches(_problem(q, *of_problem), eps)
 
 
 @triton_forward.register_fake
@@ -119,11 +123,14 @@ def triton_backward(
     of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
-    problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    saved, wanted = Saved(o, den, kv, z, prefixes), Wanted(of_q, of_k, of_v, of_state)
-    out, launches = backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
-    run(q.device, launches)
-    return out
+    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay
+    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, prefixes, of_q, of_k, of_v, of_state)
+
+
+@planned
+def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
+    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:15]), Wanted(*inputs[15:])
+    return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
 @triton_backward.register_fake

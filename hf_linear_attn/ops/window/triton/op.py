@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.triton.plan import Launch, readable
+from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.triton.kernels import (
+    WindowBackward,
     WindowForward,
     WindowProblem,
     WindowWanted,
@@ -97,9 +98,12 @@ def triton_window(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
     inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    out, launches = window_launches(_window_problem(*inputs, window, scaling))
-    run(q.device, launches)
-    return out
+    return _forward(*inputs, window, scaling)
+
+
+@planned
+def _forward(*inputs: Any) -> tuple[WindowForward, list[Launch]]:
+    return window_launches(_window_problem(*inputs))
 
 
 @triton_window.register_fake
@@ -134,11 +138,15 @@ def triton_window_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what :class:`WindowBackward` holds."""
     inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    problem = _window_problem(*inputs, window, scaling)
-    saved, wanted = WindowForward(o, lse, score, prefix), WindowWanted(of_q, of_kv, of_sinks)
-    out, launches = window_backward_launches(problem, saved, readable(do), wanted)
-    run(q.device, launches)
-    return out
+    return _gradients(do, o, lse, score, prefix, *inputs, window, scaling, of_q, of_kv, of_sinks)
+
+
+@planned
+def _gradients(
+    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
+) -> tuple[WindowBackward, list[Launch]]:
+    problem, wanted = _window_problem(*inputs[:14]), WindowWanted(*inputs[14:])
+    return window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do), wanted)
 
 
 @triton_window_backward.register_fake
