@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.library import refuse_forward_mode
 
 MIN_BLOCK = 64
 """Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
@@ -195,7 +197,8 @@ def window_attention(
         sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
             sink inside a query's window must not be visible a second time.
         own_key: One more key per query.
-        backend: ``"auto"``, ``"triton"``, ``"torch"`` or ``"reference"``; the last two are one here.
+        backend: ``"auto"``, ``"triton"``, ``"torch"`` or ``"reference"``; the last two differ in what can be
+            differentiated alone.
 
     Returns:
         ``o [B, H, T, V]``.
@@ -210,6 +213,25 @@ def window_attention(
         return window_attention_triton(
             q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
         )
+    if backend == "reference":
+        # The plainest form of dense attention can be differentiated in every way.
+        with sdpa_kernel(SDPBackend.MATH):
+            return _window_attention(q, k, v, window, scaling, key_mask, sinks, own_key)
+    refuse_forward_mode("torch", q, k, v)
+    return _window_attention(q, k, v, window, scaling, key_mask, sinks, own_key)
+
+
+def _window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own_key: OwnKey | None,
+) -> Tensor:
+    """Attend with the dense attention of PyTorch."""
     if own_key is None:
         blocks = _Blocks(q, k, v, window, key_mask, sinks)
         o = F.scaled_dot_product_attention(blocks.q, blocks.k, blocks.v, attn_mask=blocks.visible, scale=scaling)
