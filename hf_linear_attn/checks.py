@@ -4,12 +4,15 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+import torch
+
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 SMALLEST_EPS, LARGEST_EPS = 1e-37, 1e37
 """Bounds of what is added to a normaliser: float32, in which it is added, has neither smaller nor larger ones."""
 
 NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+PLURALS = {int: "whole numbers", float: "numbers", bool: "truth values", str: "texts"}
 
 
 def check_type(argument: str, value: Any, kind: Any, *, where: str | None = None) -> Any:
@@ -37,8 +40,8 @@ def check_type(argument: str, value: Any, kind: Any, *, where: str | None = None
     """
     if not _fits(value, kind):
         raise ArgumentTypeError(argument, f"be {_name(kind)}", value, "Correct its type.", where=where)
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and float in _members(kind) and int not in _members(kind) else value
+    takes_float = kind is float or (kind is not int and float in get_args(kind))
+    return float(value) if takes_float and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def check_eps(eps: Any) -> float:
@@ -56,11 +59,16 @@ def check_eps(eps: Any) -> float:
     return found
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
 def _fits(value: Any, kind: Any) -> bool:
+    # Plain types first: a compiler traces checks of numbers, and cannot take types apart.
+    if kind is float:
+        # A whole number beyond the largest float cannot become one.
+        return isinstance(value, float) or (_fits(value, int) and abs(value) < 2**1000)
+    if kind is int:
+        # What stands for a whole number while a graph is traced is one, too.
+        return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if kind in (bool, str, type(None)):
+        return isinstance(value, kind)
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in inner)
@@ -68,15 +76,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(type(value) is type(choice) for choice in inner)
     if origin in (list, tuple):
         return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
-    if origin is Mapping or kind is Mapping:
+    if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    if kind is float:
-        # A whole number beyond the largest float cannot become one.
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return number and (isinstance(value, float) or abs(value) < 2**1000)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if kind in (bool, str, type(None)) else True
+    return True
 
 
 def _name(kind: Any) -> str:
@@ -86,7 +88,7 @@ def _name(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(dict.fromkeys(_name(type(choice)) for choice in inner))
     if origin in (list, tuple):
-        return f"a list, each {_name(inner[0])}"
-    if origin is Mapping or kind is Mapping:
+        return f"a list of {PLURALS.get(inner[0], 'values')}"
+    if origin is Mapping:
         return "a mapping of names to values"
     return NAMES.get(kind, getattr(kind, "__name__", str(kind)))

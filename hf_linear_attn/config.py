@@ -3,9 +3,10 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_type_hints
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.checks import check_eps, check_type
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
@@ -22,6 +23,12 @@ def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
     _checks.append(function)
 
 
+LONGEST_WINDOW = 2**20
+"""Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig:
     """Say how attention layers are converted.
@@ -32,8 +39,8 @@ class LinearAttentionConfig:
         layers: Which attention layers are converted, as indices among the model's self-attention layers in the order
             of ``named_modules()``; None stands for every full-attention layer.
         window: Attend exactly to the last ``window`` tokens, the query's own included, and linearly to the rest; None
-            for linear attention throughout. >= 1.
-        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. >= 0.
+            for linear attention throughout. 1..1048576.
+        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. 0..1048576.
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
@@ -42,7 +49,7 @@ class LinearAttentionConfig:
             branch at all, the baseline that a conversion has to beat.
         update_rule: How the linear branch's state takes in keys. ``"additive"``: ``S += phi(k) v^T``, normalised by the
             sum of ``phi(k)``.
-        eps: Added to the normaliser, > 0.
+        eps: Added to the normaliser, 1e-37..1e37.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
             sinks, custom masks) instead of raising.
@@ -50,6 +57,7 @@ class LinearAttentionConfig:
         format_version: Version of the saved form.
 
     Raises:
+        ArgumentTypeError: If a value has another type than its setting; 16.0 is no whole number.
         ArgumentError: If a value is out of range.
 
     Example:
@@ -72,12 +80,24 @@ class LinearAttentionConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, check_type(name, getattr(self, name), kind))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:
             raise ArgumentError("window", "be at least 1 token, or None", self.window, "Use None for no window.")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ArgumentError("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
-        if not self.eps > 0:
-            raise ArgumentError("eps", "be greater than 0", self.eps, "The default is 1e-6.")
+        check_eps(self.eps)
+        for name in ("window", "sinks"):
+            if (getattr(self, name) or 0) > LONGEST_WINDOW:
+                raise ArgumentError(name, f"be at most {LONGEST_WINDOW} tokens", getattr(self, name), "Lower it.")
+        if self.backend not in get_args(Backend):
+            raise ArgumentError(
+                "backend", "be a known backend", self.backend, "Use one of those", available=get_args(Backend)
+            )
+        if self.trained_length is not None and self.trained_length < 1:
+            raise ArgumentError("trained_length", "be at least 1 token, or None", self.trained_length, "Correct it.")
         for check in _checks:
             check(self)
 
@@ -96,10 +116,13 @@ class LinearAttentionConfig:
         """Read settings that :meth:`to_dict` wrote.
 
         Raises:
-            CheckpointError: If they come from a newer version, or hold settings that are unknown here.
+            CheckpointError: If they come from a newer version, hold settings that are unknown here, or values that no
+                setting can have.
         """
+        if not isinstance(values, Mapping):
+            raise CheckpointError("linear_attention", "be a mapping of settings", values, "Save the model again.")
         version = values.get("format_version", 0)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
             raise CheckpointError(
                 "format_version",
                 f"be at most {FORMAT_VERSION}",
@@ -107,14 +130,15 @@ class LinearAttentionConfig:
                 "Update hf_linear_attn to read this model.",
             )
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := [name for name in values if name not in known]:
             raise CheckpointError(
-                "linear_attention", "hold known settings only", unknown, "Remove those", available=known
-            )
-        values = dict(values)
-        if values.get("layers") is not None:
-            values["layers"] = tuple(values["layers"])
-        return cls(**values)
+                "linear_attention", "hold known settings only", sorted(map(str, unknown)), "Remove those",
+                available=known,
+            )  # fmt: skip
+        try:
+            return cls(**values)
+        except HFLinearAttnError as error:
+            raise CheckpointError(str(error)) from error
 
     def to_json(self) -> str:
         """Return the settings as a JSON text."""
@@ -122,5 +146,13 @@ class LinearAttentionConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a text that :meth:`to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        """Read a text that :meth:`to_json` wrote.
+
+        Raises:
+            CheckpointError: If it is no JSON, or holds what :meth:`from_dict` refuses.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError("linear_attention", "be JSON", text, f"Reading it failed: {error}.") from error
+        return cls.from_dict(values)

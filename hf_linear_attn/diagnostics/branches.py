@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 from hf_linear_attn.layers import Branch
+from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 
 PROBES = 8
 """Random values by which a token's mixture is read off; two would do, more make it well conditioned."""

@@ -13,13 +13,14 @@ from hf_linear_attn.ops.features.triton.kernels import (
     features_backward_launch,
     features_launch,
 )
-from hf_linear_attn.ops.library import refuse_transforms
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
 
 
 def features_triton(x: Tensor, pair: Pair) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
+    refuse_functional("triton", x, pair.weight, pair.power)
     o: Tensor = triton_features(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
     return o
 

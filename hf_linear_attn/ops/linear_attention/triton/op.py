@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_transforms
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.triton.backward import (
     Backward,
     Saved,
@@ -35,6 +35,7 @@ def linear_attention_triton(
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
+    refuse_functional("triton", q, k, v, kv0, z0)
     o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 

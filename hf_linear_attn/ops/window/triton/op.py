@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_transforms
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
@@ -40,6 +40,7 @@ def window_attention_triton(
         codes = torch.add(1 if codes is None else codes, counts, alpha=2)
         of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
+    refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries)
     o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
     return o
 
