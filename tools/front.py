@@ -160,7 +160,7 @@ def cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
     return textwrap.fill(
         f"*Left, one attention call on a CPU ({made}): {ratio:.0f} times as fast as softmax at {last['tokens']:,} tokens, "
         f"and {step:.0f} times as fast for one more token after them. It is faster from "
-        f"{cpu['break_even']['forward']:.0f} tokens on. Right, the demo's model: its cache is "
+        f"{cpu['break_even']['forward']:.0f} tokens on. Right, the demo's model: its [cache](docs/glossary.md#cache) is "
         f"{caches[0] / caches[1]:.0f} times smaller at {longest:,} tokens. [Measured so](docs/results/cpu.md).*",
         120,
         break_long_words=False,

@@ -110,15 +110,13 @@ def average(text: str) -> float:
 
 def unexplained(text: str, among: list[Term]) -> list[str]:
     """Return the glossary's words that a page uses before it links to them."""
-    # A link's text may hold a word; what counts is whether that link leads to the glossary.
     body = "\n".join(paragraphs(CODE.sub(" ", text), tables=True))
+    # What a link is called is a name, and its address is not read.
+    free = LINK.sub(lambda found: " " * len(found[0]), body)
     found = []
     for term in among:
         link = re.search(rf"\[(?:[^\[\]]*)\]\([^)\s]*glossary\.md#{re.escape(term.anchor)}\)", body)
-        hidden = LINK.sub(lambda m: m[0] if "glossary.md#" not in m[2] else " " * len(m[0]), body)
-        # Addresses are not read.
-        hidden = re.sub(r"\]\([^)\s]*\)", lambda m: " " * len(m[0]), hidden)
-        first = term.pattern.search(hidden)
+        first = term.pattern.search(free)
         if first and (link is None or first.start() < link.start()):
             around = body[max(0, first.start() - 30) : first.end() + 20].replace("\n", " ")
             found.append(f"{term.name}: ...{around}...")
