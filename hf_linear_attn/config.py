@@ -13,7 +13,8 @@ FORMAT_VERSION = 1
 
 
 LATER = {"update_rule": "additive"}
-"""Settings that older code does not know: they are written only where they are not what that code does."""
+"""Settings that the first version of the saved form did not have, with what it did: what was saved of a model then is
+still that model's."""
 
 _checks: list[Callable[["LinearAttentionConfig"], None]] = []
 
@@ -106,9 +107,6 @@ class LinearAttentionConfig:
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
-        for name, default in LATER.items():
-            if values[name] == default:
-                del values[name]
         return values
 
     @classmethod

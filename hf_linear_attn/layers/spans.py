@@ -59,11 +59,11 @@ class Piece(NamedTuple):
     key_positions: Tensor | None = None
     start: int = 0
 
-    def sinks(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the sinks' keys and values, and which query sees which."""
         if self.tokens is None:
             return None
-        return self.tokens.sinks(self.start, self.start + self.q.shape[2])
+        return self.tokens.sinks(self.start, self.start + self.q.shape[2], window)
 
     def cut(self, a: int, b: int, window: int) -> "Piece":
         """Return the queries ``[a, b)`` with what they see."""
@@ -83,6 +83,7 @@ class Piece(NamedTuple):
             k=self.tokens.k[:, :, low:high],
             v=self.tokens.v[:, :, low:high],
             mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
+            counts=None if self.tokens.counts is None else self.tokens.counts[:, low:high],
         )
         return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
 
