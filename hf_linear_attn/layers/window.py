@@ -23,8 +23,8 @@ class Tokens(NamedTuple):
     Attributes:
         k: ``[B, HKV, P + T, D]``: P keys from before the first query, none or the window's W, then its own.
         v: ``[B, HKV, P + T, V]``.
-        mask: ``[B, P + T]`` bool, True = a key that the window shows: a real token, and none of the past that is a sink.
-            None where all are.
+        mask: ``[B, P + T]`` bool, True = a key that the window shows: a real token, and none of the past that is a
+            sink. None where all are.
         counts: ``[B, P + T]`` bool, True = a real token that is no sink: it counts in the linear branch once it has
             left the window. None where all do.
         sink_k: ``[B, HKV, N, D]``, None without sinks.
