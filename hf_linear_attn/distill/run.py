@@ -247,7 +247,9 @@ def keep_softmax(
         rows = range(0, settings.heldout_rows or 8, settings.rows)
         batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
         batches = [batch.to(teacher.device) for batch in batches]
-        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
+        selection = select_layers(
+            student, LiveTeacher(teacher), batches, settings.softmax_budget, progress=settings.progress
+        )
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
