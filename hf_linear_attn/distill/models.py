@@ -91,9 +91,6 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
     if settings.student is not None:
         return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
-    if settings.mixed_precision != "no":
-        # Mixed precision keeps master weights in fp32.
-        student.to(dtype=torch.float32)  # type: ignore[call-arg]
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)
