@@ -111,7 +111,7 @@ def write_card(result: DistillResult, folder: Path) -> None:
             figures=figures_table(result.metrics),
             tokens=result.tokens,
             minutes=result.elapsed_s / 60,
-            data=settings.dataset or "the source text of Python's standard library",
+            data=", ".join(settings.dataset or ["the source text of Python's standard library"]),
             settings=json.dumps(changed, indent=2),
             **result.trainable_parameters,
         )

@@ -18,6 +18,7 @@ from hf_linear_attn.patching import patch_model
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
+LossOn = Literal["answers", "all"]
 
 REFERENCE_WIDTH = 4096
 """Hidden size at which :data:`REFERENCE_LR` is right."""
@@ -68,12 +69,16 @@ class DistillationSettings:
             measured KL, 0..1.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
             nothing to transfer.
-        dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
-            of Python's standard library.
-        dataset_config: Configuration of a hub dataset.
-        dataset_split: Split of a hub dataset.
-        text_column: Column that holds the text.
-        streaming: Read the dataset as it is needed instead of downloading it whole.
+        dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
+            source text of Python's standard library.
+        dataset_weights: How much is read of each dataset, as these numbers are to each other; None for as much of each.
+        dataset_config: Configuration of a hub dataset; one for all, or one for each.
+        dataset_split: Split of a hub dataset; one for all, or one for each.
+        columns: What columns of a dataset stand for, where their names do not tell, as in ``text=body`` or
+            ``prompt=question completion=answer``.
+        chat_template: File with the Jinja template that makes texts of conversations; None for the tokenizer's.
+        loss_on: What is learned of conversations and completions: ``answers``, or ``all`` of the text.
+        streaming: Read the datasets as they are needed instead of downloading them whole.
         block_tokens: Length T of the shortest training sequences.
         length_factors: Lengths of the sequences of ``transfer`` and ``distill`` as multiples of ``block_tokens``, taken
             in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
@@ -145,10 +150,13 @@ class DistillationSettings:
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
-    dataset: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    text_column: str = "text"
+    dataset: list[str] | None = None
+    dataset_weights: list[float] | None = None
+    dataset_config: list[str] | None = None
+    dataset_split: list[str] = field(default_factory=lambda: ["train"])
+    columns: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    loss_on: LossOn = "answers"
     streaming: bool = False
     block_tokens: int = 512
     length_factors: list[int] | None = None
@@ -214,6 +222,9 @@ class DistillationSettings:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _check(self) -> None:
+        for name in ("dataset", "dataset_config", "dataset_split", "columns"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, [getattr(self, name)])
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -233,6 +244,7 @@ class DistillationSettings:
             if value not in choices:
                 named = filter(None, choices)
                 raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
+        self._check_datasets()
         forwards = self.rows * self.accumulation
         if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
             raise ArgumentError(
@@ -252,6 +264,27 @@ class DistillationSettings:
                     "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
                 )
             object.__setattr__(self, "stages", served)
+
+    def _check_datasets(self) -> None:
+        weights, count = self.dataset_weights, len(self.dataset or ())
+        if weights is not None and (len(weights) != count or not all(0 < weight < math.inf for weight in weights)):
+            raise ArgumentError(
+                "dataset_weights",
+                f"be one positive number for each of {count} datasets",
+                weights,
+                "They need not add up to 1. Leave out a dataset that is not to be read.",
+            )
+        for name in ("dataset_config", "dataset_split"):
+            values = getattr(self, name)
+            if values is not None and len(values) not in (1, count) and count:
+                rule = f"be one for all datasets, or one for each of the {count}"
+                raise ArgumentError(name, rule, values, "Write `none` for one that has none.")
+        for text in self.columns:
+            name, equal, column = text.partition("=")
+            if not (equal and column and name in COLUMNS):
+                raise ArgumentError(
+                    "columns", "say what a column stands for", text, "Write `text=body`", available=COLUMNS
+                )
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -345,6 +378,21 @@ class DistillationSettings:
         return replace(self.conversion, feature_map_options=known)
 
 
+COLUMNS = (
+    "text",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "tools",
+)
+"""What columns may stand for."""
+
 LEAST: dict[str, float] = {
     "block_tokens": 8,
     "rows": 1,
@@ -369,6 +417,7 @@ CHOICES: dict[str, Any] = {
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
+    "loss_on": LossOn,
     "mixed_precision": Literal["no", "bf16"],
 }
 
