@@ -5,7 +5,7 @@ import torch
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
 from hf_linear_attn.ops.triton.plan import Problem
-from hf_linear_attn.ops.window import LARGEST_FP32 as LARGEST_WINDOW_FP32
+from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.kernels import WindowProblem
 
 WINDOW, SINKS = 64, 4

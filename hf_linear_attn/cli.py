@@ -19,6 +19,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps"),
+    "check": Command(
+        "hf_linear_attn.diagnostics.check", "main", "check what this machine runs, and that it computes right"
+    ),
     "inspect": Command(
         "hf_linear_attn.diagnostics.cli", "main", "see how well feature maps stand in for a model's softmax"
     ),

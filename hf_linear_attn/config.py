@@ -1,16 +1,32 @@
 """Settings of a patched model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_type_hints
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.checks import check_eps, check_type
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
-Mix = Literal["key", "gate", "shared", "window"]
+
+LATER = {"update_rule": "additive"}
+"""Settings that older code does not know: they are written only where they are not what that code does."""
+
+_checks: list[Callable[["LinearAttentionConfig"], None]] = []
+
+
+def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
+    """Let a function refuse settings when a config is made: what knows the rules is above this module."""
+    _checks.append(function)
+
+
+LONGEST_WINDOW = 2**20
+"""Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
+
+Backend = Literal["auto", "reference", "torch", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +39,17 @@ class LinearAttentionConfig:
         layers: Which attention layers are converted, as indices among the model's self-attention layers in the order
             of ``named_modules()``; None stands for every full-attention layer.
         window: Attend exactly to the last ``window`` tokens, the query's own included, and linearly to the rest; None
-            for linear attention throughout. >= 1.
-        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. >= 0.
+            for linear attention throughout. 1..1048576.
+        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. 0..1048576.
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
             ``"gate"``: each is normalised, ``o = (1 - g) o_window + g o_linear`` with ``g = sigmoid(a + u.q)``.
             ``"shared"``: one denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear
             branch at all, the baseline that a conversion has to beat.
-        eps: Added to the normaliser, > 0.
+        update_rule: How the linear branch's state takes in keys. ``"additive"``: ``S += phi(k) v^T``, normalised by the
+            sum of ``phi(k)``.
+        eps: Added to the normaliser, 1e-37..1e37.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
             sinks, custom masks) instead of raising.
@@ -39,6 +57,7 @@ class LinearAttentionConfig:
         format_version: Version of the saved form.
 
     Raises:
+        ArgumentTypeError: If a value has another type than its setting; 16.0 is no whole number.
         ArgumentError: If a value is out of range.
 
     Example:
@@ -52,7 +71,8 @@ class LinearAttentionConfig:
     layers: tuple[int, ...] | None = None
     window: int | None = None
     sinks: int = 0
-    mix: Mix = "key"
+    mix: str = "key"
+    update_rule: str = "additive"
     eps: float = 1e-6
     backend: str = "auto"
     allow_approximate: bool = False
@@ -60,22 +80,35 @@ class LinearAttentionConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, check_type(name, getattr(self, name), kind))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:
             raise ArgumentError("window", "be at least 1 token, or None", self.window, "Use None for no window.")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ArgumentError("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
-        if self.mix not in get_args(Mix):
-            raise ArgumentError("mix", "be a known rule", self.mix, "Use one of those", available=get_args(Mix))
-        if self.mix == "window" and self.window is None:
-            raise ArgumentError("mix", "come with a window", self.mix, "Set window=.")
-        if not self.eps > 0:
-            raise ArgumentError("eps", "be greater than 0", self.eps, "The default is 1e-6.")
+        check_eps(self.eps)
+        for name in ("window", "sinks"):
+            if (getattr(self, name) or 0) > LONGEST_WINDOW:
+                raise ArgumentError(name, f"be at most {LONGEST_WINDOW} tokens", getattr(self, name), "Lower it.")
+        if self.backend not in get_args(Backend):
+            raise ArgumentError(
+                "backend", "be a known backend", self.backend, "Use one of those", available=get_args(Backend)
+            )
+        if self.trained_length is not None and self.trained_length < 1:
+            raise ArgumentError("trained_length", "be at least 1 token, or None", self.trained_length, "Correct it.")
+        for check in _checks:
+            check(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
+        for name, default in LATER.items():
+            if values[name] == default:
+                del values[name]
         return values
 
     @classmethod
@@ -83,10 +116,13 @@ class LinearAttentionConfig:
         """Read settings that :meth:`to_dict` wrote.
 
         Raises:
-            CheckpointError: If they come from a newer version, or hold settings that are unknown here.
+            CheckpointError: If they come from a newer version, hold settings that are unknown here, or values that no
+                setting can have.
         """
+        if not isinstance(values, Mapping):
+            raise CheckpointError("linear_attention", "be a mapping of settings", values, "Save the model again.")
         version = values.get("format_version", 0)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
             raise CheckpointError(
                 "format_version",
                 f"be at most {FORMAT_VERSION}",
@@ -94,14 +130,15 @@ class LinearAttentionConfig:
                 "Update hf_linear_attn to read this model.",
             )
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := [name for name in values if name not in known]:
             raise CheckpointError(
-                "linear_attention", "hold known settings only", unknown, "Remove those", available=known
-            )
-        values = dict(values)
-        if values.get("layers") is not None:
-            values["layers"] = tuple(values["layers"])
-        return cls(**values)
+                "linear_attention", "hold known settings only", sorted(map(str, unknown)), "Remove those",
+                available=known,
+            )  # fmt: skip
+        try:
+            return cls(**values)
+        except HFLinearAttnError as error:
+            raise CheckpointError(str(error)) from error
 
     def to_json(self) -> str:
         """Return the settings as a JSON text."""
@@ -109,5 +146,13 @@ class LinearAttentionConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a text that :meth:`to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        """Read a text that :meth:`to_json` wrote.
+
+        Raises:
+            CheckpointError: If it is no JSON, or holds what :meth:`from_dict` refuses.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError("linear_attention", "be JSON", text, f"Reading it failed: {error}.") from error
+        return cls.from_dict(values)

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+LONGEST_VALUE = 500
+"""Characters of a value that a message shows."""
+
 
 class HFLinearAttnError(Exception):
     """Base of every error this package raises on purpose.
@@ -65,6 +68,11 @@ class TrainingError(HFLinearAttnError, RuntimeError):
     """A training run cannot go on."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that says anything."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def explain(
     argument: str,
     rule: str,
@@ -92,10 +100,19 @@ def explain(
         "`feature_map` must be a registered name, got 'elo'. Use one of those; available: elu, relu."
     """
     place = f" ({where})" if where else ""
-    message = f"`{argument}` must {rule}, got {value!r}{place}. {remedy}"
+    message = f"`{argument}` must {rule}, got {_shown(value)}{place}. {remedy}"
     if available is not None:
-        message = f"{message.rstrip('.')}; available: {', '.join(sorted(available))}."
+        message = f"{message.rstrip('.')}; available: {', '.join(sorted(map(str, available))) or 'none'}."
     return message
+
+
+def _shown(value: object) -> str:
+    """Return a value's ``repr``, cut where it is long; its type where it has none, as deep and huge values do."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 @contextmanager

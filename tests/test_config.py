@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.config import FORMAT_VERSION
-from hf_linear_attn.errors import CheckpointError
+from hf_linear_attn.config import FORMAT_VERSION, LATER
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 windows = st.none() | st.integers(1, 4096)
 
@@ -42,7 +42,7 @@ def test_it_is_frozen():
 
 def test_json_holds_every_setting():
     names = {field.name for field in dataclasses.fields(LinearAttentionConfig)}
-    assert set(LinearAttentionConfig().to_dict()) == names
+    assert set(LinearAttentionConfig().to_dict()) == names - set(LATER)
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, "1", None])
@@ -50,3 +50,76 @@ def test_other_versions_are_refused(version):
     values = LinearAttentionConfig().to_dict() | {"format_version": version}
     with pytest.raises(CheckpointError, match=r"`format_version` must be at most 1, got .*\. Update hf_linear_attn"):
         LinearAttentionConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": "64"}, r"`window` must be a whole number or None, got '64'"),
+        ({"window": 16.0}, r"`window` must be a whole number or None, got 16\.0"),
+        ({"window": True}, r"`window` must be a whole number or None, got True"),
+        ({"window": 8, "sinks": None}, r"`sinks` must be a whole number, got None"),
+        ({"eps": "1e-6"}, r"`eps` must be a number, got '1e-6'"),
+        ({"eps": True}, r"`eps` must be a number, got True"),
+        ({"eps": 10**400}, r"`eps` must be a number, got 1000"),
+        ({"feature_map": 3}, r"`feature_map` must be a text, got 3"),
+        ({"feature_map_options": [1]}, r"`feature_map_options` must be a mapping of names to values, got \[1\]"),
+        ({"feature_map_options": {1: 2}}, r"`feature_map_options` must be a mapping of names to values"),
+        ({"layers": "all"}, r"`layers` must be a list of whole numbers or None, got 'all'"),
+        ({"layers": [0, 1.0]}, r"`layers` must be a list of whole numbers or None"),
+        ({"mix": ["key"]}, r"`mix` must be a text, got \['key'\]"),
+        ({"backend": None}, r"`backend` must be a text, got None"),
+        ({"allow_approximate": "yes"}, r"`allow_approximate` must be True or False, got 'yes'"),
+        ({"trained_length": 4.0}, r"`trained_length` must be a whole number or None, got 4\.0"),
+    ],
+    ids=str,
+)
+def test_types_are_checked_in_code_and_in_files(settings, message):
+    with pytest.raises(ArgumentTypeError, match=message):
+        LinearAttentionConfig(**settings)
+    with pytest.raises(CheckpointError, match=message):
+        LinearAttentionConfig.from_dict(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps": float("nan")}, r"`eps` must be greater than 0, got nan"),
+        ({"eps": float("inf")}, r"`eps` must lie in 1e-37\.\.1e\+37, got inf"),
+        # Adding it in float32 would add nothing, and a query that sees no key would be NaN.
+        ({"eps": 1e-50}, r"`eps` must lie in 1e-37\.\.1e\+37, got 1e-50"),
+        ({"window": 10**30}, r"`window` must be at most 1048576 tokens"),
+        ({"window": 8, "sinks": 2**40}, r"`sinks` must be at most 1048576 tokens"),
+        ({"backend": "tritn"}, r"`backend` must be a known backend, got 'tritn'.*available: auto, reference, torch"),
+        ({"trained_length": 0}, r"`trained_length` must be at least 1 token"),
+    ],
+    ids=str,
+)
+def test_ranges_are_checked_in_code_and_in_files(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        LinearAttentionConfig(**settings)
+    with pytest.raises(CheckpointError, match=message):
+        LinearAttentionConfig.from_dict(settings)
+
+
+def test_whole_numbers_stand_for_numbers():
+    config = LinearAttentionConfig(eps=1, layers=[0, 2])
+    assert (type(config.eps), config.layers) == (float, (0, 2))
+
+
+@pytest.mark.parametrize("values", [None, [], "elu", 3])
+def test_settings_that_are_no_mapping_are_refused(values):
+    with pytest.raises(CheckpointError, match=r"`linear_attention` must be a mapping of settings"):
+        LinearAttentionConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"eps": 1e999}', '{"window": 1' + "0" * 5000 + "}"])
+def test_texts_that_hold_no_settings_are_refused(text):
+    with pytest.raises(CheckpointError):
+        LinearAttentionConfig.from_json(text)
+
+
+@pytest.mark.parametrize("version", [-1, True])
+def test_versions_are_counted(version):
+    with pytest.raises(CheckpointError):
+        LinearAttentionConfig.from_dict({"format_version": version})

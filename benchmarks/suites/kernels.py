@@ -16,8 +16,7 @@ import importlib.metadata
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import elu, scaled_dot_product_attention
 
 from hf_linear_attn import linear_attention
+from hf_linear_attn.diagnostics.check import ON_GPU, TOLERANCE, check, parts
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.step import decode_state, decode_step_
@@ -37,7 +37,6 @@ from hf_linear_attn.ops.window import OwnKey, window_attention
 
 OURS = "hf_linear_attn"
 PYTORCH = "PyTorch"
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 ATTENTION = f"Window of {WINDOW}, {SINKS} sinks and a key of each query's own"
 FEATURES = "Norm-preserving features of q"
 RECIPE_LENGTHS = (2048, 8192, 32768, 131072)
@@ -72,80 +71,17 @@ class Shape:
 SHAPES = (Shape(1, 32, 8, 128), Shape(1, 32, 32, 128), Shape(8, 32, 32, 64))
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill memory with NaN when it is allocated."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, backend: str, **settings: Any) -> dict[str, Tensor]:
-    """Return output, state and gradients."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o, state = linear_attention(*leaves, backend=backend, **settings)
-    dq, dk, dv = torch.autograd.grad(o, leaves, do.to(o.dtype))
-    return {"o": o.detach(), "kv": state.kv.detach(), "z": state.z.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-
 def check_kernels() -> list[dict[str, Any]]:
-    """Compare the kernels with the oracle; raise where they are wrong."""
+    """Compare the kernels with float64 as `hf-linear-attn check --full` does; raise where they are wrong."""
+    device = torch.device("cuda", torch.cuda.current_device())
     rows = []
-    problems: list[tuple[Shape, int, dict[str, Any]]] = [
-        (Shape(2, 4, 2, 64), 1000, {}),
-        (Shape(1, 2, 2, 128), 4096, {}),
-        (Shape(2, 4, 1, 80), 333, {"delay": 64}),
-        (Shape(1, 4, 4, 128), 700, {"cu_seqlens": torch.tensor([0, 1, 300, 700], device="cuda")}),
-        (Shape(2, 2, 2, 64), 500, {"causal": False}),
-        (Shape(1, 2, 1, 256), 300, {}),
-        (Shape(3, 6, 3, 96), 129, {"feature_map": "squared_relu"}),
-    ]
-    for shape, tokens, settings in problems:
-        for dtype in TOLERANCE:
-            q, k, v = shape.draw(tokens, dtype)
-            do = torch.randn_like(q)
-            with poisoned():
-                found, again = (results(q, k, v, do, "triton", **settings) for _ in range(2))
-            exact = results(q.double(), k.double(), v.double(), do.double(), "reference", **settings)
-            names = {"shape": str(shape), "tokens": tokens, "dtype": str(dtype).split(".")[1]}
-            rows.append(names | {"settings": ", ".join(settings) or "causal"} | errors_of(names, found, again, exact))
-    for part, dtype in itertools.product((ATTENTION, FEATURES), TOLERANCE):
-        shape, tokens = Shape(2, 4, 2, 64), 700
-        named, _ = recipe(shape, tokens, part)
-        inputs = shape.draw(tokens, dtype)
-        do = torch.randn_like(named[OURS](*inputs))
-        with poisoned():
-            found, again = (passed(named[OURS], inputs, do) for _ in range(2))
-        exact = passed(named[PYTORCH], [x.double() for x in inputs], do.double())
-        names = {"shape": str(shape), "tokens": tokens, "dtype": str(dtype).split(".")[1]}
-        rows.append(names | {"settings": part} | errors_of(names, found, again, exact))
+    for dtype in TOLERANCE:
+        for part in parts(device, dtype, ON_GPU, full=True):
+            outcome = check(part, "triton")
+            if not outcome.right:
+                raise SystemExit(str(outcome))
+            rows.append({"part": part.name, "dtype": str(dtype).removeprefix("torch.")} | outcome.errors)
     return rows
-
-
-def passed(function: Function, inputs: list[Tensor], do: Tensor) -> dict[str, Tensor]:
-    """Return output and gradients."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    o = function(*leaves)
-    found = torch.autograd.grad(o, leaves, do, allow_unused=True)
-    named = zip(("dq", "dk", "dv"), found, strict=True)
-    return {"o": o.detach()} | {name: x for name, x in named if x is not None}
-
-
-def errors_of(
-    names: dict[str, Any], found: dict[str, Tensor], again: dict[str, Tensor], exact: dict[str, Tensor]
-) -> dict[str, float]:
-    """Return the errors by norm; raise where they are too large, or bits differ between two runs."""
-    errors = {name: float((x.double() - exact[name]).norm() / exact[name].norm()) for name, x in found.items()}
-    tolerance = TOLERANCE[getattr(torch, names["dtype"])]
-    # NaN fails every comparison.
-    wrong = [name for name, error in errors.items() if not error <= tolerance]
-    unsteady = [name for name, x in found.items() if not torch.equal(x, again[name])]
-    if wrong or unsteady:
-        raise SystemExit(f"{names}, {errors}: beyond {tolerance}: {wrong}; other bits the second time: {unsteady}")
-    return errors
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.layers import Branch
 from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
-from hf_linear_attn.patching.attention import Branch
 
 PROBES = 8
 """Random values by which a token's mixture is read off; two would do, more make it well conditioned."""
@@ -72,7 +72,7 @@ def _losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def _shares(module: LinearAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, list[float]]:
-    heads = module.geometry.num_heads
+    heads = module.sizes.num_heads
     window, sinks = module.settings.window, module.settings.sinks
     zeros, ones = [0.0] * heads, [1.0] * heads
     if window is None:

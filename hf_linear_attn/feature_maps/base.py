@@ -3,21 +3,19 @@
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import cache
 from inspect import Parameter, signature
 from logging import getLogger
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 logger = getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -82,6 +80,8 @@ class FeatureMap(nn.Module, ABC):
     """Whether ``phi(q)^T phi(k) >= 0`` for all q and k, so that the normaliser cannot change sign."""
     caution: ClassVar[str] = ""
     """What users should know before they choose the map; logged when it is built, and shown in the docs."""
+    positional: ClassVar[bool] = True
+    """Whether :meth:`phi_q` or :meth:`phi_k` read positions; maps that define only :meth:`phi` cannot."""
     kernel: str | None = None
     """Name of the elementwise map inside the kernels, or None where features are computed first."""
 
@@ -103,7 +103,7 @@ class FeatureMap(nn.Module, ABC):
             ("num_heads", num_heads),
             ("num_kv_heads", num_kv_heads),
         ):
-            if value < 1:
+            if check_type(argument, value, int) < 1:
                 raise ArgumentError(argument, "be at least 1", value, "Pass the attention layer's own size.")
         if num_heads % num_kv_heads:
             raise ArgumentError(
@@ -112,7 +112,7 @@ class FeatureMap(nn.Module, ABC):
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.scaling = head_dim**-0.5 if scaling is None else scaling
         for argument, factor in (("scaling", self.scaling), ("scale", scale)):
-            if not 0 < factor < float("inf"):
+            if not 0 < check_type(argument, factor, float) < float("inf"):
                 raise ArgumentError(argument, "be positive and finite", factor, "Leave it out for the default.")
         self.scale, self.separate, self.per_head = scale, separate, per_head
         if scale != 1:
@@ -124,14 +124,12 @@ class FeatureMap(nn.Module, ABC):
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
 
-    def forward(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
-        """Call ``function`` while the map's weights are at hand.
+    def forward(self, x: Tensor, side: Literal["q", "k"], positions: Tensor | None = None) -> Tensor:
+        """Map queries or keys to features, by :meth:`phi_q` or :meth:`phi_k`.
 
-        What keeps weights elsewhere, as Accelerate's offloading does, fetches them around a module's forward. Features
-        are computed by the ops, by methods or by kernels that read the weights themselves; so the caller of an op
-        goes through here.
+        A map is called so that what keeps weights elsewhere, as Accelerate's offloading does, can fetch them.
         """
-        return function(*args)
+        return self.phi_q(x, positions) if side == "q" else self.phi_k(x, positions)
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""
@@ -274,12 +272,12 @@ def feature_map_class(name: str) -> type[FeatureMap]:
     Raises:
         ArgumentError: If no map has that name; the message lists those there are.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ArgumentError(
             "feature_map",
             "be a registered name",
             name,
-            "Use one of those",
+            "Import what registers it first, or call load_feature_maps (--feature-map-file), or use one of those",
             available=available_feature_maps(),
         )
     return _REGISTRY[name]
@@ -308,7 +306,8 @@ def get_feature_map(
         The map, a new module.
 
     Raises:
-        ArgumentError: If the name is unknown, or the map has no such option.
+        ArgumentError: If the name is unknown, the map has no such option, or a value is out of its range.
+        ArgumentTypeError: If an option has another type than the map declares.
 
     Example:
         >>> get_feature_map("hedgehog", head_dim=8, separate=False).feature_dim
@@ -325,6 +324,9 @@ def get_feature_map(
                 "Use some of those",
                 available=known,
             )
+    if options:
+        kinds = _option_types(cls)
+        options = {option: check_type(option, value, kinds[option], where=name) for option, value in options.items()}
     if cls.caution:
         _caution(name, cls.caution)
     return cls(head_dim, num_heads, num_kv_heads, scaling=scaling, **options)  # type: ignore[arg-type]
@@ -344,16 +346,32 @@ def map_options(cls: type[FeatureMap]) -> dict[str, object]:
         >>> map_options(feature_map_class("dpfp"))
         {'nu': 1, 'scale': 1.0, 'separate': True, 'per_head': True}
     """
-    options: dict[str, object] = {}
+    return {option: parameter.default for option, (parameter, _) in _options(cls).items()}
+
+
+def _options(cls: type[FeatureMap]) -> dict[str, tuple[Parameter, type[FeatureMap]]]:
+    """Return the settings that a map's constructor takes, each with the class whose constructor declares it."""
+    options: dict[str, tuple[Parameter, type[FeatureMap]]] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base) or not issubclass(base, FeatureMap):
             continue
         parameters = signature(base.__init__).parameters.values()
-        options |= {p.name: p.default for p in parameters if p.kind is Parameter.KEYWORD_ONLY} | options
+        options |= {p.name: (p, base) for p in parameters if p.kind is Parameter.KEYWORD_ONLY} | options
         if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
             break
     options.pop("scaling", None)
     return options
+
+
+def _option_types(cls: type[FeatureMap]) -> dict[str, Any]:
+    """Return the types of a map's settings; Any where its author named none that can be found."""
+    kinds: dict[str, Any] = {}
+    for option, (parameter, base) in _options(cls).items():
+        try:
+            kinds[option] = get_type_hints(base.__init__).get(option, Any)
+        except NameError:
+            kinds[option] = parameter.annotation if isinstance(parameter.annotation, type) else Any
+    return kinds
 
 
 @cache

@@ -11,6 +11,9 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
 from hf_linear_attn.feature_maps.learned import check_size
 
+LONGEST = 2**31 - 1
+"""Largest ``max_length``."""
+
 
 @register_feature_map
 class CosFormer(FeatureMap):
@@ -49,7 +52,7 @@ class CosFormer(FeatureMap):
         **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
-        check_size("max_length", max_length)
+        check_size("max_length", max_length, at_most=LONGEST)
         self.max_length = max_length
 
     @override

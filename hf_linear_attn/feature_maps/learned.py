@@ -12,6 +12,9 @@ from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, saturate
 
 Side = Literal["q", "k"]
 
+MAX_FEATURES = 1 << 16
+"""Most features that a map agrees to build: at 64 values per head the state then takes 16 MiB per head."""
+
 
 class LearnedMap(FeatureMap):
     """A feature map with weights; ``separate`` and ``per_head`` decide how many copies of them there are.
@@ -27,6 +30,7 @@ class LearnedMap(FeatureMap):
     """
 
     learned: ClassVar[bool] = True
+    positional: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -86,9 +90,8 @@ def identity_like(head_dim: int, features: int) -> Tensor:
     return (directions * math.sqrt(head_dim / features)).to(torch.get_default_device())
 
 
-def check_size(argument: str, value: int, *, multiple_of: int = 1, at_most: int | None = None) -> None:
+def check_size(argument: str, value: int, *, multiple_of: int = 1, at_most: int = MAX_FEATURES) -> None:
     """Raise an ArgumentError unless ``value`` is a positive multiple, and not above a bound."""
-    if value < 1 or value % multiple_of or (at_most is not None and value > at_most):
+    if value < 1 or value % multiple_of or value > at_most:
         rule = "be at least 1" if multiple_of == 1 else f"be a positive multiple of {multiple_of}"
-        rule += "" if at_most is None else f" and at most {at_most}"
-        raise ArgumentError(argument, rule, value, "Leave it out for the default.")
+        raise ArgumentError(argument, f"{rule} and at most {at_most}", value, "Leave it out for the default.")

@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
-from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
+from hf_linear_attn.feature_maps.learned import MAX_FEATURES, LearnedMap, Side, check_size, identity_like
 
-MAX_FEATURES = 1 << 16
-"""Largest state the polynomial map agrees to build: at 64 values per head it then takes 16 MiB per head."""
+MAX_POWER = 64
+"""Largest power of the polynomial map: weights of monomials are ratios of factorials, in float64."""
 
 
 class Monomials:
@@ -91,7 +91,7 @@ class Polynomial(FeatureMap):
         **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
-        check_size("power", power)
+        check_size("power", power, at_most=MAX_POWER)
         if not 0 <= constant < math.inf:
             raise ArgumentError("constant", "be >= 0 and finite", constant, "The default is 1.")
         self.power, self.constant = power, constant

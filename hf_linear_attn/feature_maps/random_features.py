@@ -59,6 +59,8 @@ class RandomFeatures(FeatureMap):
             head_dim, num_heads, num_kv_heads, separate=False, per_head=per_head, scaling=scaling, scale=scale
         )
         check_size("num_features", num_features, multiple_of=round(1 / self.directions_per_feature))
+        if not 0 <= seed < 2**63:
+            raise ArgumentError("seed", "lie in 0..2**63 - 1", seed, "The default is 0.")
         self.num_features, self.orthogonal = num_features, orthogonal
         self.register_buffer("projection", self._draw(seed).to(torch.get_default_device()))
 

@@ -6,10 +6,12 @@ operations of which PyTorch's form is the plainest run that one.
 """
 
 import os
+import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,46 @@ BACKENDS = ("auto", "reference", "torch", "triton")
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD = 256
 """Size of a head up to which the kernels hold its tiles."""
+
+
+class Fault(NamedTuple):
+    """A range of Triton versions that makes wrong code of loops like ours on some NVIDIA processors.
+
+    Attributes:
+        majors: Major compute capabilities of the processors.
+        fixed: The first version without it; none of those supported is older than it.
+        refused: Whether the kernels do not run there; otherwise they warn.
+        what: What goes wrong, and where it is documented.
+    """
+
+    majors: tuple[int, ...]
+    fixed: tuple[int, ...]
+    refused: bool
+    what: str
+
+
+FAULTS = (
+    # Loops that carry an fp32 state through products, as all our walks do, gave other bits on every call on sm_100
+    # (mended in 3.7) and sm_103 (mended in 3.8). Consumer Blackwell, 12.x, has other matrix units.
+    Fault(
+        (10, 11),
+        (3, 8),
+        True,
+        "races in loops that carry a sum through matrix products (triton-lang/triton issues 9871 and 10590)",
+    ),
+    # Which ptxas a release calls for sm_90: 12.8.93 in 3.6 and 3.7, 12.9.86 in 3.8, 13.4.59 in 3.9. Before CUDA 13.3 it
+    # may reuse the registers of an operand that a warp-group product has yet to read. Another known fault of Hopper,
+    # transposed results of such products stored wrongly before 3.7.1, concerns an operand that no kernel here has:
+    # benchmarks/compile_check.py looks for it.
+    Fault(
+        (9,),
+        (3, 9),
+        False,
+        "brings a ptxas older than CUDA 13.3's, which may overwrite registers that a matrix product still reads "
+        "(triton-lang/triton pull request 11781)",
+    ),
+)
+"""What is documented of released versions; ``hf-linear-attn check`` shows whether a machine computes right."""
 
 
 def choose_backend(
@@ -66,6 +108,10 @@ def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def device_obstacle(device: torch.device) -> str | None:
     """Say why no kernel runs on a device, or None where they do."""
+    return _gpu_obstacle(device) if device.type == "cuda" else _obstacle(device)
+
+
+def _obstacle(device: torch.device) -> str | None:
     reason = _version_obstacle()
     if reason is not None:
         return reason
@@ -74,7 +120,35 @@ def device_obstacle(device: torch.device) -> str | None:
     if target_of(device) is None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         return f"{name} is not supported; kernels exist for NVIDIA sm_80 and newer and for AMD gfx942"
+    fault = device_fault(device)
+    if fault is None:
+        return None
+    message = _explain(fault, device)
+    if fault.refused:
+        return message
+    warnings.warn(f"{message}. `hf-linear-attn check` compares the kernels here with float64.", stacklevel=2)
     return None
+
+
+_gpu_obstacle = cache(_obstacle)
+"""What is true of a GPU stays true, and each warns once."""
+
+
+def device_fault(device: torch.device) -> Fault | None:
+    """Return what is documented to be wrong with this Triton's code for a device, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    major, release = torch.cuda.get_device_capability(device)[0], _numbers(version("triton"))
+    # A ptxas of the user's own takes the place of Triton's.
+    faults = (fault for fault in FAULTS if fault.refused or not os.environ.get("TRITON_PTXAS_PATH"))
+    return next((fault for fault in faults if major in fault.majors and release < fault.fixed), None)
+
+
+def _explain(fault: Fault, device: torch.device) -> str:
+    first = ".".join(map(str, fault.fixed))
+    name = torch.cuda.get_device_name(device)
+    own = "" if fault.refused else ", or set TRITON_PTXAS_PATH to a newer ptxas"
+    return f"Triton {version('triton')} on {name} {fault.what}; install triton>={first}{own}"
 
 
 @cache
@@ -83,6 +157,12 @@ def _version_obstacle() -> str | None:
         found = version("triton")
     except PackageNotFoundError:
         return "Triton is not installed (pip install 'triton>=3.6')"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TRITON:
+    if _numbers(found) < OLDEST_TRITON:
         return f"Triton {found} is older than 3.6, the first version that the kernels are built for"
     return None
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers of a version, without what a build or a pre-release adds to them."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -1,8 +1,11 @@
 """What the ops registered with torch.library refuse alike."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from hf_linear_attn.errors import BackendError
 
@@ -16,11 +19,8 @@ def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
         backward: The one that computes gradients.
     """
 
-    def refuse(transform: str, remedy: str) -> NoReturn:
-        raise BackendError("backend", f"be 'reference' {transform}", backend, remedy)
-
     def second_derivative(ctx: Any, *gradients: Any) -> NoReturn:
-        refuse("for second derivatives", "Its backward is not differentiable.")
+        _refuse("for second derivatives", backend, "Its backward is not differentiable.")
 
     torch.library.register_autograd(backward, second_derivative)
     refuse_vmap(backend, *ops, backward)
@@ -30,9 +30,44 @@ def refuse_vmap(backend: str, *ops: Any) -> None:
     """Make vmap over a backend's ops say what works instead."""
 
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        raise BackendError(
-            "backend", "be 'reference' under vmap", backend, "Make the mapped dimension part of the batch."
-        )
+        _refuse("under vmap", backend, "Make the mapped dimension part of the batch.")
 
     for op in ops:
         torch.library.register_vmap(op, vmap)
+
+
+def refuse_forward_mode(backend: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors with a tangent, where an op would answer with a derivative of 0, or not at all.
+
+    Raises:
+        BackendError: If one has a tangent, as under ``torch.func.jvp``.
+    """
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in tensors
+    ):
+        _refuse("for forward-mode derivatives", backend, "Its derivatives are computed backwards only.")
+
+
+def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors that torch.func differentiates, forwards or backwards; torch.library's ops know neither.
+
+    Raises:
+        BackendError: If one is being differentiated so.
+    """
+    refuse_forward_mode(backend, *tensors)
+    # A compiler cannot trace the question; an op in its graph says itself what it cannot do.
+    if not torch.compiler.is_compiling() and any(
+        x is not None and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors
+    ):
+        _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast changes nothing, whatever casts products around it."""
+    # Tensors without storage have no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def _refuse(when: str, backend: str, remedy: str) -> NoReturn:
+    raise BackendError("backend", f"be 'reference' {when}", backend, remedy)

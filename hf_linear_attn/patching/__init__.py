@@ -1,10 +1,13 @@
 """Patching Transformers models in place, and everything that then has to go on working."""
 
-from hf_linear_attn.patching.attention import LinearAttention, disable_branch, part_of
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers.attention import disable_branch
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.checkpoint import from_pretrained
 from hf_linear_attn.patching.context import Context, encode_context, load_context
-from hf_linear_attn.patching.patch import attention_layers, is_patched, patch_model, unpatch_model
+from hf_linear_attn.patching.convert import is_patched, patch_model, unpatch_model
+from hf_linear_attn.patching.discover import attention_layers
+from hf_linear_attn.patching.hook import part_of
 
 __all__ = [
     "Context",

@@ -15,29 +15,23 @@ from transformers.cache_utils import (
 )
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.step import decode_state
+from hf_linear_attn.layers import State
 
 
 class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Hold the state of one converted layer.
 
-    ``update`` returns only the new keys and values; the attention function folds them in afterwards with
-    :meth:`store`. Everything else is a batch-first tensor in :attr:`tensors`, so that beams, batches and devices are
-    handled in one place.
+    ``update`` returns only the new keys and values; the attention function folds them into :attr:`state` afterwards.
 
     Assisted decoding reads tokens that it may drop. A sum cannot give them back, so after
-    :meth:`activate_past_recording` the state stays where it was at the last :meth:`crop`, with the keys and values
-    read since: :meth:`crop` goes back, and the tokens that remain are read again with the next ones.
+    :meth:`activate_past_recording` the state of the last :meth:`crop` is kept, with the keys and values read since:
+    :meth:`crop` goes back, and the tokens that remain are read again with the next ones.
 
     Attributes:
-        tensors: The state by name: ``kv`` and ``z``, and with a window ``ring_k, ring_v, ring_mask, ring_far,
-            ring_position`` (its tokens in order), ``sink_k, sink_v, sink_slot``, ``far_count`` and ``far_keys`` (number
-            and sum of the keys in the linear branch); ``seen`` counts the real tokens of each row.
+        state: What was read.
         recent: Keys, values and mask of the tokens since the last crop, while the past is recorded.
         unread: Those of ``recent`` that a crop has left, to be read again before the next tokens.
-        sinks_read: Whether every row has read all its sinks, so that no later token is one.
-        static: Whether tensors stay at fixed addresses, as compiled generation needs.
+        base: A snapshot of the state before ``recent``.
         others: Layers of the second and later attention calls in one module, in models that call it more than once.
     """
 
@@ -49,23 +43,36 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         super().__init__()  # type: ignore[no-untyped-call]
         # Some models ask for the number of elements of another layer's keys.
         self.keys = self.values = torch.empty(0)
-        self.tensors: dict[str, Tensor] = {}
+        self.state = State(static=max_length is not None)
         self.recent: dict[str, Tensor] = {}
         self.unread: dict[str, Tensor] = {}
         self.base: dict[str, Tensor] | None = None
-        self.record_past = self.sinks_read = False
-        self.static = max_length is not None
+        self.record_past = False
         self.is_compileable = self.static
         self.max_length = -1 if max_length is None else max_length
-        self.length: int | Tensor = torch.tensor(0) if self.static else 0
         self.others: list[LinearAttentionCacheLayer] = []
         self.is_initialized = True
+
+    @property
+    def static(self) -> bool:
+        """Whether tensors stay at fixed addresses, as compiled generation needs."""
+        return self.state.static
+
+    @property
+    def length(self) -> int | Tensor:
+        """Tokens read, padding included; a tensor in a static cache."""
+        return self.state.length
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state's tensors by name."""
+        return self.state.tensors
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the attention function allocates what it needs."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values as they are; :meth:`store` follows."""
+        """Return the new keys and values as they are."""
         return key_states, value_states
 
     def of_call(self, number: int) -> "LinearAttentionCacheLayer":
@@ -76,35 +83,10 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             self.others.append(other)
         return self.others[number - 1] if number else self
 
-    def store(self, tokens: int, **tensors: Tensor) -> None:
-        """Take over the state after ``tokens`` more tokens."""
-        self.advance(tokens, next(iter(tensors.values())).device)
-        for name, x in tensors.items():
-            old = self.tensors.get(name)
-            if self.static and old is not None:
-                # A normaliser may be kept in several copies, see decode_state().
-                old.copy_(x[:, :, None] if old.ndim > x.ndim else x)
-            elif self.static and name == "z" and x.dtype == torch.float32 and "ring_k" not in tensors:
-                batch, heads, features = x.shape
-                copies = decode_state(batch, heads, features, tensors["kv"].shape[-1], device=x.device).z
-                self.tensors[name] = copies.copy_(x[:, :, None])
-            else:
-                # A static tensor must not be one that the caller goes on to write to.
-                self.tensors[name] = x.clone() if self.static else x
-
-    def advance(self, tokens: int, device: torch.device) -> None:
-        """Count ``tokens`` more tokens."""
-        if isinstance(self.length, Tensor):
-            if self.length.device != device:
-                self.length = self.length.to(device)
-            self.length.add_(tokens)
-        else:
-            self.length += tokens
-
     def record(self, **tokens: Tensor) -> None:
         """Keep keys, values and mask of new tokens ``[B, ..., T, *]`` until the next crop."""
         if self.base is None:
-            self.base = {name: x.clone() if self.static else x for name, x in self.tensors.items()}
+            self.base = self.state.snapshot()
         self.recent = {
             name: torch.cat([self.recent[name], x], dim=_token_dim(name)) if self.recent else x
             for name, x in tokens.items()
@@ -114,16 +96,8 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         """Return the tokens to be read again, and count them as not read."""
         unread, self.unread = self.unread, {}
         if unread:
-            self.length -= unread["mask"].shape[1]
+            self.state.advance(-unread["mask"].shape[1], unread["mask"].device)
         return unread
-
-    @property
-    def state(self) -> LinearAttentionState | None:
-        """The linear branch's state, None before the first token."""
-        if "kv" not in self.tensors:
-            return None
-        z = self.tensors["z"]
-        return LinearAttentionState(self.tensors["kv"], z if z.ndim == 3 else z[:, :, 0])
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read, padding included."""
@@ -138,20 +112,16 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         return self.max_length
 
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        for held in (self.tensors, self.recent, self.unread, self.base or {}):
+        self.state.apply(function)
+        for held in (self.recent, self.unread, self.base or {}):
             held.update({name: function(x) for name, x in held.items()})
         for other in self.others:
             other._apply(function)
 
     def reset(self) -> None:
         """Forget every token."""
-        self.recent, self.unread, self.base, self.sinks_read = {}, {}, None, False
-        if isinstance(self.length, Tensor):
-            for x in self.tensors.values():
-                x.zero_()
-            self.length.zero_()
-        else:
-            self.tensors, self.length = {}, 0
+        self.recent, self.unread, self.base = {}, {}, None
+        self.state.reset()
         for other in self.others:
             other.reset()
 
@@ -191,19 +161,13 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
                 "Call cache.activate_past_recording() before reading tokens that may be dropped, or copy it.",
             )
         if tokens_to_remove:
-            self.sinks_read = False
             self.unread = {
                 name: x.narrow(_token_dim(name), 0, kept + tokens_to_remove)
                 for name, x in self.recent.items()
                 if kept + tokens_to_remove
             }
-            before = self.base or {}
-            if self.static:
-                for name, x in self.tensors.items():
-                    x.copy_(before[name]) if name in before else x.zero_()
-            else:
-                self.tensors = dict(before)
-            self.length += tokens_to_remove
+            self.state.restore(self.base or {})
+            self.state.advance(tokens_to_remove, self.recent["mask"].device)
         self.recent, self.base = {}, None
         for other in self.others:
             other.crop(tokens_to_remove)

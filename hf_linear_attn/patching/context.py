@@ -10,15 +10,17 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
-from hf_linear_attn.patching.attention import LinearAttention, convert_cache
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers.window import NOWHERE
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
+from hf_linear_attn.patching.hook import convert_cache, part_of
 
-CONTEXT_FORMAT_VERSION = 1
+CONTEXT_FORMAT_VERSION = 2
 """Version of the file; raised when older code could not read it."""
 
 SAMPLES = 64
@@ -43,6 +45,45 @@ class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
         """Repeat each row."""
         super().batch_repeat_interleave(repeats)
         self.context_mask = self.context_mask.repeat_interleave(repeats, 0)
+
+
+def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mask of a context and of the tokens after it, ``[B, past + T]``.
+
+    Args:
+        cache: A fresh copy of a context.
+        ids: The tokens that follow ``[B, T]``.
+        mask: Their mask, or that of all; None where they are all real.
+
+    Raises:
+        ArgumentError: If the copy was used before, or rows or mask do not fit.
+    """
+    if cache.get_seq_length() != cache.context_mask.shape[1]:
+        raise ArgumentError(
+            "past_key_values",
+            f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
+            f"a cache of {cache.get_seq_length()}",
+            "Call context.copy() for each answer.",
+        )
+    if (rows := cache.context_mask.shape[0]) != ids.shape[0]:
+        raise ArgumentError(
+            "past_key_values",
+            f"hold a context for each of the {ids.shape[0]} inputs",
+            rows,
+            "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams by itself.",
+        )
+    mask = torch.ones_like(ids) if mask is None else mask
+    past = cache.context_mask.to(mask)
+    if mask.shape[1] == ids.shape[1]:
+        return torch.cat([past, mask], dim=1)
+    if mask.shape[1] != past.shape[1] + ids.shape[1] or not torch.equal(mask[:, : past.shape[1]], past):
+        raise ArgumentError(
+            "attention_mask",
+            f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
+            tuple(mask.shape),
+            "Leave it out where the new tokens are not padded.",
+        )
+    return mask
 
 
 class Context:
@@ -99,19 +140,14 @@ class Context:
     def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
         """Put tensors that :meth:`save` wrote into a cache of ``model``."""
         cache = _empty_cache(model)
-        devices: dict[Any, torch.device] = {
-            module.layer_idx: next(module.parameters()).device
+        modules = {
+            module.layer_idx: module
             for module in model.modules()
             if isinstance(getattr(module, "layer_idx", None), int) and any(True for _ in module.parameters())
         }
         for index, layer in enumerate(cache.layers):
-            device = devices.get(index, model.device)
-            own = {
-                name.split(".", 2)[2]: x.to(device)
-                for name, x in tensors.items()
-                if name.startswith(f"layers.{index}.")
-            }
-            _fill(layer, own, length)
+            own = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"layers.{index}.")}
+            _fill(layer, modules.get(index), own, length)
         cache.context_mask = _mask(tensors["seen"], length).to(model.device)
         return cls(cache, fingerprint)
 
@@ -235,7 +271,9 @@ def load_context(path: str | Path, model: PreTrainedModel) -> Context:
             "A state means nothing to other weights or another conversion; encode the text with this model.",
             where=type(model).__name__,
         )
-    return Context.of_tensors(model, tensors, int(about["length"]), fingerprint)
+    length = int(about["length"])
+    tensors = tensors if version > 1 else in_circles(tensors, length)
+    return Context.of_tensors(model, tensors, length, fingerprint)
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
@@ -275,23 +313,58 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
             )
         if isinstance(layer, LinearAttentionCacheLayer):
             for call, part in enumerate((layer, *layer.others)):
-                tensors |= {f"layers.{index}.{call}.{name}": x for name, x in part.tensors.items()}
+                tensors |= {f"layers.{index}.{call}.{name}": x for name, x in part.state.read().items()}
         elif layer.keys is not None and layer.values is not None:
             tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
     return tensors
 
 
-def _fill(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
-    if isinstance(layer, LinearAttentionCacheLayer):
-        for name, x in tensors.items():
-            call, name = name.split(".", 1)
-            part = layer.of_call(int(call))
-            part.tensors[name], part.length = x, length
-    elif tensors:
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
-        layer.keys, layer.values = tensors["keys"], tensors["values"]
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = length
+def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], length: int) -> None:
+    device = None if module is None else next(module.parameters()).device
+    tensors = {name: x.to(device) for name, x in tensors.items()}
+    if not isinstance(layer, LinearAttentionCacheLayer):
+        if tensors:
+            layer.lazy_initialization(tensors["keys"], tensors["values"])
+            layer.keys, layer.values = tensors["keys"], tensors["values"]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = length
+        return
+    part = None if module is None else part_of(module)
+    calls: dict[int, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        number, name = name.split(".", 1)
+        calls.setdefault(int(number), {})[name] = x
+    for number, held in calls.items():
+        state = layer.of_call(number).state
+        if part is not None:
+            values = held["near_v"] if "near_v" in held else held["kv"]
+            state.allocate(part.slots(values.shape[-1]), len(values), values)
+            state.write(held)
+        state.length = length
+
+
+def in_circles(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Return the tensors of a file of the first format, which held the window in order, as they are held now."""
+    found = {name: x for name, x in tensors.items() if name.split(".")[-1].split("_")[0] not in ("ring", "sink", "far")}
+    found |= {name: x for name, x in tensors.items() if name.endswith(".far_keys")}
+    for prefix in (name.removesuffix("ring_k") for name in tensors if name.endswith(".ring_k")):
+        mask = tensors[prefix + "ring_far"]
+        window = mask.shape[1]
+        sinks = tensors[prefix + "sink_slot"].shape[1] if prefix + "sink_slot" in tensors else 0
+        places = sinks + (torch.arange(window) - window + length) % (window + 1)
+        for name in ("k", "v"):
+            x = tensors[f"{prefix}ring_{name}"]
+            circle = x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3])
+            circle[:, :, places] = x
+            if sinks:
+                circle[:, :, :sinks] = tensors[f"{prefix}sink_{name}"]
+            found[f"{prefix}near_{name}"] = circle
+        held = mask.new_zeros(len(mask), sinks + window + 1)
+        held[:, places] = mask
+        if sinks:
+            held[:, :sinks] = tensors[prefix + "sink_slot"] < NOWHERE
+        found[prefix + "near_mask"] = held
+    return found
 
 
 def _mask(seen: Tensor, length: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The mask function of patched models: a 2-D padding mask or None, never a T x S one."""
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,20 +10,41 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 
-_one_sequence = False
-"""Whether the arguments of the latest forward leave no room for packed sequences; read while a graph is traced."""
+
+class Packing(NamedTuple):
+    """What a model's arguments tell of its batch.
+
+    Attributes:
+        one_sequence: Whether they leave no room for packed sequences; read while a graph is traced.
+        outer: That of the model around it.
+    """
+
+    one_sequence: bool
+    outer: "Packing | None"
 
 
-def note_packing(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+class _Current(threading.local):
+    packing: Packing | None = None
+
+
+_current = _Current()
+
+
+def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Tell from a model's arguments whether its batch can hold packed sequences (a forward pre-hook).
 
     Only a run shows what a mask holds, and a graph is traced before. Packing is spelt out by position ids where there
     is no mask, or by a 4-D mask; what is not told apart here breaks the graph, as it then depends on values.
     """
-    global _one_sequence
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = isinstance(mask, Tensor) and mask.ndim == 2
-    _one_sequence = len(args) < 2 and (padded or (mask is None and positions is None))
+    one = len(args) < 2 and (padded or (mask is None and positions is None))
+    _current.packing = Packing(one, _current.packing)
+
+
+def leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forget that after the forward, however it ended (a forward hook)."""
+    _current.packing = None if _current.packing is None else _current.packing.outer
 
 
 @torch.library.custom_op("hf_linear_attn::checked", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -132,7 +154,8 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     Raises:
         UnsupportedError: If a query sees a later key, or a traced graph was promised one sequence and finds more.
     """
-    if _one_sequence and torch.compiler.is_compiling():
+    packing = _current.packing
+    if packing is not None and packing.one_sequence and torch.compiler.is_compiling():
         wrong = starts.any() if later is None else starts.any() | later.any()
         return checked(real, wrong, _pattern(where)), None
     if later is not None and bool(later.any()):

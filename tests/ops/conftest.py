@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.ops.linear_attention import torch as chunked
-from hf_linear_attn.ops.triton import plan
+from hf_linear_attn.ops.triton import plan, remember
 from tests.ops.oracle import DEVICE
 
 
@@ -25,6 +25,14 @@ def device() -> Iterator[None]:
     torch.set_default_device(DEVICE)
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    """Forget plans around each test: many change what plans depend on."""
+    remember.forget()
+    yield
+    remember.forget()
 
 
 def target(processors: int) -> plan.Target:

@@ -202,3 +202,49 @@ def test_maps_agree_at_the_extremes(name: str, which: str) -> None:
     _, state = linear_attention(k, k, torch.ones(1, 1, 1, 1), feature_map=name, backend=which)
     expected = elementwise_map(name).phi(k.double())
     torch.testing.assert_close(state.z.double()[0], expected[0, 0], rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("major", "found", "outcome"),
+    [
+        (10, "3.7.1", "refused"),
+        (10, "3.8.0", None),
+        (11, "3.6.0", "refused"),
+        # Consumer Blackwell has other matrix units.
+        (12, "3.6.0", None),
+        (9, "3.8.0+git1234", "warned"),
+        (9, "3.9.0", None),
+        (9, "3.10.0", None),
+        (8, "3.6.0", None),
+    ],
+)
+def test_triton_known_to_make_wrong_code_is_named(
+    major: int, found: str, outcome: str | None, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(backend_choice, "version", lambda name: found)
+    monkeypatch.setattr(backend_choice, "target_of", lambda device: plan.Target("sm_90", 132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    backend_choice._version_obstacle.cache_clear()
+    backend_choice._gpu_obstacle.cache_clear()
+    try:
+        reason = backend_choice.device_obstacle(gpu)
+        assert backend_choice.device_obstacle(gpu) == reason
+        said = reason if outcome == "refused" else str(recwarn.pop(UserWarning).message) if outcome else None
+        if said is not None:
+            assert said.startswith(f"Triton {found} on A GPU ")
+            assert "triton-lang/triton" in said
+            assert "install triton>=3." in said
+        # One warning at most, and none for those refused.
+        assert len(recwarn) == 0
+        assert (reason is not None) == (outcome == "refused")
+        # With an assembler of one's own, what Triton brings does not matter.
+        monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")
+        backend_choice._gpu_obstacle.cache_clear()
+        assert (backend_choice.device_obstacle(gpu) is not None) == (outcome == "refused")
+        assert len(recwarn) == 0
+    finally:
+        backend_choice._version_obstacle.cache_clear()
+        backend_choice._gpu_obstacle.cache_clear()

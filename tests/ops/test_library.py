@@ -1,14 +1,17 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from hf_linear_attn import LinearAttentionState, linear_attention
-from hf_linear_attn.errors import BackendError
+from hf_linear_attn.errors import BackendError, HFLinearAttnError
 from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import op
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.step.triton.op import triton_decode_
 from hf_linear_attn.ops.triton import plan
-from tests.ops.oracle import Case, poison, run
+from hf_linear_attn.ops.window import OwnKey, window_attention
+from tests.ops.oracle import DEVICE, Case, poison, run
 
 BACKENDS = ("torch", "triton")
 FORWARD = {"torch": chunked.chunked_forward, "triton": op.triton_forward}
@@ -142,6 +145,38 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(state.kv, expected_state.kv)
 
 
+def far_heads(x: Tensor, stride: int) -> Tensor:
+    """Return a copy with that many numbers from head to head; the storage between them is virtual."""
+    heads, tokens, dim = x.shape[1:]
+    storage = torch.empty(stride * (heads - 1) + tokens * dim, dtype=x.dtype)
+    return storage.as_strided(x.shape, (stride * heads, stride, dim, 1)).copy_(x)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_offsets_of_a_group_beyond_32_bits() -> None:
+    """The last query head of a group lies 2^31 numbers behind the first."""
+    case = Case(B=1, H=5, HKV=1, T=20, dtype=torch.bfloat16)
+    x = case.inputs()
+    expected = run(case, "triton", x)
+    far = x | {name: far_heads(x[name].detach(), 2**29 + 64) for name in ("q", "do")}
+    for name, y in run(case, "triton", far).items():
+        assert torch.equal(y, expected[name]), name
+
+
+def test_offsets_of_a_step_beyond_32_bits() -> None:
+    T, stride = 130, 2**24 - 64
+    near = torch.randn(1, 1, T, 16).bfloat16()
+    far = torch.empty(stride * T, dtype=torch.bfloat16).as_strided(near.shape, (stride * T, stride * T, stride, 1))
+    far.copy_(near)
+    state, other = (decode_state(1, 1, 16, 16, device=DEVICE) for _ in range(2))
+    expected = decode_step_(near, near, near, state, backend="triton")
+    assert torch.equal(decode_step_(far, far, far, other, backend="triton"), expected)
+    heads = torch.randn(1, 5, 1, 16).bfloat16()
+    one = near[:, :, :1]
+    expected = decode_step_(heads, one, one, state, backend="triton")
+    assert torch.equal(decode_step_(far_heads(heads, 2**29 + 64), one, one, other, backend="triton"), expected)
+
+
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_no_visible_key_gives_exactly_zero(backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
@@ -155,3 +190,102 @@ def test_no_visible_key_gives_exactly_zero(backend: str) -> None:
     assert (state.z == 0).all()
     o, _ = linear_attention(q.abs() + 1, -k.abs() - 1, v, feature_map="relu", backend=backend)
     assert (o == 0).all()
+
+
+def forward_mode(f, x: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+# Torch's own rules for forward mode are scripted.
+SCRIPTED = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+FUNCTIONAL = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(lambda y: f(y).sum())(x),
+    "dual": forward_mode,
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda y: f(y).sum()))(x[None])[0],
+}
+
+
+@SCRIPTED
+@pytest.mark.parametrize("derivative", FUNCTIONAL.values(), ids=FUNCTIONAL)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functional_derivatives_are_refused(backend: str, derivative) -> None:
+    # A tangent that an op of torch.library does not know of would be taken for 0.
+    q, k, v = (torch.randn(1, 2, 6, 16) for _ in range(3))
+
+    def attend(x: Tensor) -> Tensor:
+        return linear_attention(x, k, v, return_state=False, backend=backend)
+
+    def attend_after(x: Tensor) -> Tensor:
+        state = LinearAttentionState(x.mT @ v, x.sum(2))
+        return linear_attention(q, k, v, state=state, return_state=False, backend=backend)
+
+    for f in (attend, attend_after):
+        with pytest.raises(BackendError, match=rf"`backend` must be 'reference' .*, got '{backend}'"):
+            derivative(f, q)
+
+
+@SCRIPTED
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("derivative", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_the_reference_has_functional_derivatives(derivative) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 16, dtype=torch.float64) for _ in range(3))
+    own_key = OwnKey(v, v[0, :, 0, 0], q[0, :, 0], torch.ones(1, 6).bool(), torch.arange(6)[None] // 3)
+
+    for f in (
+        lambda x: linear_attention(x, k, v, return_state=False, backend="reference"),
+        lambda x: window_attention(x, k, v, window=3, scaling=0.25, backend="reference"),
+        lambda x: window_attention(x, k, v, window=3, scaling=0.25, own_key=own_key, backend="reference"),
+    ):
+        found = derivative(f, q)
+        step = 1e-6 * torch.ones_like(q)
+        if found.shape == q.shape and derivative in (FUNCTIONAL["jvp"], FUNCTIONAL["dual"]):
+            expected = (f(q + step) - f(q - step)) / 2e-6
+        else:
+            leaf = q.clone().requires_grad_()
+            expected = torch.autograd.grad(f(leaf).sum(), leaf)[0]
+        # Central differences of float64.
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@SCRIPTED
+def test_forward_mode_through_a_window_is_right_or_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 16) for _ in range(3))
+
+    def tangent(backend: str) -> Tensor:
+        return FUNCTIONAL["jvp"](lambda x: window_attention(x, k, v, window=3, scaling=0.25, backend=backend), q)
+
+    torch.testing.assert_close(tangent("torch"), tangent("reference"))
+    with pytest.raises(BackendError, match=r"`backend` must be 'reference' for forward-mode derivatives, got 'triton'"):
+        tangent("triton")
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_tensors_without_storage_give_shapes(backend: str) -> None:
+    q, k, v = (torch.empty(1, heads, 6, 4, device="meta") for heads in (4, 2, 2))
+    o, state = linear_attention(q, k, v, "hedgehog", backend=backend)
+    assert (o.shape, o.device.type) == (q.shape, "meta")
+    assert state.kv.shape == (1, 2, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eps": float("nan")}, "`eps` must be greater than 0, got nan"),
+        ({"eps": 1e-60}, "`eps` must lie in 1e-37..1e\\+37, got 1e-60"),
+        ({"eps": "small"}, "`eps` must be a number, got 'small'"),
+        ({"eps": None}, "`eps` must be a number, got None"),
+        ({"delay": 1.5}, "`delay` must be a whole number, got 1.5"),
+        ({"delay": True}, "`delay` must be a whole number, got True"),
+        ({"delay": 10**30}, "`delay` must lie in 0..2\\*\\*62"),
+        ({"causal": 1}, "`causal` must be True or False, got 1"),
+    ],
+    ids=str,
+)
+def test_numbers_are_checked(arguments, message: str) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    with pytest.raises(HFLinearAttnError, match=message):
+        linear_attention(q, k, v, **arguments)

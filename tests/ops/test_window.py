@@ -60,6 +60,10 @@ class Case:
             mask = torch.rand(self.B, S, generator=g) > 0.3
             mask[0, : S // 3] = False
             x["mask"] = mask
+            # What stands where no token is, and what queries there give, matters to nobody.
+            for name in ("k", "v"):
+                x[name] = x[name] * mask[:, None, :, None]
+            x["do"] = x["do"] * mask[:, None, self.past :, None]
         if self.sinks:
             x["sink_k"], x["sink_v"] = draw(self.HKV, self.sinks, self.D), draw(self.HKV, self.sinks, self.V)
             x["seen"] = torch.rand(self.B, self.T, self.sinks, generator=g) > 0.4

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer
-from hf_linear_attn.patching.attention import Geometry, disable_branch
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.patching import LinearAttentionCacheLayer, disable_branch
 
 B, H, HKV, T, D, V = 2, 4, 2, 23, 6, 5
 WINDOW, SINKS, SCALING = 5, 2, 0.3
@@ -15,7 +15,7 @@ WINDOW, SINKS, SCALING = 5, 2, 0.3
 
 def attention(mix, seed=0, **options):
     config = LinearAttentionConfig(feature_map="hedgehog", window=WINDOW, sinks=SINKS, mix=mix, **options)
-    module = LinearAttention(config, Geometry(D, H, HKV, SCALING), "layer")
+    module = LinearAttention(config, Sizes(D, H, HKV, SCALING), "layer")
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator)
@@ -72,12 +72,12 @@ MIXES = ["key", "gate", "shared", "window"]
 
 def attend(module, q, k, v, mask, pieces):
     """Read tokens in pieces, with a cache where they are several; rows of padding are zero."""
-    module.cache = LinearAttentionCacheLayer() if len(pieces) > 1 else None
+    state = State() if len(pieces) > 1 else None
     found = []
     for n, tokens in enumerate(pieces):
         part = slice(sum(pieces[:n]), sum(pieces[:n]) + tokens)
         with torch.no_grad():
-            found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], key_mask=mask[:, part]))
+            found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], Call(mask[:, part], state=state)))
     return torch.cat(found, 2) * mask[:, None, :, None]
 
 
@@ -106,7 +106,7 @@ def test_half_precision_is_near(mix, dtype):
     module = attention(mix).to(dtype)
     q, k, v, mask = inputs(dtype)
     with torch.no_grad():
-        o = module(q, k, v, key_mask=mask) * mask[:, None, :, None]
+        o = module(q, k, v, Call(mask)) * mask[:, None, :, None]
     assert o.dtype == dtype
     reference = expected(module.double(), q, k, v, mask)
     # Values near 1, weights and features rounded once or twice each.
@@ -120,14 +120,14 @@ def test_large_scores_do_not_overflow():
         module = attention("key")
         module.mix_bias.data.fill_(bias)
         with torch.no_grad():
-            o = module(q, k, v, key_mask=mask) * mask[:, None, :, None]
+            o = module(q, k, v, Call(mask)) * mask[:, None, :, None]
         torch.testing.assert_close(o.double(), expected(module, q, k, v, mask), atol=1e-5, rtol=1e-4)
 
 
 def test_equal_keys_have_their_true_mass():
     """Where keys beyond the window are all alike, their mean stands for them exactly: patched = softmax."""
     module = LinearAttention(
-        LinearAttentionConfig(feature_map="hedgehog", window=WINDOW), Geometry(D, H, HKV, SCALING), "layer"
+        LinearAttentionConfig(feature_map="hedgehog", window=WINDOW), Sizes(D, H, HKV, SCALING), "layer"
     ).double()
     q, k, v, _ = inputs()
     k, v = (x[:, :, :1].expand(-1, -1, T, -1) for x in (k, v))
@@ -149,27 +149,34 @@ def test_branches_can_be_switched_off():
     q, k, v, mask = inputs()
     with torch.no_grad():
         with disable_branch(module, "linear"):
-            near = module(q, k, v, key_mask=mask)
-        alone = attention("window").double()(q, k, v, key_mask=mask)
+            near = module(q, k, v, Call(mask))
+        alone = attention("window").double()(q, k, v, Call(mask))
     torch.testing.assert_close(near, alone)
 
 
 def test_sinks_are_looked_for_until_every_row_has_read_them():
     module = attention("key").double()
     q, k, v, mask = inputs()
-    layer = module.cache = LinearAttentionCacheLayer()
+    layer = LinearAttentionCacheLayer()
+
+    def read(end, in_place=True):
+        part = slice(layer.length, end)
+        call = Call(mask[:, part], state=layer.state, in_place=in_place)
+        module(q[:, :, part], k[:, :, part], v[:, :, part], call)
+        return end - part.start
+
     with torch.no_grad():
         # Row 0 begins with four tokens of padding, and has one of its two sinks after five.
         for end, known in ((4, False), (5, False), (6, True), (8, True)):
-            part = slice(layer.length, end)
-            module(q[:, :, part], k[:, :, part], v[:, :, part], key_mask=mask[:, part])
+            tokens = read(end)
             # A token at a time, it is asked once per window.
-            assert layer.sinks_read == (known and (end - part.start > 1 or end % WINDOW == 0))
+            assert layer.state.first_read == (known and (tokens > 1 or end % WINDOW == 0))
         before = {name: x.clone() for name, x in layer.tensors.items()}
         layer.activate_past_recording()
-        module(q[:, :, 8:11], k[:, :, 8:11], v[:, :, 8:11], key_mask=mask[:, 8:11])
+        layer.record(k=k[:, :, 8:11], v=v[:, :, 8:11], mask=mask[:, 8:11])
+        read(11, in_place=False)
         layer.crop(-3)
-        assert not layer.sinks_read
+        assert not layer.state.first_read
         assert all(torch.equal(x, layer.tensors[name]) for name, x in before.items())
         layer.reset()
-        assert not layer.sinks_read
+        assert not layer.state.first_read

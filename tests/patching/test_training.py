@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
-from hf_linear_attn.patching.masks import linear_attention_mask, note_packing
+from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 
 from .checks import Subject, close
 from .zoo import tiny_model
@@ -178,7 +178,7 @@ def test_a_graph_of_one_sequence_refuses_other_patterns_when_it_runs(pattern):
     torch.compiler.reset()
 
     def mask():
-        note_packing(torch.nn.Identity(), (), {})
+        enter_model(torch.nn.Identity(), (), {})
         return linear_attention_mask(2, 6, 6, mask_function=pattern)
 
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .* got 'another pa"):

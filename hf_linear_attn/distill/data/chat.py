@@ -14,8 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import first_line
+from hf_linear_attn.errors import ArgumentError, first_line
 
 ROLES = {
     "system": "system",

@@ -12,8 +12,7 @@ import fsspec
 import pyarrow.parquet
 import zstandard
 
-from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import first_line
+from hf_linear_attn.errors import ArgumentError, first_line
 
 KINDS = {
     ".json": "json",

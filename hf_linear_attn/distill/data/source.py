@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_linear_attn.distill.data.chat import ChatTemplate, Rendered
 from hf_linear_attn.distill.data.files import BROKEN, check_whole, find_files, group_files
 from hf_linear_attn.distill.data.forms import Form, form_of
-from hf_linear_attn.errors import ArgumentError, TrainingError
+from hf_linear_attn.errors import ArgumentError, TrainingError, first_line
 from hf_linear_attn.evaluation.tasks.base import bos_ids
-from hf_linear_attn.loading import first_line
 
 
 class Table(NamedTuple):

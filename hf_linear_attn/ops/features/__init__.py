@@ -35,11 +35,13 @@ def features_of(
             from hf_linear_attn.ops.features.triton.op import features_triton
 
             return features_triton(x, pair)
-    phi = feature_map.phi_q if side == "q" else feature_map.phi_k
-    return phi(x, positions).to(x.dtype)
+    features: Tensor = feature_map(x, side, positions)
+    return features.to(x.dtype)
 
 
 def computes_features(x: Tensor, pair: Pair) -> bool:
     """Tell whether a kernel can compute these features here."""
     largest = max(pair.weight.shape[1:])
-    return device_obstacle(x.device) is None and x.dtype != torch.float64 and largest <= LARGEST_PAIR
+    # Weights that are kept elsewhere come with the map's own forward.
+    here = pair.weight.device == x.device
+    return here and device_obstacle(x.device) is None and x.dtype != torch.float64 and largest <= LARGEST_PAIR

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
+from hf_linear_attn.checks import check_eps
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
 from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
@@ -113,8 +114,7 @@ def linear_attention(
         raise ArgumentError(
             "positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it."
         )
-    if eps <= 0:
-        raise ArgumentError("eps", "be greater than 0", eps, "The default is 1e-6.")
+    eps = check_eps(eps)
     if isinstance(feature_map, str):
         feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1])
         if feature_map.kernel is None:
@@ -122,7 +122,7 @@ def linear_attention(
             feature_map.to(q.device)
     phi = "identity"
     # Features and states have a precision of their own, whatever products around them are cast to.
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q.device):
         if feature_map is not None:
             if feature_map.kernel is None:
                 q = features_of(feature_map, q, "q", positions, backend)

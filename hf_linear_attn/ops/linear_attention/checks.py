@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.ops.state import LinearAttentionState
@@ -37,6 +38,7 @@ def check_types(
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
+    check_type("causal", causal, bool)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")
@@ -79,10 +81,11 @@ def check_masks(
     q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, cu_seqlens: Tensor | None, delay: int
 ) -> None:
     """Check what says which keys count."""
-    if delay < 0 or (delay and not causal):
+    check_type("delay", delay, int)
+    if not 0 <= delay <= 2**62 or (delay and not causal):
         raise ArgumentError(
             "delay",
-            "be >= 0, and 0 where not causal",
+            "lie in 0..2**62, and be 0 where not causal",
             delay,
             "A delay only makes sense in causal attention.",
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
-from hf_linear_attn.ops.library import refuse_transforms
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
@@ -49,6 +49,7 @@ def linear_attention_chunked(
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention chunk by chunk; arguments as in :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
+    refuse_functional("torch", q, k, v, kv0, z0)
     o, _, kv, z = chunked_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 

@@ -1,5 +1,7 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,31 @@ def decode_step_(
 
         return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
     return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
+
+
+def decode_plain_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    z: Tensor,
+    key_mask: Tensor | None,
+    phi: str,
+    eps: float,
+    backend: str,
+) -> Tensor:
+    """Run :func:`decode_step_` on plain tensors."""
+    state = LinearAttentionState(kv, z)
+    return decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend).contiguous()
+
+
+decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decode_plain_, mutates_args=("kv", "z"))
+"""The same as one node of a graph: what chooses a backend does not belong into it."""
+
+
+@decode_opaque_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None) -> None:

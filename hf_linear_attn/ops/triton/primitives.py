@@ -1,7 +1,8 @@
 """What all kernels share: the elementwise maps, tile loads, rounding, and the cut of a sequence into segments.
 
 Formulas are those of :mod:`hf_linear_attn.feature_maps.elementwise`, written for few instructions: elu + 1 as
-``max(x, 0) + exp2(min(x, 0) log2 e)`` needs no compare and select.
+``max(x, 0) + exp2(min(x, 0) log2 e)`` needs no compare and select. A NaN stays one: maxima and minima propagate it, so
+that a run which diverges does not look well.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -14,6 +15,7 @@ from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 CLAMP = tl.constexpr(EXP_CLAMP)
+ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -39,14 +41,14 @@ def phi(x, MAP: tl.constexpr):
     """Return the features of ``x`` in fp32."""
     x = x.to(tl.float32)
     if MAP == "elu":
-        y = tl.maximum(x, 0.0) + tl.exp2(tl.minimum(x, 0.0) * LOG2E)
+        y = tl.maximum(x, 0.0, propagate_nan=ALL) + tl.exp2(tl.minimum(x, 0.0, propagate_nan=ALL) * LOG2E)
     elif MAP == "relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.maximum(x, 0.0, propagate_nan=ALL)
     elif MAP == "squared_relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.maximum(x, 0.0, propagate_nan=ALL)
         y = y * y
     elif MAP == "exp":
-        y = tl.exp2(tl.minimum(x, CLAMP) * LOG2E)
+        y = tl.exp2(tl.minimum(x, CLAMP, propagate_nan=ALL) * LOG2E)
     elif MAP == "sigmoid":
         y = 1.0 / (1.0 + tl.exp2(-x * LOG2E))
     else:
@@ -60,13 +62,13 @@ def derivative(x, MAP: tl.constexpr):
     """Return ``phi'(x)`` in fp32."""
     x = x.to(tl.float32)
     if MAP == "elu":
-        y = tl.exp2(tl.minimum(x, 0.0) * LOG2E)
+        y = tl.exp2(tl.minimum(x, 0.0, propagate_nan=ALL) * LOG2E)
     elif MAP == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
     elif MAP == "squared_relu":
-        y = 2.0 * tl.maximum(x, 0.0)
+        y = 2.0 * tl.maximum(x, 0.0, propagate_nan=ALL)
     elif MAP == "exp":
-        y = tl.where(x <= CLAMP, tl.exp2(tl.minimum(x, CLAMP) * LOG2E), 0.0)
+        y = tl.where(x <= CLAMP, tl.exp2(tl.minimum(x, CLAMP, propagate_nan=ALL) * LOG2E), 0.0)
     elif MAP == "sigmoid":
         y = 1.0 / (1.0 + tl.exp2(-x * LOG2E))
         y = y * (1.0 - y)
@@ -77,14 +79,28 @@ def derivative(x, MAP: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, PIN: tl.constexpr):
-    """Round features to the operands' dtype, once.
+def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Round a tile to what products take: to ``dtype``, and where they are of tf32 to that.
+
+    The matrix units would cut the rest of an fp32 operand off, which makes every sum of positive terms too small.
+    """
+    y = x.to(dtype)
+    if PRECISION == "tf32":
+        y = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr):
+    """Round features to what products take, once.
 
     Without the barrier Triton recomputes the map for every layout in which the tile is consumed.
     """
     y = x.to(dtype)
     if PIN:
-        if dtype == tl.float32:
+        if PRECISION == "tf32":
+            y = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=False, pack=1)
+        elif dtype == tl.float32:
             y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=False, pack=1)
         else:
             y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], dtype=y.dtype, is_pure=False, pack=2)
@@ -105,6 +121,30 @@ def load_tile(pointer, offsets, rows, columns, EXACT: tl.constexpr):
     if x.dtype == tl.float16:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def load_operand(pointer, offsets, rows, columns, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """Load a tile that products take as it is; fp16 is tf32 already."""
+    x = load_tile(pointer, offsets, rows, columns, EXACT)
+    if pointer.dtype.element_ty == tl.float32:
+        x = operand(x, tl.float32, PRECISION)
+    return x
+
+
+@triton.jit
+def load_features(
+    pointer, offsets, rows, columns,
+    EXACT: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Load a tile's features with zeros outside, whatever stands there: ``phi(0)`` need not be 0."""
+    x = load_tile(pointer, offsets, rows, columns, EXACT)
+    y = phi(x, MAP)
+    if MAP == "elu" or MAP == "exp" or MAP == "sigmoid":
+        y = tl.where(rows[:, None], y, 0.0)
+        if not EXACT:
+            y = tl.where(columns[None, :], y, 0.0)
+    return rounded(y, x.dtype, PRECISION, PIN)
 
 
 @triton.jit
@@ -138,7 +178,8 @@ def segment_bounds(table, i_s, T, L, NSEG, VARLEN: tl.constexpr):
 def key_rows(mask, c, rows, ot, first, delay, MASKED: tl.constexpr, DELAYED: tl.constexpr):
     """Return which rows of the chunk at ``c`` hold a key, and which of those a key that counts.
 
-    With a delay, row t holds key ``t - delay`` of its sequence: lagging keys are a shifted read, nothing else.
+    With a delay, row t holds key ``t - delay`` of its sequence: lagging keys are a shifted read, nothing else. Rows of
+    keys that do not count are not even read, since 0 times a NaN is one.
     """
     there = rows
     if DELAYED:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
-from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_tile, product, store_tile
+from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_operand, load_tile, operand, product, store_tile
 
 TINY = tl.constexpr(_TINY)
 LARGEST_FP16 = tl.constexpr(65504.0)
@@ -32,11 +32,14 @@ def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexp
 
 
 @triton.jit
-def load_weight(weight, w_d, od, om, D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, SPLIT: tl.constexpr):
+def load_weight(
+    weight, w_d, od, om,
+    D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """Load W in the dtype of its products, and where asked what that leaves of it."""
     w = tl.load(weight + od[:, None] * w_d + om[None, :], mask=(od < D)[:, None] & (om < M)[None, :], other=0.0)
     w = w.to(tl.float32)
-    high = w.to(dtype)
+    high = operand(w, dtype, PRECISION)
     rest = high
     if SPLIT:
         rest = (w - high.to(tl.float32)).to(dtype)
@@ -84,17 +87,17 @@ def features_kernel(
     ot = tl.arange(0, BT)
     x += i_b * x_b + i_h.to(tl.int64) * x_h
     o += i_b * o_b + i_h.to(tl.int64) * o_h
-    operand: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     # [BD, BM]
-    w, rest = load_weight(weight + i_h * w_h, w_d, od, om, D, M, operand, SPLIT)
+    w, rest = load_weight(weight + i_h.to(tl.int64) * w_h, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
     if MAP == "norm_preserving":
-        a = tl.load(power + i_h * p_h).to(tl.float32)
+        a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     start = i_l.to(tl.int64) * L
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
         # [BT, BD]
-        xx = load_tile(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD)
+        xx = load_operand(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD, PRECISION)
         # [BT, BM]
         y = project(xx, w, rest, factor, PRECISION, SPLIT)
         if MAP == "hedgehog":
@@ -104,9 +107,10 @@ def features_kernel(
             length, _, r, _ = roots(y, a, sharpness, inside, QUERY)
             bent = length[:, None] * r
             if o.dtype.element_ty == tl.float16:
-                bent = tl.minimum(bent, LARGEST_FP16)
-            above = tl.where(y > 0, bent, 0.0)
-            below = tl.where(y < 0, bent, 0.0)
+                bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
+            # Of a NaN, neither half is 0.
+            above = tl.where(y <= 0, 0.0, bent)
+            below = tl.where(y >= 0, 0.0, bent)
         store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
 
@@ -130,18 +134,18 @@ def features_backward_kernel(
     x += i_b * x_b + i_h.to(tl.int64) * x_h
     do += i_b * do_b + i_h.to(tl.int64) * do_h
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
-    operand: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     # [BD, BM]
-    w, rest = load_weight(weight + i_h * w_h, w_d, od, om, D, M, operand, SPLIT)
+    w, rest = load_weight(weight + i_h.to(tl.int64) * w_h, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
     if MAP == "norm_preserving":
-        a = tl.load(power + i_h * p_h).to(tl.float32)
+        a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     sum_p = tl.zeros([BT], tl.float32)
     start = i_l.to(tl.int64) * L
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
         # [BT, BD]
-        xx = load_tile(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD)
+        xx = load_operand(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD, PRECISION)
         # [BT, BM]
         above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
         below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)

@@ -13,13 +13,14 @@ from hf_linear_attn.ops.features.triton.kernels import (
     features_backward_launch,
     features_launch,
 )
-from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.triton.plan import Launch, readable
+from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
 
 
 def features_triton(x: Tensor, pair: Pair) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
+    refuse_functional("triton", x, pair.weight, pair.power)
     o: Tensor = triton_features(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
     return o
 
@@ -36,9 +37,13 @@ def triton_features(
     x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
 ) -> Tensor:
     """Return the features of a pair of halves."""
-    o, launch = features_launch(_feature_problem(x, weight, power, name, factor, sharpness))
-    run(x.device, [launch])
-    return o
+    return _features(x, weight, power, name, factor, sharpness)
+
+
+@planned
+def _features(*inputs: Any) -> tuple[Tensor, list[Launch]]:
+    o, launch = features_launch(_feature_problem(*inputs))
+    return o, [launch]
 
 
 @triton_features.register_fake
@@ -51,10 +56,13 @@ def triton_features_backward(
     do: Tensor, x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x W`` and, by piece, of the power."""
-    problem = _feature_problem(x, weight, power, name, factor, sharpness)
-    found, launch = features_backward_launch(problem, readable(do))
-    run(x.device, [launch])
-    return found
+    return _gradients(do, x, weight, power, name, factor, sharpness)
+
+
+@planned
+def _gradients(do: Tensor, *inputs: Any) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
+    found, launch = features_backward_launch(_feature_problem(*inputs), readable(do))
+    return found, [launch]
 
 
 @triton_features_backward.register_fake

@@ -27,7 +27,10 @@ from hf_linear_attn.ops.triton.primitives import (
     derivative,
     dot,
     key_rows,
+    load_features,
+    load_operand,
     load_tile,
+    operand,
     phi,
     product,
     rounded,
@@ -87,7 +90,7 @@ def reverse_state_kernel(
         for c in range(start, end, BT):
             rows = c + ot < end
             # [BT, BV]
-            dd = load_tile(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+            dd = load_operand(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
             oo = load_tile(o_g + c * o_t, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
             # [BT, BD]
             x = load_tile(q_g + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
@@ -95,7 +98,7 @@ def reverse_state_kernel(
             dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
             if i_d == 0:
                 tl.store(delta + offset + c + ot, dl, mask=rows)
-            fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+            fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
             r = dot(tl.trans(fq), dd, r, PRECISION)
             rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
     states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
@@ -158,19 +161,20 @@ def dq_kernel(
     for c in range(start, end, BT):
         rows = c + ot < end
         # [BT, BV]
-        dd = load_tile(do + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+        dd = load_operand(do + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
         dl = tl.load(delta + c + ot, mask=rows, other=0.0)
-        acc = product(dd, s.to(dd.dtype), PRECISION)
+        acc = product(dd, operand(s, dd.dtype, PRECISION), PRECISION)
         acc -= dl[:, None] * z[None, :]
         if CAUSAL:
-            there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
+            _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
             # [BT, BV]
-            vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
+            vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
             # [BT, BD]
-            x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
-            fk = rounded(tl.where(counts[:, None], phi(x, MAP), 0.0), x.dtype, PIN)
+            fk = load_features(
+                k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
+            )
             p = tl.where(causal, product(dd, tl.trans(vv), PRECISION) - dl[:, None], 0.0)
-            acc = dot(p.to(x.dtype), fk, acc, PRECISION)
+            acc = dot(operand(p, dd.dtype, PRECISION), fk, acc, PRECISION)
             s = dot(tl.trans(vv), fk, s, PRECISION)
             z += tl.sum(fk.to(tl.float32), 0)
         # [BT, BD]
@@ -213,11 +217,10 @@ def dk_kernel(
         dk -= delay.to(tl.int64) * dk_t
         if MASKED:
             mask -= delay
-    q += row * q_b + i_hk.to(tl.int64) * G * q_h
-    do += row * do_b + i_hk.to(tl.int64) * G * do_h
-    offset = row * d_b + i_hk.to(tl.int64) * G * T
-    den += offset
-    delta += offset
+    q += row * q_b
+    do += row * do_b
+    den += row * d_b
+    delta += row * d_b
     # [BV, BD]: the reverse state, transposed
     in_state = (ov < V)[:, None] & (od < D)[None, :]
     o_state = od[None, :] * V + ov[:, None]
@@ -225,9 +228,12 @@ def dk_kernel(
         states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
         r = tl.load(states + o_state, mask=in_state, other=0.0)
         rz = tl.load(states + D * V + od, mask=od < D, other=0.0)
-    else:
+    elif SOURCE == "sequence":
         r = tl.load(kv1 + (n * HKV + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
         rz = tl.load(z1 + (n * HKV + i_hk) * D + od, mask=od < D, other=0.0)
+    else:
+        r = tl.zeros([BV, BD], tl.float32)
+        rz = tl.zeros([BD], tl.float32)
     causal = ot[:, None] <= ot[None, :]
     chunks = tl.cdiv(end - start, BT)
     for i in range(0, chunks):
@@ -235,20 +241,23 @@ def dk_kernel(
         rows = c + ot < end
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
         # [BT, BV]
-        vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
-        acc = product(vv, r.to(vv.dtype), PRECISION)
+        vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        acc = product(vv, operand(r, vv.dtype, PRECISION), PRECISION)
         acc += rz[None, :]
         if CAUSAL:
             for g in range(G):
+                i_h = (i_hk * G + g).to(tl.int64)
                 # [BT, BV]
-                dd = load_tile(do + g * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+                dd = load_operand(
+                    do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
+                )
                 # [BT, BD]
-                x = load_tile(q + g * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
-                w = 1.0 / tl.load(den + g * T + c + ot, mask=rows, other=1.0)
-                dl = tl.load(delta + g * T + c + ot, mask=rows, other=0.0)
-                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+                x = load_tile(q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+                w = 1.0 / tl.load(den + i_h * T + c + ot, mask=rows, other=1.0)
+                dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
+                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
                 p = tl.where(causal, product(vv, tl.trans(dd), PRECISION) - dl[None, :], 0.0)
-                acc = dot(p.to(x.dtype), fq, acc, PRECISION)
+                acc = dot(operand(p, x.dtype, PRECISION), fq, acc, PRECISION)
                 r = dot(tl.trans(dd), fq, r, PRECISION)
                 rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
         # [BT, BD]
@@ -293,17 +302,19 @@ def dv_kernel(
         dv -= delay.to(tl.int64) * dv_t
         if MASKED:
             mask -= delay
-    q += row * q_b + i_hk.to(tl.int64) * G * q_h
-    do += row * do_b + i_hk.to(tl.int64) * G * do_h
-    den += row * d_b + i_hk.to(tl.int64) * G * T
+    q += row * q_b
+    do += row * do_b
+    den += row * d_b
     in_state = (od < D)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV]
     if SOURCE == "segment":
         states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
         r = tl.load(states + o_state, mask=in_state, other=0.0)
-    else:
+    elif SOURCE == "sequence":
         r = tl.load(kv1 + (n * HKV + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
+    else:
+        r = tl.zeros([BD, BV], tl.float32)
     causal = ot[:, None] <= ot[None, :]
     chunks = tl.cdiv(end - start, BT)
     for i in range(0, chunks):
@@ -311,23 +322,24 @@ def dv_kernel(
         rows = c + ot < end
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
         # [BT, BD]
-        x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
-        fk32 = tl.where(counts[:, None], phi(x, MAP), 0.0)
-        if not EXACT_D:
-            fk32 = tl.where((od < D)[None, :], fk32, 0.0)
-        fk = rounded(fk32, x.dtype, PIN)
-        acc = product(fk, r.to(x.dtype), PRECISION)
+        fk = load_features(k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
+        acc = product(fk, operand(r, fk.dtype, PRECISION), PRECISION)
         if CAUSAL:
             for g in range(G):
+                i_h = (i_hk * G + g).to(tl.int64)
                 # [BT, BD]
-                x = load_tile(q + g * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+                x = load_tile(q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
                 # [BT, BV]
-                dd = load_tile(do + g * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
-                w = 1.0 / tl.load(den + g * T + c + ot, mask=rows, other=1.0)
-                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PIN)
+                dd = load_operand(
+                    do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
+                )
+                w = 1.0 / tl.load(den + i_h * T + c + ot, mask=rows, other=1.0)
+                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
                 p = tl.where(causal, product(fk, tl.trans(fq), PRECISION), 0.0)
-                acc = dot(p.to(x.dtype), dd, acc, PRECISION)
+                acc = dot(operand(p, x.dtype, PRECISION), dd, acc, PRECISION)
                 r = dot(tl.trans(fq), dd, r, PRECISION)
+        if MASKED:
+            acc = tl.where(counts[:, None], acc, 0.0)
         store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)
 
 
@@ -387,8 +399,20 @@ def query_starts(p: Problem, prefixes: Tensor) -> Tensor:
     return torch.cat([first[:, None], prefixes], 1).flatten(0, 1)
 
 
+class Wanted(NamedTuple):
+    """Which gradients somebody asked for."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    state: bool = True
+
+
+EVERY = Wanted()
+
+
 class Backward(NamedTuple):
-    """Gradients of q, k, v and of the initial state."""
+    """Gradients of q, k, v and of the initial state; empty where nobody asked for them."""
 
     dq: Tensor
     dk: Tensor
@@ -397,15 +421,20 @@ class Backward(NamedTuple):
     dz0: Tensor
 
 
-def allocate_backward(p: Problem) -> Backward:
+def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
     """Allocate the gradients; keys that no query sees, because they lag, get zeros."""
-    dk, dv = empty_like_tokens(p.k, p.k.shape[3]), empty_like_tokens(p.v, p.v.shape[3])
+
+    def tokens(x: Tensor, asked: bool) -> Tensor:
+        return empty_like_tokens(x, x.shape[3]) if asked else x.new_empty(0)
+
+    # The walk that ends in the initial state's gradient is dk's.
+    dk, dv = tokens(p.k, wanted.k or wanted.state), tokens(p.v, wanted.v)
     if p.delay:
         dk.zero_()
         dv.zero_()
     state = p.rows, p.k.shape[1], p.k.shape[3]
     return Backward(
-        empty_like_tokens(p.q, p.q.shape[3]),
+        tokens(p.q, wanted.q),
         dk,
         dv,
         torch.empty(*state, p.v.shape[3], dtype=torch.float32, device=p.q.device),
@@ -425,29 +454,33 @@ def delta_launch(chosen: Tile, o: Tensor, do: Tensor, delta: Tensor) -> Launch:
     return Launch("delta", delta_kernel, -(-rows // chosen.tokens), arguments, chosen, (o, do), (delta,))
 
 
-def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Tensor) -> tuple[Backward, list[Launch]]:
+def backward_launches(
+    p: Problem, saved: Saved, do: Tensor, dkv: Tensor | None, dz: Tensor | None, wanted: Wanted = EVERY
+) -> tuple[Backward, list[Launch]]:
     """Plan the backward.
 
     Args:
         p: The problem of the forward.
         saved: What :func:`save` kept of its results.
         do: Gradient of o.
-        dkv: Gradient of the final state, fp32, contiguous.
-        dz: Gradient of its normaliser.
+        dkv: Gradient of the final state, fp32, contiguous, or None where nobody derives by it.
+        dz: Gradient of its normaliser, or None likewise.
+        wanted: Which gradients are asked for.
 
     Returns:
         The gradients, allocated but not computed, and the launches that compute them, in order.
     """
     q, k, v, o, den = p.q, p.k, p.v, saved.o, saved.den
     (_, H, T, D), (_, HKV, S, V), G = q.shape, v.shape, p.group
-    out = allocate_backward(p)
+    out = allocate_backward(p, wanted)
     delta = torch.empty_like(den)
     # dv has the fewest programs per segment of the two that walk keys.
     of_keys = p.segments("dv", S)
     launches = []
     states: Tensor | None = None
-    seed = dkv, dz
-    if of_keys.split or not p.causal:
+    seed: tuple[Tensor | None, Tensor | None] = dkv, dz
+    of_key_side = wanted.k or wanted.v or wanted.state
+    if of_key_side and (of_keys.split or not p.causal):
         chosen = p.tile("reverse_state")
         summed = of_keys if p.causal else p.segments("reverse_state", T)
         states = p.states(summed)
@@ -467,7 +500,7 @@ def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Ten
         ]
         if not p.causal:
             seed = out.dkv0, out.dz0
-    else:
+    elif wanted.q or wanted.k or wanted.state:
         launches.append(delta_launch(p.tile("delta"), o, do, delta))
 
     shared = {
@@ -479,46 +512,49 @@ def backward_launches(p: Problem, saved: Saved, do: Tensor, dkv: Tensor, dz: Ten
         **p.keys(),
     }
     errors = (do, den, delta)
-    chosen = p.tile("dq")
-    of_queries = query_segments(p)
-    kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
-    starts = None if saved.prefixes is None else query_starts(p, saved.prefixes)
-    arguments = {
-        **shared,
-        **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": starts, "H": H, "G": G},
-        **strides("v", v),
-        **strides("dq", out.dq),
-        **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
-        **walk(of_queries),
-        "SOURCE": "segment" if starts is not None else "none" if kv0 is None else "sequence",
-    }
-    reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
-    programs = of_queries.count * H * -(-D // chosen.width)
-    launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
+    if wanted.q:
+        chosen = p.tile("dq")
+        of_queries = query_segments(p)
+        kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
+        starts = None if saved.prefixes is None else query_starts(p, saved.prefixes)
+        arguments = {
+            **shared,
+            **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": starts, "H": H, "G": G},
+            **strides("v", v),
+            **strides("dq", out.dq),
+            **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
+            **walk(of_queries),
+            "SOURCE": "segment" if starts is not None else "none" if kv0 is None else "sequence",
+        }
+        reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
+        programs = of_queries.count * H * -(-D // chosen.width)
+        launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
 
-    chosen = p.tile("dk")
     split = p.causal and of_keys.split
     shared |= {"S": S, "HKV": HKV, "G": G, "kv1": seed[0], "states": states, **walk(of_keys)}
-    shared["SOURCE"] = "segment" if split else "sequence"
-    arguments = {
-        **shared,
-        **{"v": v, "delta": delta, "dk": out.dk, "z1": seed[1], "dkv0": out.dkv0, "dz0": out.dz0},
-        **strides("v", v),
-        **strides("dk", out.dk),
-        **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": p.causal and not split},
-    }
-    reads = (k, v, q, *errors) if p.causal else (k, v)
-    programs = of_keys.count * HKV * -(-D // chosen.width)
-    launches.append(Launch("dk", dk_kernel, programs, arguments, chosen, reads, (out.dk,)))
-
-    chosen = p.tile("dv")
-    arguments = {
-        **shared,
-        "dv": out.dv,
-        **strides("dv", out.dv),
-        **{"BD": padded(D), "BV": chosen.width, "BT": chosen.tokens},
-    }
-    reads = (k, q, do, den) if p.causal else (k,)
-    programs = of_keys.count * HKV * -(-V // chosen.width)
-    launches.append(Launch("dv", dv_kernel, programs, arguments, chosen, reads, (out.dv,)))
+    shared["SOURCE"] = "segment" if split else "none" if seed[0] is None else "sequence"
+    final = p.causal and not split and wanted.state
+    if wanted.k or final:
+        chosen = p.tile("dk")
+        arguments = {
+            **shared,
+            **{"v": v, "delta": delta, "dk": out.dk, "z1": seed[1], "dkv0": out.dkv0, "dz0": out.dz0},
+            **strides("v", v),
+            **strides("dk", out.dk),
+            **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": final},
+        }
+        reads = (k, v, q, *errors) if p.causal else (k, v)
+        programs = of_keys.count * HKV * -(-D // chosen.width)
+        launches.append(Launch("dk", dk_kernel, programs, arguments, chosen, reads, (out.dk,)))
+    if wanted.v:
+        chosen = p.tile("dv")
+        arguments = {
+            **shared,
+            "dv": out.dv,
+            **strides("dv", out.dv),
+            **{"BD": padded(D), "BV": chosen.width, "BT": chosen.tokens},
+        }
+        reads = (k, q, do, den) if p.causal else (k,)
+        programs = of_keys.count * HKV * -(-V // chosen.width)
+        launches.append(Launch("dv", dv_kernel, programs, arguments, chosen, reads, (out.dv,)))
     return out, launches

@@ -25,7 +25,10 @@ from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, st
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
+    load_features,
+    load_operand,
     load_tile,
+    operand,
     phi,
     product,
     rounded,
@@ -51,7 +54,7 @@ def segment_state_kernel(
     i_d = (pid // NV) % ND
     i_h = (pid // (NV * ND)) % HKV
     i_s = pid // (NV * ND * HKV)
-    _, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
     od = i_d * BD + tl.arange(0, BD)
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, BT)
@@ -67,12 +70,13 @@ def segment_state_kernel(
     s = tl.zeros([BD, BV], tl.float32)
     z = tl.zeros([BD], tl.float32)
     for c in range(start, end, BT):
-        there, counts = key_rows(mask, c, c + ot < end, ot, first, delay, MASKED, DELAYED)
+        _, counts = key_rows(mask, c, c + ot < end, ot, first, delay, MASKED, DELAYED)
         # [BT, BD]
-        x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, D % BD == 0)
+        fk = load_features(
+            k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, D % BD == 0, MAP, PRECISION, PIN
+        )
         # [BT, BV]
-        vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, V % BV == 0)
-        fk = rounded(tl.where(counts[:, None], phi(x, MAP), 0.0), x.dtype, PIN)
+        vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, V % BV == 0, PRECISION)
         s = dot(tl.trans(fk), vv, s, PRECISION)
         z += tl.sum(fk.to(tl.float32), 0)
     states += (i_s.to(tl.int64) * HKV + i_h) * (D * V + D)
@@ -174,24 +178,22 @@ def forward_kernel(
     for c in range(start, end, BT):
         rows = c + ot < end
         if CAUSAL:
-            there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
+            _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
             # [BT, BD]
-            x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+            fk = load_features(
+                k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
+            )
             # [BT, BV]
-            vv = load_tile(v + c * v_t, ot[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
-            fk32 = tl.where(counts[:, None], phi(x, MAP), 0.0)
-            if not EXACT_D:
-                fk32 = tl.where((od < D)[None, :], fk32, 0.0)
-            fk = rounded(fk32, x.dtype, PIN)
+            vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         # [BT, BD]
         x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
-        fq = rounded(phi(x, MAP), x.dtype, PIN)
-        acc = product(fq, s.to(x.dtype), PRECISION)
+        fq = rounded(phi(x, MAP), x.dtype, PRECISION, PIN)
+        acc = product(fq, operand(s, x.dtype, PRECISION), PRECISION)
         total = tl.sum(fq.to(tl.float32) * z[None, :], 1)
         if CAUSAL:
             p = tl.where(causal, product(fq, tl.trans(fk), PRECISION), 0.0)
             total += tl.sum(p, 1)
-            acc = dot(p.to(x.dtype), vv, acc, PRECISION)
+            acc = dot(operand(p, x.dtype, PRECISION), vv, acc, PRECISION)
             s = dot(tl.trans(fk), vv, s, PRECISION)
             z += tl.sum(fk.to(tl.float32), 0)
         if SIGNED:

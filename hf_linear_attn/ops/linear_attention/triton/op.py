@@ -5,12 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.linear_attention.triton.backward import Saved, allocate_backward, backward_launches, save
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.linear_attention.triton.backward import (
+    Backward,
+    Saved,
+    Wanted,
+    allocate_backward,
+    backward_launches,
+    save,
+)
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.triton.plan import Problem, readable
-from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, planned, target_for
 
 
 def linear_attention_triton(
@@ -28,6 +35,7 @@ def linear_attention_triton(
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
+    refuse_functional("triton", q, k, v, kv0, z0)
     o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 
@@ -50,7 +58,7 @@ def _problem(
         readable(k),
         readable(v),
         None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int64),
+        None if cu_seqlens is None else as_int64(cu_seqlens),
         contiguous(kv0),
         contiguous(z0),
         phi,
@@ -74,10 +82,13 @@ def triton_forward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return o, the guarded normaliser, the final ``kv`` and ``z``, and the prefixes of the segments."""
-    problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    out, launches = forward_launches(problem, eps)
-    run(q.device, launches)
-    return out
+    return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+
+
+@planned
+def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
+    *of_problem, eps = inputs
+    return forward_launches(_problem(q, *of_problem), eps)
 
 
 @triton_forward.register_fake
@@ -90,8 +101,8 @@ def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
 def triton_backward(
     do: Tensor,
-    dkv: Tensor,
-    dz: Tensor,
+    dkv: Tensor | None,
+    dz: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -107,22 +118,31 @@ def triton_backward(
     phi: str,
     causal: bool,
     delay: int,
+    of_q: bool,
+    of_k: bool,
+    of_v: bool,
+    of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``."""
-    problem = _problem(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay)
-    saved = Saved(o, den, kv, z, prefixes)
-    out, launches = backward_launches(problem, saved, readable(do), dkv.contiguous(), dz.contiguous())
-    run(q.device, launches)
-    return out
+    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
+    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay
+    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, prefixes, of_q, of_k, of_v, of_state)
+
+
+@planned
+def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
+    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:15]), Wanted(*inputs[15:])
+    return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
 @triton_backward.register_fake
-def _(do: Tensor, dkv: Tensor, dz: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_backward(_problem(*inputs[:7], *inputs[-3:]))
+def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_backward(_problem(*inputs[:7], *inputs[-7:-4]), Wanted(*inputs[-4:]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
+    # The final state is rarely part of a loss: its gradient is not even filled with zeros.
+    ctx.set_materialize_grads(False)
     q, k, v, _, cu_seqlens, kv0, z0 = tensors
     # For its shapes and cuts alone: nothing is copied into a layout that kernels read.
     p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
@@ -130,14 +150,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor, dprefixes: Tensor | None
+    ctx: Any,
+    do: Tensor | None,
+    dden: Tensor | None,
+    dkv: Tensor | None,
+    dz: Tensor | None,
+    dprefixes: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
-    dq, dk, dv, dkv0, dz0 = triton_backward(
-        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay
+    needs = ctx.needs_input_grad
+    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6])
+    if (do is None and dkv is None and dz is None) or not any(wanted):
+        return (None,) * 11
+    if do is None:
+        do = torch.zeros_like(saved[0])
+    if dkv is None and dz is not None:
+        dkv = dz.new_zeros(*dz.shape, v.shape[3])
+    elif dz is None and dkv is not None:
+        dz = dkv.new_zeros(dkv.shape[:3])
+    found = triton_backward(
+        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay, *wanted
     )
-    of_state = (None, None) if kv0 is None else (dkv0, dz0)
-    return dq, dk, dv, None, None, *of_state, None, None, None, None
+    asked = (*wanted, wanted.state)
+    dq, dk, dv, dkv0, dz0 = (x if wants else None for x, wants in zip(found, asked, strict=True))
+    return dq, dk, dv, None, None, dkv0, dz0, None, None, None, None
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)

@@ -32,10 +32,10 @@ def decode_kernel(
     i_b = bh // HKV
     i_hk = bh % HKV
     od = tl.arange(0, BD)
-    q += i_b * q_b + i_hk * G * q_h
+    q += i_b * q_b
     k += i_b * k_b + i_hk * k_h
     v += i_b * v_b + i_hk * v_h
-    o += i_b * o_b + i_hk * G * o_h
+    o += i_b * o_b
     z += (bh * C + i_c) * D
     z_old = tl.load(z + od, mask=od < D, other=0.0)
     z_new = z_old
@@ -46,16 +46,20 @@ def decode_kernel(
         # [BD, BV]
         s = tl.load(state, mask=in_state, other=0.0)
         z_new = z_old
-        for t in range(T):
+        for i_t in range(T):
+            t = i_t + tl.zeros([], tl.int64)
             x = tl.load(k + t * k_t + od, mask=od < D, other=0.0)
             fk = tl.where(od < D, phi(x, MAP), 0.0)
-            if MASKED:
-                fk = tl.where(tl.load(mask + i_b * m_b + t) != 0, fk, 0.0)
             vv = tl.load(v + t * v_t + ov, mask=ov < V, other=0.0).to(tl.float32)
+            if MASKED:
+                counts = tl.load(mask + i_b * m_b + t) != 0
+                # Of both: 0 times a NaN is one.
+                fk, vv = tl.where(counts, fk, 0.0), tl.where(counts, vv, 0.0)
             s += fk[:, None] * vv[None, :]
             z_new += fk
             for g in range(G):
-                x = tl.load(q + g * q_h + t * q_t + od, mask=od < D, other=0.0)
+                i_h = i_hk * G + g
+                x = tl.load(q + i_h * q_h + t * q_t + od, mask=od < D, other=0.0)
                 fq = phi(x, MAP)
                 num = tl.sum(fq[:, None] * s, 0)
                 den = tl.sum(fq * z_new, 0)
@@ -64,7 +68,7 @@ def decode_kernel(
                 else:
                     den += eps
                 y = (num / den).to(o.dtype.element_ty)
-                tl.store(o + g * o_h + t * o_t + ov, y, mask=ov < V)
+                tl.store(o + i_h * o_h + t * o_t + ov, y, mask=ov < V)
         tl.store(state, s, mask=in_state)
     tl.store(z + od, z_new, mask=od < D)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
-from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import run, target_for
+from hf_linear_attn.ops.triton.plan import Launch, readable
+from hf_linear_attn.ops.triton.run import planned, target_for
 
 
 def decode_step_triton_(
@@ -31,10 +31,16 @@ def triton_decode_(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
 ) -> Tensor:
     """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
+    return _step(q, k, v, key_mask, kv, z, phi, eps)
+
+
+@planned
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+) -> tuple[Tensor, list[Launch]]:
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     o, launch = decode_launch(target_for(q.device), readable(q), readable(k), readable(v), kv, z, mask, phi, eps)
-    run(q.device, [launch])
-    return o
+    return o, [launch]
 
 
 @triton_decode_.register_fake

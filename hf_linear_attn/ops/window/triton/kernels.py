@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
-from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_tile, product, store_tile
+from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
 
 BLOCK = 64
 """Tokens per sum of keys; tiles of queries and of keys divide it."""
@@ -97,7 +97,10 @@ def first_key(t, P, W, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_codes(codes, j, oj, S, MASKED: tl.constexpr):
-    """Return which rows of a tile hold a key, and which keys are real (bit 0) and count once out of sight (bit 1)."""
+    """Return which rows of a tile hold a key, and which keys are real (bit 0) and count once out of sight (bit 1).
+
+    Neither keys nor values of rows whose code is 0 are read: 0 times a NaN is one.
+    """
     there = oj < (S - j).to(tl.int32)
     code = tl.where(there, 3, 0)
     if MASKED:
@@ -155,7 +158,7 @@ def window_kernel(
         codes += i_b * c_b
     # [BT, BD]
     q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
     base2 = scaling * LOG2E
     m = tl.full([BT], float("-inf"), tl.float32)
     mass = tl.zeros([BT], tl.float32)
@@ -163,10 +166,10 @@ def window_kernel(
     products = tl.zeros([BT], tl.float32)
     start = first_key(c, P, W, BLOCK)
     for j in range(start, P + c + BT, BN):
-        there, code = key_codes(codes, j, on, S, MASKED)
+        _, code = key_codes(codes, j, on, S, MASKED)
         # [BN, BD] and [BN, BV]
-        kk = load_tile(k + j * k_t, on[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
-        vv = load_tile(v + j * v_t, on[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
+        kk = load_operand(k + j * k_t, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
+        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], code != 0, ov < V, EXACT_V, PRECISION)
         code = code[None, :]
         distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
         s = product(x, tl.trans(kk), PRECISION)
@@ -179,20 +182,26 @@ def window_kernel(
         p = tl.exp2(s - origin[:, None])
         old = tl.exp2(m - origin)
         mass = mass * old + tl.sum(p, 1)
-        acc = dot(p.to(x.dtype), vv, acc * old[:, None], PRECISION)
+        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
         m = largest
     if SINKS > 0:
         os = tl.arange(0, BS)
-        # [BS, BD] and [BS, BV]
-        kk = load_tile(sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], os < SINKS, od < D, EXACT_D)
-        vv = load_tile(sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], os < SINKS, ov < V, EXACT_V)
         visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
+        # Nothing else is read, since 0 times a NaN is one.
+        seen_here = tl.max(visible.to(tl.int32), 0) != 0
+        # [BS, BD] and [BS, BV]
+        kk = load_operand(
+            sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
+        )
+        vv = load_operand(
+            sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
+        )
         s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
         largest = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - largest[:, None])
         old = tl.exp2(m - largest)
         mass = mass * old + tl.sum(p, 1)
-        acc = dot(p.to(x.dtype), vv, acc * old[:, None], PRECISION)
+        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
         m = largest
     if OWN:
         y = x.to(tl.float32)
@@ -227,7 +236,7 @@ def window_dq_kernel(
     c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, OF_Q: tl.constexpr, OF_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what BT queries of a head get: dq, df, their scores' gradients, and their parts of smaller gradients."""
     EXACT_D: tl.constexpr = D == BD
@@ -252,9 +261,9 @@ def window_dq_kernel(
         codes += i_b * c_b
     # [BT, BD] and [BT, BV]
     q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
     do += i_b * do_b + i_h.to(tl.int64) * do_h + c * do_t
-    dd = load_tile(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V)
+    dd = load_operand(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
     dl = tl.load(delta + row, mask=rows, other=0.0)
     z = tl.load(lse + row, mask=rows, other=0.0)
     base2 = scaling * LOG2E
@@ -277,35 +286,45 @@ def window_dq_kernel(
         u = tl.load(weight + i_h * D + od, mask=od < D, other=0.0).to(tl.float32)
         keys = tl.load(prefix + (kv_head * NB + start // BLOCK) * D + od, mask=od < D, other=0.0)
         acc += dm[:, None] * keys[None, :] + de[:, None] * u[None, :]
-    for j in range(start, P + c + BT, BN):
-        there, code = key_codes(codes, j, on, S, MASKED)
-        # [BN, BD] and [BN, BV]
-        kk = load_tile(k + j * k_t, on[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
-        vv = load_tile(v + j * v_t, on[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
-        code = code[None, :]
-        distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
-        s = product(x, tl.trans(kk), PRECISION)
-        p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[:, None]), 0.0)
-        ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
-        if OWN:
-            ds += tl.where(far(distance, code, W), dm[:, None], 0.0)
-        acc = dot(ds.to(x.dtype), kk, acc, PRECISION)
-    if SINKS > 0:
+    if OF_Q:
+        for j in range(start, P + c + BT, BN):
+            _, code = key_codes(codes, j, on, S, MASKED)
+            # [BN, BD] and [BN, BV]
+            kk = load_operand(k + j * k_t, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
+            vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], code != 0, ov < V, EXACT_V, PRECISION)
+            code = code[None, :]
+            distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
+            s = product(x, tl.trans(kk), PRECISION)
+            p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[:, None]), 0.0)
+            ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
+            if OWN:
+                ds += tl.where(far(distance, code, W), dm[:, None], 0.0)
+            acc = dot(operand(ds, x.dtype, PRECISION), kk, acc, PRECISION)
+    if SINKS > 0 and (OF_Q or OF_SINKS):
         os = tl.arange(0, BS)
-        # [BS, BD] and [BS, BV]
-        kk = load_tile(sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], os < SINKS, od < D, EXACT_D)
-        vv = load_tile(sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], os < SINKS, ov < V, EXACT_V)
         visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
+        # Nothing else is read, since 0 times a NaN is one.
+        seen_here = tl.max(visible.to(tl.int32), 0) != 0
+        # [BS, BD] and [BS, BV]
+        kk = load_operand(
+            sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
+        )
+        vv = load_operand(
+            sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
+        )
         p = tl.where(visible, tl.exp2(product(x, tl.trans(kk), PRECISION) * base2 - z[:, None]), 0.0)
-        ds = (p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling).to(x.dtype)
+        ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
+        ds = operand(ds, x.dtype, PRECISION)
         acc = dot(ds, kk, acc, PRECISION)
-        dk = product(tl.trans(ds), x, PRECISION)
-        dv = product(tl.trans(p.to(x.dtype)), dd, PRECISION)
-        inside = (os < SINKS)[:, None]
-        tl.store(dsink_k + part * SINKS * D + os[:, None] * D + od[None, :], dk, mask=inside & (od < D)[None, :])
-        tl.store(dsink_v + part * SINKS * V + os[:, None] * V + ov[None, :], dv, mask=inside & (ov < V)[None, :])
-    dq += i_b * dq_b + i_h.to(tl.int64) * dq_h + c * dq_t
-    store_tile(dq, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
+        if OF_SINKS:
+            dk = product(tl.trans(ds), x, PRECISION)
+            dv = product(tl.trans(operand(p, x.dtype, PRECISION)), dd, PRECISION)
+            inside = (os < SINKS)[:, None]
+            tl.store(dsink_k + part * SINKS * D + os[:, None] * D + od[None, :], dk, mask=inside & (od < D)[None, :])
+            tl.store(dsink_v + part * SINKS * V + os[:, None] * V + ov[None, :], dv, mask=inside & (ov < V)[None, :])
+    if OF_Q:
+        dq += i_b * dq_b + i_h.to(tl.int64) * dq_h + c * dq_t
+        store_tile(dq, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
 
 
 @triton.jit(do_not_specialize=["T", "S", "P", "W", "NT", "scaling", "c_b"])
@@ -332,12 +351,13 @@ def window_dkv_kernel(
     if MASKED:
         codes += i_b * c_b
     there, code = key_codes(codes, j, on, S, MASKED)
-    code = code[:, None]
     # [BN, BD] and [BN, BV]
     k += i_b * k_b + i_hk.to(tl.int64) * k_h + j * k_t
     v += i_b * v_b + i_hk.to(tl.int64) * v_h + j * v_t
-    kk = load_tile(k, on[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
-    vv = load_tile(v, on[:, None] * v_t + ov[None, :], there, ov < V, EXACT_V)
+    kk = load_operand(k, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
+    vv = load_operand(v, on[:, None] * v_t + ov[None, :], code != 0, ov < V, EXACT_V, PRECISION)
+    real = (code != 0)[:, None]
+    code = code[:, None]
     base2 = scaling * LOG2E
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BV], tl.float32)
@@ -359,7 +379,9 @@ def window_dkv_kernel(
         for c in range(begin, end, BT):
             rows = ot < (T - c).to(tl.int32)
             # [BT, BD] and [BT, BV]
-            x = load_tile(q + i_b * q_b + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+            x = load_operand(
+                q + i_b * q_b + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION
+            )
             dd = load_tile(
                 do + i_b * do_b + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V
             )
@@ -368,15 +390,17 @@ def window_dkv_kernel(
             distance = (P + c - j).to(tl.int32) + ot[None, :] - on[:, None]
             s = product(kk, tl.trans(x), PRECISION)
             p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[None, :]), 0.0)
-            acc_v = dot(p.to(x.dtype), dd, acc_v, PRECISION)
+            acc_v = dot(operand(p, x.dtype, PRECISION), dd, acc_v, PRECISION)
             ds = p * (product(vv, tl.trans(dd), PRECISION) - dl[None, :]) * scaling
             if OWN:
                 n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
                 dm = tl.load(dscore + row + c, mask=rows, other=0.0) * scaling / tl.maximum(n, 1.0)
                 ds += tl.where(far(distance, code, W), dm[None, :], 0.0)
-            acc_k = dot(ds.to(x.dtype), x, acc_k, PRECISION)
+            acc_k = dot(operand(ds, x.dtype, PRECISION), x, acc_k, PRECISION)
     dk += i_b * dk_b + i_hk.to(tl.int64) * dk_h + j * dk_t
     dv += i_b * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
+    if MASKED:
+        acc_k, acc_v = tl.where(real, acc_k, 0.0), tl.where(real, acc_v, 0.0)
     store_tile(dk, on[:, None] * dk_t + od[None, :], acc_k, there, od < D, EXACT_D)
     store_tile(dv, on[:, None] * dv_t + ov[None, :], acc_v, there, ov < V, EXACT_V)
 
@@ -548,14 +572,31 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
     return out, launches
 
 
+class WindowWanted(NamedTuple):
+    """Which gradients somebody asked for; those of the queries' own keys are few and always computed.
+
+    Attributes:
+        q: Of the queries.
+        kv: Of the keys, of their values, or of the sum of keys from before.
+        sinks: Of the sinks' keys or values.
+    """
+
+    q: bool = True
+    kv: bool = True
+    sinks: bool = True
+
+
+EVERY = WindowWanted()
+
+
 class WindowBackward(NamedTuple):
-    """What the kernels of the backward write.
+    """What the kernels of the backward write; tensors are empty where nobody asked.
 
     Attributes:
         dq: ``[B, H, T, D]``.
         dk: ``[B, HKV, S, D]``.
         dv: ``[B, HKV, S, V]``.
-        df: ``[B, H, T, V]``; this and all that follow are empty where there is nothing to derive by.
+        df: ``[B, H, T, V]``; this and all that follow are empty also where there is nothing to derive by.
         dscore: Gradient of the scores of own keys ``[B, H, T]``, fp32, and so are the others.
         dweight: That of the weight, by tile of queries ``[B, H, tiles, D]``.
         dbefore: That of the sum of keys from before ``[B, HKV, D]``.
@@ -574,31 +615,41 @@ class WindowBackward(NamedTuple):
     dsink_v: Tensor
 
 
-def allocate_window_backward(p: WindowProblem) -> WindowBackward:
+def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBackward:
     """Allocate the gradients."""
     (B, H, T, D), (_, HKV, _, V) = p.q.shape, p.v.shape
     own = p.f is not None
     tiles = -(-T // p.tile("window_dq").tokens)
+
+    def tokens(x: Tensor, dim: int, asked: bool) -> Tensor:
+        return empty_like_tokens(x, dim) if asked else x.new_empty(0)
+
+    def rows(asked: bool, *sizes: int) -> Tensor:
+        return _empty(p, *sizes) if asked else _empty(p, 0)
+
     return WindowBackward(
-        empty_like_tokens(p.q, D),
-        empty_like_tokens(p.k, D),
-        empty_like_tokens(p.v, V),
-        empty_like_tokens(p.q, V) if own else _empty(p, 0),
-        _empty(p, B, H, T) if own else _empty(p, 0),
-        _empty(p, B, H, tiles, D) if own else _empty(p, 0),
-        _empty(p, B, HKV, D) if own else _empty(p, 0),
-        _empty(p, B, H, tiles, p.sinks, D),
-        _empty(p, B, H, tiles, p.sinks, V),
+        tokens(p.q, D, wanted.q),
+        tokens(p.k, D, wanted.kv),
+        tokens(p.v, V, wanted.kv),
+        tokens(p.q, V, own),
+        rows(own, B, H, T),
+        rows(own, B, H, tiles, D),
+        rows(own and wanted.kv, B, HKV, D),
+        rows(wanted.sinks, B, H, tiles, p.sinks, D),
+        rows(wanted.sinks, B, H, tiles, p.sinks, V),
     )
 
 
-def window_backward_launches(p: WindowProblem, saved: WindowForward, do: Tensor) -> tuple[WindowBackward, list[Launch]]:
+def window_backward_launches(
+    p: WindowProblem, saved: WindowForward, do: Tensor, wanted: WindowWanted = EVERY
+) -> tuple[WindowBackward, list[Launch]]:
     """Plan the backward.
 
     Args:
         p: The problem of the forward.
         saved: Its results.
         do: Gradient of o.
+        wanted: Which gradients are asked for.
 
     Returns:
         The gradients, allocated but not computed, and the launches that compute them, in order.
@@ -608,12 +659,11 @@ def window_backward_launches(p: WindowProblem, saved: WindowForward, do: Tensor)
     own = p.f is not None
     of_queries, of_keys = p.tile("window_dq"), p.tile("window_dkv")
     tiles = -(-T // of_queries.tokens)
-    out = allocate_window_backward(p)
+    out = allocate_window_backward(p, wanted)
     delta = torch.empty_like(saved.lse)
     dsums = torch.empty_like(out.dweight)
     launches = [delta_launch(p.tile("delta"), saved.o, do, delta)]
     rows = {"lse": saved.lse, "do": do, "delta": delta, "dscore": out.dscore}
-    df = out.df if own else out.dq
     arguments = {
         **p.shared(of_queries),
         **p.of_queries(),
@@ -621,14 +671,19 @@ def window_backward_launches(p: WindowProblem, saved: WindowForward, do: Tensor)
         **{"prefix": saved.prefix, "score": saved.score, "dq": out.dq, "df": out.df, "dsums": dsums},
         **{"dweight": out.dweight, "dsink_k": out.dsink_k, "dsink_v": out.dsink_v},
         **strides("do", do),
-        **strides("dq", out.dq),
-        **strides("df", df),
+        **strides("dq", out.dq if wanted.q else q),
+        **strides("df", out.df if own else q),
+        **{"OF_Q": wanted.q, "OF_SINKS": wanted.sinks},
     }
-    reads: tuple[Tensor, ...] = (q, k, v, do, saved.lse, delta)
-    writes: tuple[Tensor, ...] = (out.dq,)
+    reads: tuple[Tensor, ...] = (q, do, saved.lse, delta)
+    writes: tuple[Tensor, ...] = ()
+    if wanted.q:
+        reads, writes = (*reads, k, v), (out.dq,)
     if p.f is not None:
         reads, writes = (*reads, p.f, saved.score), (*writes, out.df, out.dscore)
     launches.append(Launch("window_dq", window_dq_kernel, B * H * tiles, arguments, of_queries, reads, writes))
+    if not wanted.kv:
+        return out, launches
     later = out.dweight
     if own:
         later = _empty(p, B, HKV, tiles, D)

@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_transforms
-from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import contiguous, run, target_for
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.triton.plan import Launch, readable
+from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.triton.kernels import (
+    WindowBackward,
     WindowForward,
     WindowProblem,
+    WindowWanted,
     allocate_window,
     allocate_window_backward,
     window_backward_launches,
@@ -38,6 +40,7 @@ def window_attention_triton(
         codes = torch.add(1 if codes is None else codes, counts, alpha=2)
         of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
+    refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries)
     o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
     return o
 
@@ -96,9 +99,12 @@ def triton_window(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
     inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    out, launches = window_launches(_window_problem(*inputs, window, scaling))
-    run(q.device, launches)
-    return out
+    return _forward(*inputs, window, scaling)
+
+
+@planned
+def _forward(*inputs: Any) -> tuple[WindowForward, list[Launch]]:
+    return window_launches(_window_problem(*inputs))
 
 
 @triton_window.register_fake
@@ -127,41 +133,55 @@ def triton_window_backward(
     weight: Tensor | None,
     window: int,
     scaling: float,
+    of_q: bool,
+    of_kv: bool,
+    of_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what :class:`WindowBackward` holds."""
     inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    problem = _window_problem(*inputs, window, scaling)
-    out, launches = window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do))
-    run(q.device, launches)
-    return out
+    return _gradients(do, o, lse, score, prefix, *inputs, window, scaling, of_q, of_kv, of_sinks)
+
+
+@planned
+def _gradients(
+    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
+) -> tuple[WindowBackward, list[Launch]]:
+    problem, wanted = _window_problem(*inputs[:14]), WindowWanted(*inputs[14:])
+    return window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do), wanted)
 
 
 @triton_window_backward.register_fake
 def _(
     do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_window_backward(_window_problem(*inputs))
+    *of_problem, of_q, of_kv, of_sinks = inputs
+    return allocate_window_backward(_window_problem(*of_problem), WindowWanted(of_q, of_kv, of_sinks))
 
 
 def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.window, ctx.scaling = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *tensors)
 
 
-def _window_backward(ctx: Any, do: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    _, k, _, _, sink_k, sink_v, _, f, _, before, bias, weight = ctx.saved_tensors[4:]
-    found = triton_window_backward(do, *ctx.saved_tensors, ctx.window, ctx.scaling)
+def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    if do is None:
+        return (None,) * 14
+    of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, of_before, of_bias, of_weight, *_ = ctx.needs_input_grad
+    _, k, _, _, sink_k, sink_v, *_, bias, weight = ctx.saved_tensors[4:]
+    wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v)
+    found = triton_window_backward(do, *ctx.saved_tensors, ctx.window, ctx.scaling, *wanted)
     dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
     # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
-        None if x is None else dx.unflatten(1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype)
-        for x, dx in ((sink_k, dsink_k), (sink_v, dsink_v))
+        dx.unflatten(1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype) if asked else None
+        for x, dx, asked in ((sink_k, dsink_k, of_sink_k), (sink_v, dsink_v, of_sink_v))
     )
-    own: tuple[Tensor | None, ...] = (None,) * 5
-    if f is not None:
-        db, dw = dscore.sum((0, 2)).to(bias.dtype), dweight.sum((0, 2)).to(weight.dtype)
-        own = df, None, None if before is None else dbefore, db, dw
-    return dq, dk, dv, None, *sinks, None, *own, None, None
+    db = dscore.sum((0, 2)).to(bias.dtype) if of_bias else None
+    dw = dweight.sum((0, 2)).to(weight.dtype) if of_weight else None
+    own = df if of_f else None, None, dbefore if of_before else None, db, dw
+    asked = (x if wants else None for x, wants in ((dq, of_q), (dk, of_k), (dv, of_v)))
+    return *asked, None, *sinks, None, *own, None, None
 
 
 torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)

@@ -1,0 +1,320 @@
+"""A converted layer: split the tokens that a query may see, read both parts, join what they give."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
+from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.layers.mixes import MIXES, Far, Near
+from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.rules import RULES, Sizes
+from hf_linear_attn.layers.spans import Piece, walk, walks
+from hf_linear_attn.layers.state import Slot, State
+from hf_linear_attn.layers.step import step_, steps
+from hf_linear_attn.layers.window import Tokens, Window
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.window import running_sum
+
+Branch = Literal["window", "sinks", "linear"]
+
+
+class Call(NamedTuple):
+    """Everything that belongs to one call of a layer, and to no other.
+
+    Attributes:
+        key_mask: ``[B, T]`` bool, True = a real token; None where all are.
+        cu_seqlens: Boundaries of packed sequences, ``[N + 1]``, B = 1; without a state only.
+        causal: Whether a query sees only earlier keys and its own.
+        scaling: Factor on ``q.k`` in the exact branch; None for the layer's.
+        state: What was read before, updated by the call; None where nothing is kept.
+        in_place: Whether nobody needs the state's tensors from before the call.
+    """
+
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    causal: bool = True
+    scaling: float | None = None
+    state: State | None = None
+    in_place: bool = True
+
+
+class LinearAttention(nn.Module):
+    """Compute one converted layer's attention, from projected queries, keys and values to the heads' outputs.
+
+    It sits in the attention module as ``linear_attention``; everything that is learned lives here.
+
+    Args:
+        config: The settings.
+        sizes: The layer's sizes.
+        name: The layer's name, for messages.
+    """
+
+    def __init__(self, config: LinearAttentionConfig, sizes: Sizes, name: str) -> None:
+        super().__init__()
+        self.settings, self.sizes, self.name = config, sizes, name
+        head_dim, heads, kv_heads, scaling = sizes
+        self.feature_map: FeatureMap = get_feature_map(
+            config.feature_map, head_dim, heads, kv_heads, scaling=scaling, **config.feature_map_options
+        )
+        self.rule = RULES[config.update_rule](config.eps, config.backend)
+        self.mix = MIXES[config.mix](sizes, config.eps)
+        self.window = None if config.window is None else Window(config.window, config.sinks)
+        # A map without parameters must leave a trace in a checkpoint too, so that software without this package
+        # reports an unexpected weight instead of silently reading a softmax model.
+        self.register_buffer("format_version", torch.tensor([config.format_version]))
+        if self.window is not None:
+            for part, start in self.mix.weights().items():
+                self.register_parameter(f"mix_{part}", nn.Parameter(start))
+        self.disabled: frozenset[Branch] = frozenset()
+        self.host: Any = None
+        """What the module around this one gets back when this one is taken out."""
+
+    def extra_repr(self) -> str:
+        """Show the settings that matter in ``print(model)``."""
+        return f"window={self.settings.window}, sinks={self.settings.sinks}, mix={self.settings.mix!r}"
+
+    def slots(self, value_dim: int) -> dict[str, Slot]:
+        """Describe the tensors of this layer's state, for values of that size."""
+        head_dim, _, kv_heads, _ = self.sizes
+        slots = {"seen": Slot((), torch.int64)}
+        if self.window is None or self.mix.has_far:
+            slots |= self.rule.slots(kv_heads, self.feature_map.feature_dim, value_dim)
+        if self.window is not None:
+            slots |= self.window.slots(kv_heads, head_dim, value_dim) | self.mix.slots()
+        return slots
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
+        """Attend to the new tokens and to those in the call's state, and put the new ones there.
+
+        Args:
+            q: Queries ``[B, H, T, D]``.
+            k: Keys of the new tokens ``[B, HKV, T, D]``.
+            v: Values of the new tokens ``[B, HKV, T, V]``.
+            call: What belongs to this call.
+
+        Returns:
+            ``o [B, H, T, V]``.
+
+        Raises:
+            UnsupportedError: If attention with a window is not causal.
+        """
+        call = Call() if call is None else call
+        if self.window is not None and not call.causal:
+            raise UnsupportedError(
+                "window",
+                "be None for bidirectional attention",
+                self.settings.window,
+                "Leave the window out, or this layer with layers=.",
+                where=self.name,
+            )
+        if call.key_mask is not None:
+            # What is masked must not matter, whatever it holds.
+            hidden = ~call.key_mask[:, None, :, None]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        if self.window is not None and call.cu_seqlens is not None:
+            return packed(self, q, k, v, call)
+        return self.attend(q, k, v, call)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window."""
+        if call.state is not None and steps(self, q, call):
+            return step_(self, q, k, v, call)
+        whole = self._split(q, k, v, call)
+        read = walk if walks(self, whole) else LinearAttention.read
+        o, carried = read(self, whole, self._carried(call.state))
+        if call.state is not None:
+            self._keep(whole, carried, v, call.state)
+        return o
+
+    @property
+    def reach(self) -> int:
+        """How far back a query's keys begin, those included that leave the window with it."""
+        return 0 if self.window is None else self.window.size
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what the mix has learned, by its names."""
+        return {name.removeprefix("mix_"): x for name, x in self.named_parameters(recurse=False)}
+
+    def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
+        """Put what a call reads side by side: all of it is one piece."""
+        state = call.state
+        seen = None if state is None else state.tensors.get("seen")
+        positions = _positions(q, call.key_mask, seen)
+        scaling = self.sizes.scaling if call.scaling is None else call.scaling
+        piece = Piece(q, k, v, call.key_mask, positions, None, None, scaling, call.causal, call.cu_seqlens)
+        if self.window is None:
+            return piece
+        unread = state is None or not state.first_read
+        tokens = self.window.open(k, v, call.key_mask, positions if unread else None, state)
+        number, past = None, tokens.k.shape[2] - q.shape[2]
+        if self.mix.has_far:
+            left = max(tokens.k.shape[2] - self.window.size, 0)
+            counts = tokens.mask
+            if counts is None:
+                counts = q.new_ones(q.shape[0], tokens.k.shape[2], dtype=torch.bool)
+            before = None
+            if state is not None and seen is not None:
+                # All that were seen are beyond the window but for those that it holds, and the sinks.
+                held = counts[:, :past].sum(1) + state.tensors["near_mask"][:, : self.window.sinks].sum(1)
+                before = seen - held
+            number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
+        if seen is not None and tokens.mask is not None:
+            # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
+            later = tokens.mask[:, :past].flip(1).cumsum(1).flip(1)
+            positions = torch.cat([(seen[:, None] - later).clamp(min=0), positions], 1)
+        return piece._replace(tokens=tokens, number=number, key_positions=positions)
+
+    def read(self, piece: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from the queries of a piece.
+
+        Args:
+            piece: Its tokens.
+            carried: What the linear branch carries from the piece before; None where there is none.
+
+        Returns:
+            ``o [B, H, T, V]``, and what the next piece needs.
+        """
+        if piece.tokens is None or self.window is None:
+            mask, positions = piece.mask, piece.positions
+            phi_q, phi_k, kernel = self._features(piece, piece.k, positions, positions)
+            found = self.rule.read(
+                phi_q,
+                phi_k,
+                piece.v,
+                carried,
+                kernel=kernel,
+                key_mask=mask,
+                cu_seqlens=piece.cu_seqlens,
+                causal=piece.causal,
+            )
+            return found.o, found.state
+        tokens, count = piece.tokens, piece.q.shape[2]
+        sinks = None if "sinks" in self.disabled else piece.sinks()
+        settings = self.settings
+        near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, self.window.size, piece.scaling, settings.backend)
+        if not self.mix.has_far:
+            return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
+        far, carried = self._read_far(piece, tokens, count, carried)
+        if "window" in self.disabled:
+            return far.o, carried
+        if "linear" in self.disabled:
+            return near.attend(), carried
+        return self.mix.join(near, far, self.weights()), carried
+
+    def _read_far(
+        self, piece: Piece, tokens: Tokens, count: int, carried: Mapping[str, Tensor] | None
+    ) -> tuple[Far, dict[str, Tensor]]:
+        """Read the linear branch: the keys that leave the window, which is where they begin a window earlier."""
+        if self.window is None or piece.number is None or piece.key_positions is None:
+            raise RuntimeError("there is no linear branch beside a window")
+        past = tokens.k.shape[2] - count
+        # Keys that lag by the window lag by nothing where they begin a window earlier.
+        delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
+        k, v = tokens.k[:, :, :count], tokens.v[:, :, :count]
+        mask = None if tokens.mask is None else tokens.mask[:, :count]
+        phi_q, phi_k, kernel = self._features(piece, k, piece.positions, piece.key_positions[:, :count])
+        found = self.rule.read(
+            phi_q,
+            phi_k,
+            v,
+            carried,
+            kernel=kernel,
+            key_mask=mask,
+            delay=delay,
+            with_mass="mass" in self.mix.needs,
+        )
+        counts = tokens.mask
+        if counts is None:
+            counts = k.new_ones(k.shape[0], tokens.k.shape[2], dtype=torch.bool)
+        kept, sums = dict(found.state), None
+        if self.mix.sums_keys:
+            sums = None if carried is None else carried["far_keys"]
+            gone = tokens.k[:, :, :left]
+            gone = gone if tokens.mask is None else gone.masked_fill(~counts[:, None, :left, None], 0)
+            total = gone.sum(2, dtype=upcast(gone[:0]).dtype)
+            kept["far_keys"] = total if sums is None else total + sums
+        return Far(found.o, piece.number, counts, found.mass, sums), kept
+
+    def _features(
+        self, piece: Piece, k: Tensor, positions_q: Tensor, positions_k: Tensor
+    ) -> tuple[Tensor, Tensor, str | None]:
+        """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
+        kernel = self.feature_map.kernel
+        if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
+            return piece.q, k, kernel
+        backend = self.settings.backend
+        phi_q = features_of(self.feature_map, piece.q, "q", positions_q, backend)
+        return phi_q, features_of(self.feature_map, k, "k", positions_k, backend), None
+
+    def _carried(self, state: State | None) -> dict[str, Tensor] | None:
+        """Return what the linear branch carries over from a state."""
+        if state is None or not state.tensors:
+            return None
+        return {name: x for name, x in state.read().items() if not name.startswith(("near_", "seen"))}
+
+    def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
+        """Put into the call's state what was read."""
+        batch, _, count, _ = whole.q.shape
+        state.allocate(self.slots(v.shape[3]), batch, v)
+        kept = dict(carried)
+        if self.window is not None and whole.tokens is not None:
+            kept |= self.window.close(whole.tokens, count, state)
+        new = whole.mask.sum(1) if whole.mask is not None else count
+        kept["seen"] = state.tensors["seen"] + new
+        state.write(kept)
+        state.advance(count, v.device)
+        self.look_for_sinks(state, count)
+
+    def look_for_sinks(self, state: State, tokens: int) -> None:
+        """Note when every row has read its sinks; a token at a time, ask only now and then, since that waits."""
+        if state.first_read or state.static or self.window is None or torch.compiler.is_compiling():
+            return
+        if not self.window.sinks:
+            state.first_read = True
+        elif tokens > 1 or state.length % self.window.size == 0:
+            state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
+
+
+def _positions(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
+    """Number the real tokens, ``[B, T]`` int64; padding takes its neighbour's number."""
+    if key_mask is None:
+        positions = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
+    else:
+        positions = (key_mask.cumsum(1) - 1).clamp(min=0)
+    return positions if seen is None else positions + seen[:, None]
+
+
+@contextmanager
+def disable_branch(model: nn.Module, branch: Branch) -> Iterator[None]:
+    """Switch one branch of every patched layer off within a ``with`` block, to see what it contributes.
+
+    Args:
+        model: A patched model.
+        branch: ``"window"``, ``"sinks"`` or ``"linear"``.
+
+    Raises:
+        ArgumentError: If there is no such branch, or no layer has a window.
+    """
+    if branch not in get_args(Branch):
+        raise ArgumentError(
+            "branch", "be a branch of a patched layer", branch, "Use one of those", available=get_args(Branch)
+        )
+    layers = [m for m in model.modules() if isinstance(m, LinearAttention) and m.settings.window is not None]
+    if not layers:
+        raise ArgumentError(
+            "model", "be patched with a window", type(model).__name__, "Without one there is a single branch."
+        )
+    before = [layer.disabled for layer in layers]
+    for layer in layers:
+        layer.disabled |= {branch}
+    try:
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer.disabled = disabled

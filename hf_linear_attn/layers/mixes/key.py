@@ -1,0 +1,47 @@
+"""The linear branch as one more key of the window's softmax."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hf_linear_attn.layers.mixes.base import Far, LastToken, Mix, Near
+from hf_linear_attn.ops.window import OwnKey
+
+
+class Key(Mix):
+    """Let the linear branch's output be the value of a key of each query's own.
+
+    Its score is ``log n + scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per
+    head. It starts as the mean key's score times their number, which softmax's mass of them is at least.
+    """
+
+    name: ClassVar[str] = "key"
+    sums_keys: ClassVar[bool] = True
+    steps: ClassVar[bool] = True
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        heads = self.sizes.num_heads
+        return {"bias": torch.zeros(heads), "weight": torch.zeros(heads, self.sizes.head_dim)}
+
+    @override
+    def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
+        return near.attend(OwnKey(far.o, weights["bias"], weights["weight"], far.counts, far.number, far.keys))
+
+    @override
+    def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
+        o_far, number = last.far
+        if last.keys is None:
+            raise RuntimeError("the sum of the keys beyond the window is not kept")
+        n = number[:, None, None, None]
+        # Of no key the logarithm is -inf, which is what it should weigh.
+        learned = weights["weight"].to(last.keys.dtype).view(*last.q.shape[1:])
+        direction = torch.addcdiv(
+            learned, last.keys[:, :, None], n.clamp(min=1).to(last.keys.dtype), value=last.scaling
+        )
+        own = (last.q * direction).sum(-1, keepdim=True) + weights["bias"].view(*last.q.shape[1:3], 1) + n.log()
+        shares = torch.cat([last.scores, own.to(last.scores.dtype)], -1).softmax(-1).to(last.v.dtype)
+        return torch.addcmul(shares[..., :-1] @ last.v, shares[..., -1:], o_far)

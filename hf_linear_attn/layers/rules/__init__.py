@@ -1,0 +1,8 @@
+"""Update rules; a new one is one new file here."""
+
+from hf_linear_attn.layers.registry import discover
+from hf_linear_attn.layers.rules.base import Reading, Rule, Sizes
+
+RULES = discover(__name__, __path__, Rule)  # type: ignore[type-abstract]
+
+__all__ = ["RULES", "Reading", "Rule", "Sizes"]

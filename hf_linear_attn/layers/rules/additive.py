@@ -1,0 +1,84 @@
+"""The additive rule of linear attention: a running sum of ``phi(k) v^T`` and one of ``phi(k)``."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.layers.rules.base import Reading, Rule
+from hf_linear_attn.layers.state import Slot
+from hf_linear_attn.ops import LinearAttentionState, linear_attention
+from hf_linear_attn.ops.step import decode_opaque_, decode_plain_
+from hf_linear_attn.ops.window import key_product, running_sum
+
+
+class Additive(Rule):
+    """Compute ``o = phi(q)^T S / (phi(q)^T z + eps)``, ``S += phi(k) v^T``, ``z += phi(k)``.
+
+    Katharopoulos et al., 2020, arXiv:2006.16236.
+    """
+
+    name: ClassVar[str] = "additive"
+    provides: ClassVar[frozenset[str]] = frozenset({"mass"})
+    steps: ClassVar[bool] = True
+
+    @override
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
+        return {"kv": Slot((kv_heads, feature_dim, value_dim)), "z": Slot((kv_heads, feature_dim))}
+
+    @override
+    def read(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor] | None,
+        *,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        delay: int = 0,
+        with_mass: bool = False,
+    ) -> Reading:
+        o, final = linear_attention(
+            phi_q,
+            phi_k,
+            v,
+            None if kernel is None else elementwise_map(kernel),
+            causal=causal,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=None if state is None else LinearAttentionState(state["kv"], state["z"]),
+            delay=delay,
+            eps=self.eps,
+            backend=self.backend,
+        )
+        mass = None
+        if with_mass:
+            read = max(phi_k.shape[2] - delay, 0)
+            keys = upcast(phi_k[:, :, :read])
+            if key_mask is not None:
+                keys = keys * key_mask[:, None, :read, None]
+            z = running_sum(keys, phi_q.shape[2] - read, None if state is None else state["z"])
+            mass = key_product(phi_q, z)
+        return Reading(o, {"kv": final.kv, "z": final.z}, mass)
+
+    @override
+    def step_(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        step = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
+        phi = kernel or "identity"
+        return step(phi_q, phi_k, v, state["kv"], state["z"], key_mask, phi, self.eps, self.backend)

@@ -1,0 +1,106 @@
+"""What an update rule is: how a state takes in keys, and how it answers queries."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from hf_linear_attn.layers.state import Slot
+
+
+class Sizes(NamedTuple):
+    """Sizes of one attention layer.
+
+    Attributes:
+        head_dim: D, of queries and keys.
+        num_heads: H.
+        num_kv_heads: HKV.
+        scaling: Factor on ``q.k`` in softmax.
+    """
+
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    scaling: float
+
+
+class Reading(NamedTuple):
+    """What a rule gives for some queries.
+
+    Attributes:
+        o: Outputs ``[B, H, T, V]``.
+        state: The rule's tensors after the last key.
+        mass: What o was divided by, ``[B, H, T]``; None where it was not asked for.
+    """
+
+    o: Tensor
+    state: dict[str, Tensor]
+    mass: Tensor | None = None
+
+
+class Rule(ABC):
+    """An update rule; a subclass is found by its :attr:`name`.
+
+    Args:
+        eps: Added to normalisers, > 0.
+        backend: As in :func:`linear_attention`.
+    """
+
+    name: ClassVar[str]
+    """The word by which users ask for it."""
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """What mixes may ask of it: ``"mass"``, the normaliser that a shared denominator needs."""
+
+    steps: ClassVar[bool] = False
+    """Whether it has :meth:`step_`; without it a step is read as a call of one token."""
+
+    def __init__(self, eps: float, backend: str) -> None:
+        self.eps, self.backend = eps, backend
+
+    @abstractmethod
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
+        """Describe the state's tensors."""
+
+    @abstractmethod
+    def read(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor] | None,
+        *,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        delay: int = 0,
+        with_mass: bool = False,
+    ) -> Reading:
+        """Answer queries from a state and from keys, and take the keys in.
+
+        Args:
+            phi_q: Features of queries ``[B, H, T, F]``.
+            phi_k: Features of keys ``[B, HKV, S, F]``.
+            v: Values ``[B, HKV, S, V]``.
+            state: The rule's tensors before these keys; None where there were none.
+            kernel: An elementwise map that the rule applies first; None where ``phi_q`` and ``phi_k`` are features.
+            key_mask: ``[B, S]`` bool, True = a key that counts.
+            cu_seqlens: Boundaries of packed sequences, B = 1.
+            causal: Whether query i sees keys up to ``i - delay`` only.
+            delay: Tokens by which keys lag.
+            with_mass: Whether the mass is asked for.
+        """
+
+    def step_(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Take in one key and answer one query, in place: as :meth:`read` with T = 1, and ``o [B, H, 1, V]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no step")

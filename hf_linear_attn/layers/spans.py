@@ -1,0 +1,246 @@
+"""A call's tokens, and the walk over them span by span.
+
+On a CPU a layer reads a few hundred tokens at a time, so that features, scores and partial sums stay in a core's cache
+and memory beyond inputs and outputs does not grow with the text. Every span is read by the same function that reads a
+whole call; what the linear branch carries from one to the next is small. The backward walks back and reads each span
+again, so that it keeps no more than the forward.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_linear_attn.layers.window import Tokens
+from hf_linear_attn.ops.state import empty_like_tokens
+
+if TYPE_CHECKING:
+    from hf_linear_attn.layers.attention import LinearAttention
+
+SPAN = 256
+"""Tokens of a span of all rows: so many that calls are few, so few that a span stays in a core's cache."""
+
+CHUNK = 64
+"""Spans are multiples of what the operations walk by."""
+
+Carried = dict[str, Tensor]
+
+
+class Piece(NamedTuple):
+    """Queries that are read at once, with all that they see.
+
+    Attributes:
+        q: Queries ``[B, H, T, D]``.
+        k: Their own keys ``[B, HKV, T, D]``.
+        v: Their own values ``[B, HKV, T, V]``.
+        mask: ``[B, T]`` bool, True = a real token; None where all are.
+        positions: Numbers of the real tokens in their text ``[B, T]``.
+        tokens: With a window, the keys that queries see exactly and those that leave.
+        number: Keys beyond each query's window ``[B, T]``; None without a linear branch beside a window.
+        scaling: Factor on ``q.k`` in the exact branch.
+        causal: Whether a query sees only earlier keys and its own.
+        cu_seqlens: Boundaries of packed sequences that are read together.
+        key_positions: Positions of the keys in ``tokens``.
+        start: Number of the first query in its call.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    tokens: Tokens | None
+    number: Tensor | None
+    scaling: float
+    causal: bool = True
+    cu_seqlens: Tensor | None = None
+    key_positions: Tensor | None = None
+    start: int = 0
+
+    def sinks(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the sinks' keys and values, and which query sees which."""
+        if self.tokens is None:
+            return None
+        return self.tokens.sinks(self.start, self.start + self.q.shape[2])
+
+    def cut(self, a: int, b: int, window: int) -> "Piece":
+        """Return the queries ``[a, b)`` with what they see."""
+        low, high = self.reach(a, b, window)
+        own = slice(a, b) if self.tokens is None else slice(0, 0)
+        piece = self._replace(
+            q=self.q[:, :, a:b],
+            k=self.k[:, :, own],
+            v=self.v[:, :, own],
+            mask=None if self.mask is None else self.mask[:, a:b],
+            positions=self.positions[:, a:b],
+            number=None if self.number is None else self.number[:, a:b],
+            start=self.start + a,
+        )
+        if self.tokens is None or self.key_positions is None:
+            return piece
+        tokens = self.tokens._replace(
+            k=self.tokens.k[:, :, low:high],
+            v=self.tokens.v[:, :, low:high],
+            mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
+        )
+        return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
+
+    def reach(self, a: int, b: int, window: int) -> tuple[int, int]:
+        """Return which keys the queries ``[a, b)`` and the linear branch need."""
+        if self.tokens is None:
+            return a, b
+        past = self.tokens.k.shape[2] - self.q.shape[2]
+        return max(past + a - window, 0), past + b
+
+
+def spans_of(batch: int, tokens: int) -> list[tuple[int, int]]:
+    """Cut a call's queries into spans of whole chunks, shorter ones where there are many rows."""
+    length = max(SPAN // batch // CHUNK, 1) * CHUNK
+    return [(a, min(a + length, tokens)) for a in range(0, tokens, length)]
+
+
+def walks(layer: "LinearAttention", whole: Piece) -> bool:
+    """Tell whether a call is read span by span: on a CPU, in PyTorch, where there is more than one."""
+    if torch.compiler.is_compiling() or whole.q.device.type != "cpu" or not whole.causal:
+        return False
+    if layer.settings.backend not in ("auto", "torch") or whole.cu_seqlens is not None:
+        return False
+    if layer.window is None and layer.feature_map.kernel is not None:
+        # The operation walks by itself.
+        return False
+    if torch.is_grad_enabled() and not all(isinstance(p, nn.Parameter) for p in layer.parameters()):
+        # Under functional_call the backward would read other weights.
+        return False
+    return len(spans_of(whole.q.shape[0], whole.q.shape[2])) > 1
+
+
+def walk(layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, Carried]:
+    """Read a call span by span; arguments and results as of :meth:`LinearAttention.read`."""
+    names = sorted(carried or {})
+    inputs = [whole.q, *_keys(whole), *((carried or {})[name] for name in names)]
+    weights = [p for p in layer.parameters() if p.requires_grad]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *weights)):
+        left: list[str] = []
+        found = _Walk.apply(layer, whole, names, left, *inputs, *weights)  # type: ignore[no-untyped-call]
+        return found[0], dict(zip(left, found[1:], strict=True))
+    o, _, last = _forward(layer, whole, carried)
+    return o, last
+
+
+def _keys(whole: Piece) -> list[Tensor]:
+    """Return the keys and values of a call, all that have gradients."""
+    if whole.tokens is None:
+        return [whole.k, whole.v]
+    found = [whole.tokens.k, whole.tokens.v]
+    if whole.tokens.sink_k is not None and whole.tokens.sink_v is not None:
+        found += [whole.tokens.sink_k, whole.tokens.sink_v]
+    return found
+
+
+def _with_keys(piece: Piece, q: Tensor, keys: Sequence[Tensor]) -> Piece:
+    """Put other queries and keys into a piece, as :func:`_keys` lists them."""
+    if piece.tokens is None:
+        return piece._replace(q=q, k=keys[0], v=keys[1])
+    names = ("k", "v", "sink_k", "sink_v")[: len(keys)]
+    return piece._replace(q=q, tokens=piece.tokens._replace(**dict(zip(names, keys, strict=True))))
+
+
+def _forward(
+    layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None
+) -> tuple[Tensor, list[Mapping[str, Tensor] | None], Carried]:
+    """Return the output, what was carried into each span, and what the last one leaves."""
+    o = empty_like_tokens(whole.q, whole.v.shape[3])
+    starts: list[Mapping[str, Tensor] | None] = []
+    for a, b in spans_of(whole.q.shape[0], whole.q.shape[2]):
+        starts.append(carried)
+        found, carried = layer.read(whole.cut(a, b, layer.reach), carried)
+        o[:, :, a:b] = found
+    return o, starts, dict(carried or {})
+
+
+class _Walk(torch.autograd.Function):
+    """The walk with gradients: its backward reads each span again, the last one first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: "LinearAttention", whole: Piece, names: list[str], left: list[str], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        number = 1 + len(_keys(whole))
+        carried = dict(zip(names, tensors[number:], strict=False)) if names else None
+        o, starts, last = _forward(layer, whole, carried)
+        left += last
+        ctx.layer, ctx.whole, ctx.names, ctx.left, ctx.number = layer, _without_tensors(whole), names, left, number
+        ctx.starts = [None if x is None else list(x) for x in starts[1:]]
+        ctx.save_for_backward(*tensors, *(x for start in starts[1:] for x in (start or {}).values()))
+        ctx.inputs = len(tensors)
+        return o, *last.values()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, *dlast: Tensor) -> tuple[Any, ...]:
+        layer, saved = ctx.layer, ctx.saved_tensors
+        tensors, between = saved[: ctx.inputs], iter(saved[ctx.inputs :])
+        whole = _with_keys(ctx.whole, tensors[0], tensors[1 : ctx.number])
+        first = dict(zip(ctx.names, tensors[ctx.number :], strict=False)) if ctx.names else None
+        starts = [first, *({name: next(between) for name in names} for names in ctx.starts)]
+        weights = tensors[ctx.number + len(ctx.names) :]
+        dtypes = [torch.promote_types(x.dtype, torch.float32) for x in (*tensors[: ctx.number], *weights)]
+        totals = [
+            torch.zeros(x.shape, dtype=dtype)
+            for x, dtype in zip((*tensors[: ctx.number], *weights), dtypes, strict=True)
+        ]
+        dcarried = dict(zip(ctx.left, dlast, strict=True))
+        spans = spans_of(whole.q.shape[0], whole.q.shape[2])
+        with torch.autocast("cpu", enabled=False):
+            for (a, b), start in zip(reversed(spans), reversed(starts), strict=True):
+                dcarried = _backward(layer, whole, (a, b), start, do, dcarried, totals, weights)
+        found = [x.to(y.dtype) for x, y in zip(totals, (*tensors[: ctx.number], *weights), strict=True)]
+        return (
+            *(None,) * 4,
+            *found[: ctx.number],
+            *(dcarried.get(name) for name in ctx.names),
+            *found[ctx.number :],
+        )
+
+
+def _without_tensors(whole: Piece) -> Piece:
+    """Return a piece without what autograd keeps: the queries and keys are saved apart."""
+    empty = whole.q.new_empty(0)
+    return _with_keys(whole._replace(k=empty, v=empty), empty, [empty] * len(_keys(whole)))
+
+
+def _backward(
+    layer: "LinearAttention",
+    whole: Piece,
+    span: tuple[int, int],
+    start: Mapping[str, Tensor] | None,
+    do: Tensor,
+    dcarried: Carried,
+    totals: list[Tensor],
+    weights: Sequence[Tensor],
+) -> Carried:
+    """Add one span's gradients to the totals; return those of what was carried into it."""
+    (a, b), keys = span, _keys(whole)
+    piece = whole.cut(a, b, layer.reach)
+    leaves = [x.detach().requires_grad_() for x in (piece.q, *_keys(piece))]
+    before = None if start is None else {name: x.detach().requires_grad_() for name, x in start.items()}
+    with torch.enable_grad():
+        o, carried = layer.read(_with_keys(piece, leaves[0], leaves[1:]), before)
+    outputs, gradients = [o], [do[:, :, a:b]]
+    for name, x in carried.items():
+        if x.requires_grad and name in dcarried:
+            outputs.append(x)
+            gradients.append(dcarried[name])
+    inputs = [*leaves, *(before or {}).values(), *weights]
+    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    low, high = whole.reach(a, b, layer.reach)
+    places = [(slice(None), slice(None), slice(a, b)), *[(slice(None), slice(None), slice(low, high))] * 2]
+    for n, (total, dx) in enumerate(zip(totals[: len(leaves)], found, strict=False)):
+        if dx is not None:
+            (total[places[n]] if n < len(places) else total).add_(dx)
+    for total, dx in zip(totals[len(keys) + 1 :], found[len(inputs) - len(weights) :], strict=True):
+        if dx is not None:
+            total.add_(dx)
+    return {name: dx for name, dx in zip(before or {}, found[len(leaves) :], strict=False) if dx is not None}

@@ -1,0 +1,156 @@
+"""The exact branch's tokens: the first few, kept for ever, and the last W in circular slots.
+
+Token t of a text, counted from 0 with padding, lies in slot ``t mod (W + 1)`` of a circle. The circle holds the last W
+tokens; the slot left over is where the next token goes. A step so reads the token that leaves the window, and writes
+the one that comes, in two places: no program of a kernel reads what another one overwrites. Softmax does not care for
+the order of slots. The first ``sinks`` real tokens have slots of their own before the circle, and none in it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.layers.state import Slot, State
+
+NOWHERE = 2**62
+"""Place of a sink that has not come yet."""
+
+
+class Tokens(NamedTuple):
+    """The keys and values of one call that queries see exactly, with those from before it.
+
+    Attributes:
+        k: ``[B, HKV, P + T, D]``: P keys from before the first query, none or the window's W, then its own.
+        v: ``[B, HKV, P + T, V]``.
+        mask: ``[B, P + T]`` bool, True = a real token that is no sink: it counts in the linear branch once it has left
+            the window. None where all are.
+        sink_k: ``[B, HKV, N, D]``, None without sinks.
+        sink_v: ``[B, HKV, N, V]``.
+        sink_place: ``[B, N]`` int64: the query at which a sink came; -1 before the first query, :data:`NOWHERE` for one
+            that has not come.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+    sink_place: Tensor | None = None
+
+    def sinks(self, start: int, end: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return keys, values and which query of ``[start, end)`` sees which, ``[B, T, N]``.
+
+        A sink is seen by the queries after it; the query that is one sees itself as every query does.
+        """
+        if self.sink_k is None or self.sink_v is None or self.sink_place is None:
+            return None
+        queries = torch.arange(start, end, device=self.sink_place.device)
+        return self.sink_k, self.sink_v, self.sink_place[:, None] < queries[None, :, None]
+
+
+class Window:
+    """Where the tokens of a window and its sinks lie, and how they come and go.
+
+    Args:
+        size: W, the tokens in sight, the query's own included; >= 1.
+        sinks: N, the first real tokens, in sight for ever.
+    """
+
+    def __init__(self, size: int, sinks: int) -> None:
+        self.size, self.sinks = size, sinks
+
+    def slots(self, kv_heads: int, head_dim: int, value_dim: int) -> dict[str, Slot]:
+        """Describe the tensors: sinks first, then the circle."""
+        places = self.sinks + self.size + 1
+        return {
+            "near_k": Slot((kv_heads, places, head_dim), "token"),
+            "near_v": Slot((kv_heads, places, value_dim), "token"),
+            "near_mask": Slot((places,), torch.bool),
+        }
+
+    def open(self, k: Tensor, v: Tensor, mask: Tensor | None, numbers: Tensor | None, state: State | None) -> Tokens:
+        """Put the new tokens behind those that a state holds.
+
+        Args:
+            k: Keys of the new tokens ``[B, HKV, T, D]``.
+            v: Their values.
+            mask: ``[B, T]`` bool, True = a real token; None where all are.
+            numbers: Numbers of the real tokens in their text ``[B, T]``, which tell sinks; None where all sinks have
+                been read.
+            state: What was read before; None or empty where nothing was.
+        """
+        held = state.read() if state is not None and state.tensors else None
+        sinks: tuple[Tensor, ...] = ()
+        if self.sinks:
+            counts = mask
+            if numbers is not None:
+                is_sink = numbers < self.sinks
+                is_sink = is_sink if mask is None else is_sink & mask
+                counts = ~is_sink if mask is None else mask & ~is_sink
+                sinks = self._collect(k, v, numbers, is_sink, held)
+            elif held is not None:
+                place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
+                sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)
+            mask = counts
+        if held is None or state is None:
+            return Tokens(k, v, mask, *sinks)
+        order = self._order(state, k.device)
+        old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
+        old_mask = held["near_mask"].index_select(1, self.sinks + order)
+        mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if mask is None else mask
+        k, v, mask = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), torch.cat([old_mask, mask], 1)
+        return Tokens(k, v, mask, *sinks)
+
+    def close(self, tokens: Tokens, new: int, state: State) -> dict[str, Tensor]:
+        """Return the tensors that hold the last W tokens and the sinks, after ``new`` more tokens.
+
+        Args:
+            tokens: What :meth:`open` returned.
+            new: T.
+            state: The state before them.
+        """
+        past = tokens.k.shape[2] - new
+        kept = min(self.size, past + new)
+        batch, heads, _, _ = tokens.k.shape
+        # Places of the last tokens: they end before the one that comes next.
+        places = self.sinks + (torch.arange(kept, device=tokens.k.device) - kept + new + state.length) % (self.size + 1)
+        mask = tokens.mask
+        if mask is None:
+            mask = tokens.k.new_ones(batch, past + new, dtype=torch.bool)
+        found = {}
+        for name, x, sink in (("near_k", tokens.k, tokens.sink_k), ("near_v", tokens.v, tokens.sink_v)):
+            circle = x.new_zeros(batch, heads, self.sinks + self.size + 1, x.shape[3])
+            circle.index_copy_(2, places, x[:, :, past + new - kept :].detach())
+            if sink is not None:
+                circle[:, :, : self.sinks] = sink.detach()
+            found[name] = circle
+        held = mask.new_zeros(batch, self.sinks + self.size + 1).index_copy_(1, places, mask[:, past + new - kept :])
+        if tokens.sink_place is not None:
+            held[:, : self.sinks] = tokens.sink_place < NOWHERE
+        return found | {"near_mask": held}
+
+    def places(self, state: State) -> tuple[Any, Any]:
+        """Return where the next token goes, and where the one lies that then leaves the window."""
+        return self.sinks + state.length % (self.size + 1), self.sinks + (state.length + 1) % (self.size + 1)
+
+    def _order(self, state: State, device: torch.device) -> Tensor:
+        """Return the places of the last W tokens in the circle, oldest first."""
+        return (torch.arange(self.size, device=device) - self.size + state.length) % (self.size + 1)
+
+    def _collect(
+        self, k: Tensor, v: Tensor, numbers: Tensor, is_sink: Tensor, held: dict[str, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take the sinks out of the new tokens, beside those that are known: keys, values and places."""
+        tokens = torch.arange(k.shape[2], device=k.device)
+        chosen = (numbers[:, None] == torch.arange(self.sinks, device=k.device)[:, None]) & is_sink[:, None]
+        place = torch.where(chosen, tokens, NOWHERE).amin(-1)
+        new, at = (place < NOWHERE)[:, None, :, None], place.clamp(max=k.shape[2] - 1)[:, None, :, None]
+        found = [x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v)]
+        if held is None:
+            sink_k, sink_v = (x.masked_fill(~new, 0) for x in found)
+        else:
+            before = (held[name][:, :, : self.sinks] for name in ("near_k", "near_v"))
+            sink_k, sink_v = (torch.where(new, x, y) for x, y in zip(found, before, strict=True))
+            place = torch.where(held["near_mask"][:, : self.sinks], -1, place)
+        return sink_k, sink_v, place

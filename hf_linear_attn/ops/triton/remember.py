@@ -1,0 +1,387 @@
+"""Plans that are made once: what a plan allocates, computes and launches, written down and repeated.
+
+To plan a call takes the host longer than to launch its kernels, and a plan depends on nothing but shapes, strides,
+dtypes and settings. :func:`remembered` therefore records the operations of a planning function the first time, tensors
+as numbers, and repeats them with the tensors of the next call that is like it. A plan that reads numbers from memory
+is not repeated but made anew each time.
+
+Nothing here knows what is planned, and nothing is remembered of fake tensors: under ``torch.compile`` ops are recorded
+when they run, with real ones.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+MOST_PLANS = 1024
+"""Plans that are remembered per planning function; a run that meets more shapes forgets the oldest."""
+
+MOST_SHARED = 64
+"""Results of :func:`shared_by_layers` that are remembered, a few per step."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Start(NamedTuple):
+    """A launch: the jitted function, the size of its grid, and its arguments by name."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        """Launch the kernel."""
+        self.kernel[(self.programs,)](**self.arguments)
+
+
+class Operation(NamedTuple):
+    """An operation of torch: its arguments, flat, those that are tensors by place and number, and its results."""
+
+    function: Callable[..., Any]
+    arguments: list[Any]
+    tensors: list[tuple[int, int]]
+    spec: Any
+    results: list[int | None]
+
+
+class Allocation(NamedTuple):
+    """Memory that a tensor takes."""
+
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Plan(NamedTuple):
+    """What a planning function did, with numbers for tensors: those given come first.
+
+    Attributes:
+        numbers: How many there are.
+        allocations: Tensors that are allocated.
+        operations: What is computed besides, in order.
+        starts: Launches, with the names and numbers of their tensors.
+        results: Numbers of what is returned; None for what is none.
+        form: Makes of a list of tensors what is returned.
+    """
+
+    numbers: int
+    allocations: list[Allocation]
+    operations: list[Operation]
+    starts: list[tuple[Start, list[tuple[str, int]]]]
+    results: list[int]
+    form: Callable[[list[Tensor]], Any]
+
+    def run(self, given: list[Tensor]) -> Any:
+        """Repeat it with other tensors."""
+        tensors: list[Any] = given + [None] * (self.numbers - len(given))
+        for number, size, stride, dtype, device in self.allocations:
+            tensors[number] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        for operation in self.operations:
+            flat = operation.arguments.copy()
+            for place, number in operation.tensors:
+                flat[place] = tensors[number]
+            positional, named = tree_unflatten(flat, operation.spec)
+            found = operation.function(*positional, **named)
+            outputs = found if isinstance(found, tuple | list) else (found,)
+            for result, x in zip(operation.results, outputs, strict=True):
+                if result is not None:
+                    tensors[result] = x
+        with _on(given[0].device):
+            for (kernel, programs, arguments), names in self.starts:
+                arguments = arguments.copy()
+                for name, number in names:
+                    arguments[name] = tensors[number]
+                Start(kernel, programs, arguments).run()
+        return self.form([tensors[number] for number in self.results])
+
+
+class _Stay:
+    """A context that changes nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_STAY = _Stay()
+
+
+def _on(device: torch.device) -> Any:
+    """Return a context in which launches go to a device; most are on it already, and torch's own takes long to enter."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _STAY
+    return torch.cuda.device(device)
+
+
+Where = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _where(x: Tensor) -> Where:
+    """Return what tells a tensor from others: one tensor may come as several objects."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what runs while a plan is made.
+
+    Args:
+        given: The tensors of the call.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[Where, int] = {_where(x): number for number, x in enumerate(given)}
+        # Where one tensor is given twice, the next call like this may give two.
+        self.repeatable = len(self.known) == len(given)
+        # Memory of what is freed would be given to others, that were then taken for it.
+        self.alive: list[Tensor] = list(given)
+        self.operations: list[Operation] = []
+        self.writes = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operation and write it down."""
+        found = func(*args, **(kwargs or {}))
+        if self.writes:
+            self.note(func, args, kwargs or {}, found)
+        return found
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what runs for a while."""
+        self.writes = False
+        try:
+            yield
+        finally:
+            self.writes = True
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+        """Write down what has run."""
+        outputs = found if isinstance(found, tuple | list) else (found,)
+        if not all(x is None or isinstance(x, Tensor) for x in outputs):
+            self.repeatable = False
+            return
+        flat, spec = tree_flatten((args, kwargs))
+        tensors = [(place, self.number(x)) for place, x in enumerate(flat) if isinstance(x, Tensor)]
+        flat = [None if isinstance(x, Tensor) else x for x in flat]
+        results = [self._new(x) for x in outputs]
+        self.operations.append(Operation(function, flat, tensors, spec, results))
+
+    def _new(self, x: Tensor | None) -> int | None:
+        """Number a result, if there is one that has no number yet."""
+        if x is None or _where(x) in self.known:
+            return None
+        self.alive.append(x)
+        self.known[_where(x)] = len(self.alive) - 1
+        return len(self.alive) - 1
+
+    def number(self, x: Tensor) -> int:
+        """Return a tensor's number; one that comes from elsewhere may be another next time."""
+        number = self.known.get(_where(x))
+        if number is None:
+            self.repeatable = False
+            return 0
+        return number
+
+    def plan(self, starts: Sequence[Start], result: Any) -> Plan | None:
+        """Return the plan, or None where it cannot be repeated."""
+        numbered = []
+        for start in starts:
+            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor)]
+            fixed = {name: None if isinstance(x, Tensor) else x for name, x in start.arguments.items()}
+            numbered.append((start._replace(arguments=fixed), names))
+        whole = [result] if isinstance(result, Tensor) else list(result)
+        if not all(isinstance(x, Tensor) for x in whole):
+            self.repeatable = False
+            return None
+        results = [self.number(x) for x in whole]
+        if not self.repeatable:
+            return None
+        needed = {number for _, names in numbered for _, number in names} | set(results)
+        allocations, operations = self._simplified(needed)
+        form: Callable[[list[Tensor]], Any] = tuple
+        if isinstance(result, Tensor):
+            form = _only
+        elif hasattr(result, "_make"):
+            form = type(result)._make
+        return Plan(len(self.alive), allocations, operations, numbered, results, form)
+
+    def _simplified(self, needed: set[int]) -> tuple[list[Allocation], list[Operation]]:
+        """Return allocations apart from other operations, without what nobody needs and views that allocations can be.
+
+        Args:
+            needed: Numbers that launches and results have.
+        """
+        allocated = {op.results[0] for op in self.operations if _allocates(op.function)}
+        # Users of each allocation; one that a single view has for its own may be that view from the beginning.
+        users: dict[int, int] = {}
+        for op in self.operations:
+            for _, number in op.tensors:
+                users[number] = users.get(number, 0) + 1
+        allocations, operations = [], []
+        for op in reversed(self.operations):
+            result = op.results[0]
+            pure = _allocates(op.function) or getattr(op.function, "is_view", False)
+            if pure and result not in needed:
+                continue
+            if result is not None and _allocates(op.function):
+                allocations.append(self._allocation(result))
+                continue
+            base = op.tensors[0][1] if op.tensors else None
+            if (
+                result is not None
+                and base in allocated
+                and base not in needed
+                and users[base] == 1
+                and pure
+                and self._is_whole(result, base)
+            ):
+                allocations.append(self._allocation(result))
+                continue
+            needed |= {number for _, number in op.tensors}
+            operations.append(op)
+        return allocations[::-1], operations[::-1]
+
+    def _allocation(self, number: int) -> Allocation:
+        x = self.alive[number]
+        return Allocation(number, tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def _is_whole(self, number: int, base: int) -> bool:
+        """Tell whether a view is all of a tensor in another order of dimensions."""
+        view, whole = self.alive[number], self.alive[base]
+        return view.dtype == whole.dtype and view.numel() == whole.numel() and whole.is_contiguous()
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+_ALLOCATING = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+def _allocates(function: Any) -> bool:
+    return function in _ALLOCATING
+
+
+_lock = threading.Lock()
+_caches: list[dict[Any, Any]] = []
+
+
+def _keep(cache: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Put something into a cache, in place of the oldest where it is full."""
+    with _lock:
+        while len(cache) >= most:
+            del cache[next(iter(cache))]
+        cache[key] = value
+
+
+def forget() -> None:
+    """Forget all plans: they know nothing of settings that have changed since."""
+    with _lock:
+        for cache in _caches:
+            cache.clear()
+
+
+def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
+    """Run what a planning function plans, and plan calls that are alike only once.
+
+    Args:
+        plan: Takes tensors, the first of them on the device of the launches, and settings that hash; returns the
+            results, a tensor or a tuple of them, allocated, and the launches that compute them, in order. Apart from
+            its arguments it may depend on the precision of fp32 products alone.
+
+    Returns:
+        A function of the same arguments that launches the kernels and returns the results.
+    """
+    plans: dict[Any, Plan | None] = {}
+    _caches.append(plans)
+
+    @functools.wraps(plan)
+    def run(*arguments: P.args, **settings: P.kwargs) -> R:
+        given: list[Tensor] = []
+        key: list[Any] = [torch.get_float32_matmul_precision()]
+        for x in arguments:
+            if isinstance(x, Tensor):
+                given.append(x)
+                key += (x.shape, x.stride(), x.dtype, x.device)
+            else:
+                key.append(x)
+        named = tuple(key)
+        known = plans.get(named)
+        if known is not None:
+            result: R = known.run(given)
+            return result
+        if named in plans:
+            result, starts = plan(*arguments, **settings)
+        else:
+            with Recorder(given) as recorder:
+                result, starts = plan(*arguments, **settings)
+            _keep(plans, named, recorder.plan(starts, result), MOST_PLANS)
+        with _on(given[0].device):
+            for start in starts:
+                start.run()
+        return result
+
+    return run
+
+
+def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
+    """Compute something of a tensor once for all layers of a step, which pass the same tensor.
+
+    Args:
+        compute: Takes a tensor and settings that hash; returns a tensor, or a tuple of tensors and Nones.
+
+    Returns:
+        The same function. It computes anew where the tensor is another or has changed, on another stream, and while a
+        graph is captured, whose replays have to compute it themselves.
+    """
+    results: dict[Any, tuple[Any, int, R]] = {}
+    _caches.append(results)
+
+    def found(x: Tensor, *settings: Any) -> R:
+        # Versions of inference tensors are not counted.
+        if type(x) is not Tensor or x.is_inference():
+            return compute(x, *settings)
+        stream = 0
+        if x.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return compute(x, *settings)
+            stream = torch.cuda.current_stream(x.device).cuda_stream
+        key = id(x), stream, settings
+        known = results.get(key)
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        value = compute(x, *settings)
+        _keep(results, key, (weakref.ref(x), x._version, value), MOST_SHARED)
+        return value
+
+    @functools.wraps(compute)
+    def shared(x: Tensor, *settings: Any) -> R:
+        recorder = _get_current_dispatch_mode()
+        if not isinstance(recorder, Recorder):
+            return found(x, *settings)
+        # A plan repeats the whole, which may be known by then.
+        with recorder.paused():
+            value = found(x, *settings)
+        recorder.note(found, (x, *settings), {}, value)
+        return value
+
+    return shared

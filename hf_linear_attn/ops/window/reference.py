@@ -1,0 +1,48 @@
+"""Attention over a window from the full matrix of scores, in float64: slow, plain, the oracle of every other path."""
+
+import torch
+from torch import Tensor
+
+
+def window_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Compute :func:`hf_linear_attn.ops.window.window_attention`.
+
+    Args:
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, P + T, D]``.
+        v: Values ``[B, HKV, P + T, V]``.
+        window: Keys in sight.
+        scaling: Factor on ``q.k``.
+        key_mask: ``[B, P + T]`` bool.
+        sinks: Keys, values and which query sees which.
+        own: Scores ``[B, H, T]``, visibility ``[B, T]`` and values ``[B, H, T, V]`` of a key of each query's own.
+    """
+    dtype, groups, past = q.dtype, q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + past
+    j = torch.arange(k.shape[2], device=q.device)[None]
+    visible = ((j <= i) & (j > i - window))[None]
+    if key_mask is not None:
+        visible = (visible & key_mask[:, None]) | (j == i)
+    visible = visible.expand(q.shape[0], -1, -1)
+    if sinks is not None:
+        k, v, visible = torch.cat([sinks[0], k], 2), torch.cat([sinks[1], v], 2), torch.cat([sinks[2], visible], -1)
+    q, k, v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
+    scores = (scaling * q @ k.mT).masked_fill(~visible[:, None], -torch.inf)
+    if own is not None:
+        own_score = own[0].double().masked_fill(~own[1][:, None], -torch.inf)
+        scores = torch.cat([scores, own_score[..., None]], -1)
+    weights = scores.softmax(-1)
+    o = weights[..., : k.shape[2]] @ v.masked_fill(~visible.any(1)[:, None, :, None], 0)
+    if own is not None:
+        o = o + weights[..., -1:] * own[2].double()
+    return o.to(dtype)

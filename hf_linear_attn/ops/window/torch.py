@@ -1,0 +1,138 @@
+"""Attention over a window in PyTorch: blocks of queries against a band of keys, ``[block, N + block + W - 1]`` scores.
+
+Sinks stand before the band, and a key of each query's own is one more column, whose score is written and whose value is
+added apart: one product makes all other scores, one softmax joins them, one product makes the output.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.base import upcast
+
+MIN_BLOCK = 64
+"""Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
+
+
+def window_attention_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
+    own: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Compute :func:`hf_linear_attn.ops.window.window_attention`; arguments as in its reference."""
+    band = Band(q, k, v, window, key_mask, sinks, own is not None)
+    scores = band.scores(scaling)
+    if own is not None:
+        score = own[0].masked_fill(~own[1][:, None], torch.finfo(scores.dtype).min)
+        scores[..., -1] = band.rows(score[..., None])[..., 0]
+    weights = scores.softmax(-1).to(v.dtype)
+    o = band.join(torch.bmm(weights, band.v))
+    if own is None:
+        return o
+    return torch.addcmul(o, band.join(weights[..., -1:]), own[2])
+
+
+def window_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what softmax over a window divides: ``sum_j exp(s_ij - m_i) v_j`` and ``sum_j exp(s_ij - m_i)``.
+
+    Returns:
+        Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
+    """
+    band = Band(q, k, v, window, key_mask, sinks, False)
+    scores = band.scores(scaling)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return band.join(torch.bmm(weights, band.v.to(weights.dtype))), band.join(weights.sum(-1, keepdim=True))[..., 0]
+
+
+class Band:
+    """Blocks of C queries beside the keys that they see, as rows ``[B HKV n, ...]`` of one product.
+
+    The G heads of a group share their keys, so their queries are rows of the same matrix, ``[G C, D]``. Keys are
+    ``[N + W - 1 + C, D]``: the sinks, the band, and a row of zeros where queries have a key of their own.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int,
+        key_mask: Tensor | None,
+        sinks: tuple[Tensor, Tensor, Tensor] | None,
+        own: bool,
+    ) -> None:
+        self.batch, self.heads, self.tokens, _ = q.shape
+        self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens
+        self.block = min(max(window, MIN_BLOCK), self.tokens)
+        self.pad = -self.tokens % self.block
+        self.blocks = (self.tokens + self.pad) // self.block
+        # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
+        lead, self.own = window - 1 - past, own
+        first = -min(lead, 0)
+        visible = self._visible(window, first, max(lead, 0), past, key_mask)
+        k, v = (self._banded(x[:, :, first:], window, max(lead, 0)) for x in (k, v))
+        if sinks is not None:
+            k, v = (
+                torch.cat([x[:, :, None].expand(-1, -1, self.blocks, -1, -1), y], 3)
+                for x, y in zip(sinks[:2], (k, v), strict=True)
+            )
+            seen = F.pad(sinks[2], (0, 0, 0, self.pad)).unflatten(1, (self.blocks, self.block))
+            visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
+        if own:
+            k, v, visible = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), F.pad(visible, (0, 1), value=True)
+        self.k, self.v, self.visible = k.flatten(0, 2), v.flatten(0, 2), visible
+        self.q = self.rows(q)
+
+    def _visible(self, window: int, first: int, lead: int, past: int, key_mask: Tensor | None) -> Tensor:
+        """Tell which query of a block sees which key of its band, ``[B or 1, n or 1, C, W - 1 + C]``."""
+        i = torch.arange(self.block)[:, None]
+        j = torch.arange(window - 1 + self.block)[None]
+        near, itself = (j >= i) & (j < i + window), j == i + window - 1
+        if key_mask is None:
+            if lead == 0:
+                return near[None, None]
+            key_mask = torch.ones(1, past + self.tokens, dtype=torch.bool)
+        device = key_mask.device
+        real = F.pad(key_mask[:, first:], (lead, self.pad)).unfold(1, window - 1 + self.block, self.block)
+        return near.to(device) & real[:, :, None] | itself.to(device)
+
+    def _banded(self, x: Tensor, window: int, lead: int) -> Tensor:
+        """Cut keys or values into bands that overlap, ``[B, HKV, n, W - 1 + C, D]``."""
+        if lead or self.pad:
+            x = F.pad(x, (0, 0, lead, self.pad))
+        return x.unfold(2, window - 1 + self.block, self.block).mT
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Cut ``[B, H, T, E]`` into ``[B HKV n, G C, E]``."""
+        if self.pad:
+            x = F.pad(x, (0, 0, 0, self.pad))
+        x = x.unflatten(2, (self.blocks, self.block)).unflatten(1, (self.kv_heads, -1))
+        return x.transpose(2, 3).reshape(self.batch * self.kv_heads * self.blocks, -1, x.shape[-1])
+
+    def scores(self, scaling: float) -> Tensor:
+        """Return ``scaling q.k`` where a query sees a key, else a number far below, in fp32 (fp64)."""
+        hidden = self.visible.logical_not().to(self.q.device)
+        scores = upcast(torch.bmm(self.q, self.k.mT)) * scaling
+        grouped = scores.view(self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
+        grouped.masked_fill_(hidden[:, None, :, None], torch.finfo(scores.dtype).min)
+        return scores
+
+    def join(self, x: Tensor) -> Tensor:
+        """Put ``[B HKV n, G C, E]`` back together as ``[B, H, T, E]``."""
+        x = x.view(self.batch, self.kv_heads, self.blocks, -1, self.block, x.shape[-1]).transpose(2, 3)
+        return x.reshape(self.batch, self.heads, -1, x.shape[-1])[:, :, : self.tokens]

@@ -1,0 +1,297 @@
+"""Patch a model in place, and undo it."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from hf_linear_attn.feature_maps import feature_map_class
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.patching.discover import (
+    AttentionLayer,
+    LayerChoice,
+    attends_causally,
+    attention_layers,
+    choose_layers,
+    refuse_special,
+    refuse_split_sharing,
+    sizes_of,
+)
+from hf_linear_attn.patching.hook import IMPLEMENTATION, Host, enter_module, leave_module
+from hf_linear_attn.patching.masks import enter_model, leave_model
+from hf_linear_attn.patching.model import PatchedModel
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+BaseT = TypeVar("BaseT", bound=PreTrainedModel)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Return whether any layer of ``model`` is converted."""
+    return any(isinstance(module, LinearAttention) for module in model.modules())
+
+
+def patch_model(
+    model: ModelT,
+    feature_map: str = "elu",
+    *,
+    layers: LayerChoice = None,
+    window: int | None = None,
+    sinks: int = 0,
+    mix: str = "key",
+    update_rule: str = "additive",
+    feature_map_options: Mapping[str, Any] | None = None,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    allow_approximate: bool = False,
+) -> ModelT:
+    """Turn a softmax model into a linear-attention model, in place.
+
+    Its class, its weights and its other instances stay as they are. A model that is merely patched is a poor one:
+    softmax and linear attention are different functions, so distil it next. ``feature_map="elu"`` has nothing to
+    learn and recalls little of what lies far back; learned maps (``"norm_preserving"``, ``"hedgehog"``) with a window
+    recall most, see docs/feature-maps.md.
+
+    Args:
+        model: A Transformers model whose attention goes through the AttentionInterface.
+        feature_map: A registered name, see :func:`available_feature_maps`.
+        layers: ``"all"``; indices among the self-attention layers; a callable ``(index, name, module) -> bool``; or
+            None for every full-attention layer of the language model, leaving sliding-window and chunked ones and the
+            towers of multimodal models. Cross-attention always stays.
+        window: Attend exactly to the last ``window`` tokens, >= 1; None for linear attention throughout.
+        sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
+        mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
+        update_rule: How the linear branch's state takes in keys, see there.
+        feature_map_options: The map's own settings.
+        eps: Added to the normaliser, > 0.
+        backend: As in :func:`linear_attention`.
+        allow_approximate: Drop what linear attention cannot honour instead of raising.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ArgumentTypeError: If ``model`` is no Transformers model.
+        ArgumentError: If a setting is out of range, a name unknown, or the model is patched already.
+        UnsupportedError: If nothing can be converted, or a layer has what linear attention cannot honour.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linear_attn import patch_model, unpatch_model
+        >>> sizes = dict(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        >>> model = patch_model(model, feature_map="elu")
+        >>> model = unpatch_model(model)
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentTypeError(
+            "model",
+            "be a Transformers PreTrainedModel",
+            type(model).__name__,
+            "Pass the model itself: of PEFT's wrapper, peft_model.get_base_model(), best before it is wrapped.",
+        )
+    config = LinearAttentionConfig(
+        feature_map=feature_map,
+        feature_map_options=dict(feature_map_options or {}),
+        window=window,
+        sinks=sinks,
+        mix=mix,
+        update_rule=update_rule,
+        eps=eps,
+        backend=backend,
+        allow_approximate=allow_approximate,
+    )
+    return apply_config(model, config, layers)
+
+
+def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice = None) -> ModelT:
+    """Patch ``model`` as ``config`` says; ``layers`` overrides its layers. See :func:`patch_model`."""
+    feature_map_class(config.feature_map)
+    if is_patched(model):
+        raise ArgumentError(
+            "model",
+            "be a softmax model",
+            f"a patched {type(model).__name__}",
+            "Call unpatch_model first.",
+        )
+    chosen = choose_layers(model, config.layers if layers is None else layers)
+    # Everything that can fail comes before the first change.
+    refuse_split_sharing(model, chosen)
+    parts: list[tuple[AttentionLayer, LinearAttention]] = []
+    for layer in chosen:
+        if layer.kind == "chunked":
+            # Not to be dropped either: the masks of a chunk's start and of a packed document's look alike.
+            raise UnsupportedError(
+                "layers",
+                "leave layers out whose attention restarts at each chunk (attention_chunk_size)",
+                layer.index,
+                "The default leaves them softmax.",
+                where=layer.name,
+            )
+        if not config.allow_approximate:
+            refuse_special(layer)
+        if config.window is not None and not attends_causally(layer.module):
+            raise ArgumentError(
+                "window",
+                "be None for bidirectional attention",
+                config.window,
+                "Leave the window out, or this layer with layers=.",
+                where=layer.name,
+            )
+        part = LinearAttention(config, sizes_of(layer), layer.name)
+        # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
+        weight = next((p for p in layer.module.parameters() if p.ndim >= 2 and p.is_floating_point()), None)
+        if weight is not None:
+            part.to(device=weight.device, dtype=weight.dtype)
+        parts.append((layer, part.train(layer.module.training)))
+    _own_configs(model)
+    for layer, part in parts:
+        layer.module.linear_attention = part
+        layer.module.register_forward_pre_hook(enter_module, with_kwargs=True)
+        layer.module.register_forward_hook(leave_module, always_call=True)
+    for holder in _models_of(model):
+        holder.register_forward_pre_hook(enter_model, with_kwargs=True)
+        holder.register_forward_hook(leave_model, always_call=True)
+    _set_implementation(model)
+    config = replace(config, layers=tuple(layer.index for layer in chosen))
+    model.config.linear_attention = config.to_dict()
+    model.__class__ = linear_attention_class(type(model))
+    return model
+
+
+def _models_of(model: nn.Module) -> list[nn.Module]:
+    """List the models, in a model, that have patched layers: any of them may build masks."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and is_patched(part)]
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give a model configs of its own: other models may have been built from the same objects."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, memo))
+    for module in model.modules():
+        # A patched model's config, from which this one was built, names our attention.
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == IMPLEMENTATION:
+            usual = module.get_correct_attn_implementation(None, is_init_check=True)
+            module.config._attn_implementation_internal = usual
+
+
+def _set_implementation(model: nn.Module) -> None:
+    """Make patched layers call our attention function.
+
+    They get a copy of their config that names it. Masks are built for the implementation that the model's own config
+    names: ours too where all layers that share it are patched, so that masks are 2-D.
+    """
+    groups: dict[int, list[nn.Module]] = defaultdict(list)
+    for layer in attention_layers(model):
+        groups[id(layer.module.config)].append(layer.module)
+    for modules in groups.values():
+        found = ((module, getattr(module, "linear_attention", None)) for module in modules)
+        parts = [(module, part) for module, part in found if isinstance(part, LinearAttention)]
+        if not parts:
+            continue
+        config: PreTrainedConfig = parts[0][0].config  # type: ignore[assignment]
+        before, own = config._attn_implementation, copy.copy(config)
+        own._attn_implementation_internal = IMPLEMENTATION
+        if len(parts) == len(modules):
+            config._attn_implementation_internal = IMPLEMENTATION
+        for module, part in parts:
+            part.host = Host(config, before)
+            module.config = own  # type: ignore[assignment]
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Undo :func:`patch_model`: the model computes exactly what it did before, with the weights it has now.
+
+    Args:
+        model: A patched model.
+
+    Returns:
+        The model itself; what the feature maps learned is dropped.
+
+    Raises:
+        ArgumentError: If the model is not patched.
+    """
+    if not is_patched(model):
+        raise ArgumentError("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
+    for holder in _models_of(model):
+        _remove_hooks(holder)
+    for module in model.modules():
+        # Where PEFT trains a copy, the copy's config is one too.
+        held = getattr(module, "linear_attention", None)
+        part = getattr(held, "original_module", held)
+        if not isinstance(part, LinearAttention):
+            continue
+        if part.host is not None:
+            module.config = part.host.config
+            if module.config._attn_implementation == IMPLEMENTATION:
+                module.config._attn_implementation_internal = part.host.implementation
+        del module.linear_attention
+        _remove_hooks(module)
+    for holder in model.modules():
+        # A part of the model may have been patched by itself.
+        if isinstance(holder, PreTrainedModel):
+            for name in ("linear_attention", "auto_map"):
+                holder.config.__dict__.pop(name, None)
+            holder.__class__ = softmax_class(type(holder))  # type: ignore[assignment]
+    return model
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    """Take our hooks off a module, and leave others' there."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook in (enter_module, enter_model):
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(module._forward_hooks.items()):
+        if hook in (leave_module, leave_model):
+            module._forward_hooks.pop(key)
+            module._forward_hooks_always_called.pop(key, None)
+
+
+class _Convertible(PatchedModel):
+    """The part of a patched class that builds it patched."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        settings = getattr(config, "linear_attention", None)
+        if settings is not None:
+            apply_config(self, LinearAttentionConfig.from_dict(settings))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copy and pickle by the softmax class, since this one is made at run time."""
+        return _rebuild, (softmax_class(type(self)),), self.__dict__
+
+
+def _rebuild(base: type[PreTrainedModel]) -> PreTrainedModel:
+    cls = linear_attention_class(base)
+    return cls.__new__(cls)
+
+
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
+    """Return the class of a patched ``base``, always the same: its name, its methods, built and saved patched.
+
+    Args:
+        base: A softmax model's class, or such a class already.
+    """
+    if issubclass(base, PatchedModel):
+        return base
+    if base not in _CLASSES:
+        body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _CLASSES[base] = type(base.__name__, (_Convertible, base), body)
+    return cast(type[BaseT], _CLASSES[base])
+
+
+def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class that ``cls`` was made from by :func:`linear_attention_class`."""
+    return cls.__bases__[1] if _Convertible in cls.__bases__ else cls

@@ -1,0 +1,274 @@
+"""How a converted layer is reached: hooks that find its cache, and the attention function that Transformers calls."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.discover import attends_causally, shares_keys
+from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
+
+IMPLEMENTATION = "hf_linear_attn"
+"""Name under which the attention and the mask function are registered with Transformers."""
+
+UNSUPPORTED = {
+    "softcap": "a soft-cap on the scores",
+    "s_aux": "learned attention sinks",
+    "position_bias": "a bias on the scores by position",
+    "alibi": "a bias on the scores by position",
+    "indices": "a sparse selection of keys",
+}
+"""Arguments of attention calls that act on the matrix of scores, which linear attention does not have."""
+
+
+class Scope:
+    """What the attention calls in one forward of an attention module share.
+
+    Attributes:
+        module: The module.
+        layer: The cache layer of its first call; None without a cache.
+        calls: Attention calls so far: some modules make several.
+        outer: The scope of the module around it.
+    """
+
+    def __init__(self, module: nn.Module, layer: LinearAttentionCacheLayer | None, outer: "Scope | None") -> None:
+        self.module, self.layer, self.outer, self.calls = module, layer, outer, 0
+
+    def next_layer(self) -> LinearAttentionCacheLayer | None:
+        """Return the cache layer of the next call."""
+        self.calls += 1
+        return None if self.layer is None else self.layer.of_call(self.calls - 1)
+
+
+class _Current(threading.local):
+    # Not a context variable: torch.compile traces this, and not that. Nothing awaits within a module's forward.
+    scope: Scope | None = None
+
+
+_current = _Current()
+
+
+def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Note, before a patched module's forward, which cache layer its tokens belong to (a forward pre-hook)."""
+    part = part_of(module)
+    layer = None
+    if part is not None:
+        for value in (*kwargs.values(), *args):
+            if isinstance(value, (Cache, EncoderDecoderCache)):
+                # A block that a model uses at several depths is told which one it is at.
+                index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
+                layer = cache_layer(value, index, part.name, shares_keys=shares_keys(module))
+                break
+    _current.scope = Scope(module, layer, _current.scope)
+
+
+def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forget that after the forward, however it ended (a forward hook)."""
+    scope = _current.scope
+    _current.scope = None if scope is None else scope.outer
+
+
+def part_of(module: nn.Module) -> LinearAttention | None:
+    """Return what is learned in a patched attention module; None where it is not patched."""
+    part: Any = getattr(module, "linear_attention", None)
+    if hasattr(part, "modules_to_save"):
+        # PEFT trains a copy of it, kept in a wrapper beside the original.
+        active = [] if part.disable_adapters else list(part.active_adapters)
+        part = part.modules_to_save[active[0]] if active else part.original_module
+    return part if isinstance(part, LinearAttention) else None
+
+
+class Host(NamedTuple):
+    """What the attention module of a converted layer gets back when the layer is taken out.
+
+    Attributes:
+        config: Its own config; masks are built for the implementation that it names.
+        implementation: The attention implementation that it named before.
+    """
+
+    config: PreTrainedConfig
+    implementation: str | None
+
+
+def is_mixed(part: LinearAttention) -> bool:
+    """Tell whether masks are those of softmax attention, as where softmax layers share them."""
+    return part.host is not None and part.host.config._attn_implementation != IMPLEMENTATION
+
+
+def convert_cache(model: nn.Module, cache: Cache) -> None:
+    """Put our layers into a fresh cache, for every patched layer that has a place there."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    for module in model.modules():
+        part, index = part_of(module), getattr(module, "layer_idx", None)
+        # Encoder layers are numbered too, but have no place in a cache.
+        if part is None or not isinstance(index, int) or not attends_causally(module):
+            continue
+        # Early exit drafts with the first layers alone, and a cache of only those.
+        if index < len(own.layers) or own.layer_class_to_replicate is not None or shares_keys(module):
+            cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
+
+
+def linear_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a patched layer, with the signature of Transformers' AttentionInterface.
+
+    Args:
+        module: The attention module.
+        query: ``[B, H, T, D]``.
+        key: ``[B, HKV, T, D]``.
+        value: ``[B, HKV, T, V]``.
+        attention_mask: As :func:`padding_of` reads it.
+        dropout: Not used: there are no attention weights to drop.
+        scaling: Factor on ``q.k`` in the exact branch.
+        is_causal: Whether a query sees only earlier keys; defaults to the module's own.
+        **kwargs: What other implementations read.
+
+    Returns:
+        ``o [B, T, H, V]`` and None in place of attention weights.
+
+    Raises:
+        UnsupportedError: If the layer asks for something that linear attention does not have.
+    """
+    part = part_of(module)
+    if part is None:
+        raise UnsupportedError(
+            "attn_implementation",
+            "be set by patch_model",
+            IMPLEMENTATION,
+            "Call patch_model(model); load a saved model with hf_linear_attn.from_pretrained or trust_remote_code, "
+            "and give a trainer a patched ref_model. Softmax models built from a patched model's config take "
+            "attn_implementation='sdpa'.",
+            where=type(module).__name__,
+        )
+    _refuse_unsupported(part, query, key, kwargs)
+    causal = attends_causally(module) if is_causal is None else is_causal
+    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] == 1 < query.shape[2]:
+        # One row of mask for all queries: softmax layers would attend in both directions, whatever the module says.
+        causal = False
+    if query.dtype != value.dtype:
+        # Norms in fp32 under autocast or PEFT leave q and k wider than v.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    scope = _current.scope
+    layer = scope.next_layer() if scope is not None and scope.module is module else None
+    key_mask, cu_seqlens = padding_of(
+        attention_mask,
+        query.shape[0],
+        query.shape[2],
+        start=0 if layer is None else layer.length,
+        causal=causal,
+        mixed=is_mixed(part),
+        strict=not part.settings.allow_approximate,
+        name=part.name,
+    )
+    if cu_seqlens is None:
+        cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
+    tokens = New(query, key, value, key_mask)
+    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
+    with torch.autocast(query.device.type, enabled=False):
+        o = _attend(part, tokens, call) if layer is None else _attend_after(part, tokens, call, layer)
+    return o.transpose(1, 2).contiguous(), None
+
+
+class New(NamedTuple):
+    """The new tokens of a call: queries, keys, values and key mask."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+
+
+def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
+    """Attend to the new tokens alone; rows of packed texts are laid end to end."""
+    q, k, v, mask = new
+    if call.cu_seqlens is None or len(q) == 1:
+        return part(q, k, v, call._replace(key_mask=mask))
+    batch, tokens = q.shape[0], q.shape[2]
+    q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
+    return part(q, k, v, call)[0].unflatten(1, (batch, tokens)).transpose(0, 1)
+
+
+def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAttentionCacheLayer) -> Tensor:
+    """Attend to what a cache layer holds, too, and put the new tokens there."""
+    q, k, v, mask = new
+    unread, count = layer.take_unread(), q.shape[2]
+    if layer.record_past:
+        layer.record(k=k, v=v, mask=_ones(q) if mask is None else mask)
+    if unread:
+        # What a rollback has left is read again; nobody asks what it attends to.
+        mask = torch.cat([unread["mask"], _ones(q) if mask is None else mask], 1)
+        k, v = torch.cat([unread["k"], k], 2), torch.cat([unread["v"], v], 2)
+        q = torch.cat([q.new_zeros(*q.shape[:2], k.shape[2] - count, q.shape[3]), q], 2)
+    o = part(q, k, v, call._replace(key_mask=mask, state=layer.state, in_place=not layer.record_past))
+    return o[:, :, -count:]
+
+
+def _ones(q: Tensor) -> Tensor:
+    """Return the key mask ``[B, T]`` of tokens that are all real."""
+    return q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool)
+
+
+def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
+    """Return boundaries of packed texts that a trainer passes; a text alone needs none."""
+    if bounds is None or layer is None:
+        return bounds
+    if len(bounds) > 2:
+        raise UnsupportedError(
+            "cu_seq_lens_q",
+            "be left out where a cache is filled",
+            f"boundaries of {len(bounds) - 1} packed documents",
+            "A state is one text's; call the model with use_cache=False.",
+            where=name,
+        )
+    return None
+
+
+def _refuse_unsupported(part: LinearAttention, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(
+            "output_attentions",
+            "be False",
+            True,
+            "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be.",
+            where=part.name,
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            "key",
+            f"hold the {query.shape[2]} new tokens only",
+            tuple(key.shape),
+            "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=.",
+            where=part.name,
+        )
+    if part.settings.allow_approximate:
+        return
+    for argument, meaning in UNSUPPORTED.items():
+        if kwargs.get(argument) is not None:
+            raise UnsupportedError(
+                argument,
+                "be None",
+                type(kwargs[argument]).__name__,
+                f"Linear attention cannot honour {meaning}; leave the layer out with layers=, or pass "
+                "allow_approximate=True to drop it.",
+                where=part.name,
+            )
+
+
+AttentionInterface.register(IMPLEMENTATION, linear_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, linear_attention_mask)

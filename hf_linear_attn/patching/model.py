@@ -1,0 +1,137 @@
+"""The class of a patched model: what `generate`, saving and loading do differently."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_linear_attn.errors import CheckpointError, UnsupportedError
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.patching.context import ContextCache, mask_after
+from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
+from hf_linear_attn.patching.saving import PREFIX, write_companions
+
+
+class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """Mixed into the class of a patched model: what `generate`, saving and loading do differently."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Put our layers into the cache before `generate` configures it: recording, compiling and resetting."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            convert_cache(self, cache)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate as Transformers does; after a context, ``inputs`` are only the tokens that follow it."""
+        cache = kwargs.get("past_key_values")
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(cache, ContextCache) and ids is not None:
+            kwargs["attention_mask"] = mask_after(cache, ids, kwargs.get("attention_mask"))
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        """Repeat a context with the inputs, for beams and for several sequences to return."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, ContextCache) and expand_size > 1:
+            cache.batch_repeat_interleave(expand_size)
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Let go of the mask and positions of a context that only states remember.
+
+        The next step reads the last ones. To append to all would copy them, in time that grows with the context.
+        """
+        cache, positions = model_kwargs.get("past_key_values"), model_kwargs.get("position_ids")
+        # Where positions are not passed on, a model may read them off the whole mask.
+        if isinstance(cache, ContextCache) and cache.forgets_tokens and positions is not None:
+            model_kwargs["position_ids"] = positions[..., -1:]
+            # `generate` drops a mask of ones by itself.
+            if (mask := model_kwargs.get("attention_mask")) is not None:
+                model_kwargs["attention_mask"] = mask[:, :0]
+        update: Any = super()._update_model_kwargs_for_generation  # type: ignore[misc]
+        return cast(dict[str, Any], update(outputs, model_kwargs, *args, **kwargs))
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Choose how the remaining softmax layers attend; converted layers stay converted.
+
+        Raises:
+            UnsupportedError: If no softmax layer shares a config with them, so that they would change.
+        """
+        parts = [part for part in self.modules() if isinstance(part, LinearAttention)]
+        if attn_implementation != IMPLEMENTATION and not all(is_mixed(part) for part in parts):
+            raise UnsupportedError(
+                "attn_implementation",
+                "not be set on a model whose attention is converted",
+                attn_implementation,
+                "Call unpatch_model first.",
+                where=type(self).__name__,
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: continuous batching keeps pages of keys and values, which linear attention does not have.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "model",
+            "be a softmax model for continuous batching",
+            type(self).__name__,
+            "Its cache is made of pages of keys and values, and a linear-attention state has none; call generate "
+            "with a padded batch.",
+        )
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as Transformers does, and refuse weights that do not fit the converted layers.
+
+        Raises:
+            CheckpointError: If tensors of converted layers are missing, left over or of another shape.
+        """
+        load: Any = super().from_pretrained
+        model, info = load(path, *args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
+            if keys:
+                raise CheckpointError(
+                    "path",
+                    f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
+                    str(path),
+                    f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
+                    where=cls.__name__,
+                )
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: Transformers would copy the softmax model's source file beside the weights."""
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Save as Transformers does, with the code file and a model card beside the weights."""
+        if getattr(self.config, "linear_attention", None) is None:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            return
+        # torch's fully_shard puts its name before the class's.
+        cls, name = type(self), type(self).__name__.removeprefix("FSDP")
+        if is_main_process:
+            write_companions(self.config, name, Path(save_directory))
+        # Transformers writes the class's name into the config while it saves, and uploads it at once.
+        self.__class__ = type(PREFIX + name, (cls,), {"__module__": cls.__module__})
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = cls

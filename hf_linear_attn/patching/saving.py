@@ -1,0 +1,96 @@
+"""What is saved beside the weights of a patched model, so that others can load the folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+CODE_FILE = "modeling_linear_attention.py"
+"""Written beside the weights, so that Auto classes can load the folder with ``trust_remote_code=True``."""
+
+CODE = '''\
+"""Load this folder through Transformers' Auto classes; needs `pip install hf_linear_attn`."""
+
+import transformers
+
+from hf_linear_attn.patching.checkpoint import linear_attention_class
+
+'''
+
+PREFIX = "LinearAttention"
+"""Put before the class's name in a folder's config: what looks for that class in Transformers, to load the folder as a
+softmax model, does not find it."""
+
+LESS_TELLING = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
+"""Auto classes that encoder-decoders are registered for, too."""
+
+CARD = """\
+---
+library_name: transformers
+tags:
+- linear-attention
+- hf_linear_attn
+---
+
+# {name} with linear attention
+
+A softmax model whose attention layers were converted by hf_linear_attn: time grows linearly with the context, and the
+generation state has a constant size. Without that package the folder loads as a softmax model again, with a report of
+unexpected weights, and its answers are worthless. Load it so:
+
+```python
+from hf_linear_attn import from_pretrained
+
+model = from_pretrained("this/folder")
+```
+
+or with `{auto}.from_pretrained("this/folder", trust_remote_code=True)`.
+
+## How it was converted
+
+```json
+{settings}
+```
+"""
+
+
+def write_companions(config: PreTrainedConfig, name: str, folder: Path) -> None:
+    """Write the code file, and a model card where there is none, and name the classes in the config.
+
+    Args:
+        config: The model's config; its ``auto_map`` is set.
+        name: The softmax model's class.
+        folder: Where the model is saved.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    autos = auto_classes(config, name)
+    config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{loaded}" for auto, loaded in autos.items()}
+    classes = "".join(f"{x} = linear_attention_class(transformers.{x})\n" for x in sorted({*autos.values()}))
+    (folder / CODE_FILE).write_text(CODE + classes)
+    if not (folder / "README.md").exists():
+        settings = json.dumps(config.linear_attention, indent=2, sort_keys=True)
+        auto = next((auto for auto, loaded in autos.items() if loaded == name), "AutoModel")
+        (folder / "README.md").write_text(CARD.format(name=name, auto=auto, settings=settings))
+
+
+def auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:
+    """Return every Auto class that loads a config, and the name of the class that it loads: ``name`` where it can.
+
+    Those that load the class of that name come first, the most telling ones before the others.
+    """
+    found: dict[str, str] = {}
+    for auto in modeling_auto.__all__:
+        mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
+        classes: Any = None if mapping is None else mapping.get(type(config), None)
+        # A class of a part, like a multimodal model's decoder, has another config.
+        names = [
+            cls.__name__
+            for cls in (classes if isinstance(classes, (list, tuple)) else [classes])
+            if isinstance(config, getattr(cls, "config_class", ()) or ())
+        ]
+        if names:
+            found[auto] = name if name in names else names[0]
+    order = sorted(found, key=lambda auto: (found[auto] != name, auto in LESS_TELLING))
+    return {auto: found[auto] for auto in order}

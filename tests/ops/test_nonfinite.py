@@ -1,0 +1,156 @@
+"""NaN and infinity: what stands at a masked key matters nowhere, and what a real token holds is not swallowed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import decode_state, decode_step_
+from tests.ops import test_window as window
+from tests.ops.oracle import MAPS, Case, run
+
+CASES = {
+    "dense": Case(B=1, HKV=1, T=25, D=20, V=17, masked=True, state=True),
+    "delayed": Case(B=1, H=1, HKV=1, T=25, delay=5, masked=True),
+    "packed": Case(H=2, HKV=1, T=25, lengths=(0, 18, 7), masked=True),
+    "bidirectional": Case(B=1, H=1, HKV=1, T=7, S=20, causal=False, masked=True),
+    "signed": Case(B=1, H=1, HKV=1, T=25, phi="identity", masked=True),
+}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+def masked_content_matters_nowhere(case: Case) -> None:
+    x = case.inputs()
+    padding = ~x["key_mask"][:, None, :, None]
+    clean = run(case, "triton", x | {name: x[name].masked_fill(padding, 0) for name in ("k", "v")})
+    for k, v in ((torch.nan, torch.inf), (-torch.inf, torch.nan)):
+        filled = {"k": x["k"].masked_fill(padding, k), "v": x["v"].masked_fill(padding, v)}
+        assert_same(run(case, "triton", x | filled), clean)
+    for name in ("dk", "dv"):
+        assert (clean[name].masked_select(padding) == 0).all()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_masked_content_matters_nowhere(case: Case) -> None:
+    masked_content_matters_nowhere(case)
+
+
+@pytest.mark.parametrize("case", [CASES["dense"], CASES["delayed"]], ids=["dense", "delayed"])
+@pytest.mark.usefixtures("short_segments")
+def test_masked_content_matters_nowhere_when_split(case: Case) -> None:
+    masked_content_matters_nowhere(case)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_step_folds_no_masked_content(value: float) -> None:
+    mask = torch.tensor([[True, False, True]])
+    q, k, v = (torch.randn(1, 1, 3, 16) for _ in range(3))
+
+    def step(filling: float) -> dict[str, Tensor]:
+        state = decode_state(1, 1, 16, 16, device=q.device)
+        padded = (x.masked_fill(~mask[:, None, :, None], filling) for x in (k, v))
+        o = decode_step_(q, *padded, state, key_mask=mask, backend="triton")
+        return {"o": o, "kv": state.kv, "z": state.z}
+
+    assert_same(step(value), step(0.0))
+
+
+def test_a_window_sees_no_masked_content() -> None:
+    case = window.Case(B=1, T=30, past=10, window=10, own=True, before=True, sinks=3, masked=True)
+    x = case.inputs()
+    # Nobody sees the last sink.
+    x["seen"][..., 2] = False
+    padding = ~x["mask"][:, None, :, None]
+    filled = x | {name: x[name].masked_fill(padding, torch.nan) for name in ("k", "v")}
+    for name in ("sink_k", "sink_v"):
+        filled[name] = x[name].clone()
+        filled[name][:, :, 2] = torch.nan
+    assert_same(window.run(case, "triton", filled), window.run(case, "triton", x))
+
+
+def rows_with_nan(x: Tensor) -> list[list[int]]:
+    """Return, per head of a lone sequence, the tokens that have a NaN."""
+    return [torch.nonzero(head.isnan().any(-1)).flatten().tolist() for head in x[0]]
+
+
+@pytest.mark.parametrize("phi", MAPS)
+def test_a_nan_of_a_query_is_in_its_row(phi: str) -> None:
+    case = Case(B=1, HKV=1, T=20, phi=phi)
+    x = case.inputs()
+    clean = run(case, "triton", x, gradients=False)
+    x["q"][0, 1, 5, 3] = torch.nan
+    found = run(case, "triton", x, gradients=False)
+    assert rows_with_nan(found["o"]) == [[], [5]]
+    others = torch.arange(20) != 5
+    assert torch.equal(found["o"][:, :, others], clean["o"][:, :, others])
+
+
+@pytest.mark.parametrize("phi", MAPS)
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, delay: int) -> None:
+    case = Case(B=1, HKV=1, T=40, phi=phi, delay=delay)
+    x = case.inputs()
+    clean = run(case, "triton", x, gradients=False)
+    x["k"][0, 0, 21, 3] = torch.nan
+    found = run(case, "triton", x, gradients=False)
+    first = 21 + delay
+    assert rows_with_nan(found["o"]) == [list(range(first, 40))] * 2
+    assert torch.equal(found["o"][:, :, :first], clean["o"][:, :, :first])
+    assert found["z"].isnan().any()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_nan_of_a_value_stays_within_its_chunk_and_later_ones(gradients: bool) -> None:
+    """Products multiply the values of keys that a query does not see yet by 0, so a chunk has the NaN as a whole."""
+    case = Case(B=2, H=2, HKV=2, T=40)
+    x = case.inputs()
+    clean = run(case, "triton", x, gradients=gradients)
+    x["v"][0, 0, 20, 3] = torch.nan
+    found = run(case, "triton", x, gradients=gradients)
+    chunk = 16
+    assert found["o"][0, 0, 20:, 3].isnan().all()
+    assert torch.equal(found["o"][0, 0, :chunk], clean["o"][0, 0, :chunk])
+    for name in clean:
+        assert torch.equal(found[name][0, 1], clean[name][0, 1]), name
+        assert torch.equal(found[name][1], clean[name][1]), name
+
+
+@pytest.mark.parametrize("phi", MAPS)
+def test_a_step_folds_a_nan(phi: str) -> None:
+    q, k, v = (torch.rand(1, 1, 1, 16) + 0.5 for _ in range(3))
+    k[..., 3] = torch.nan
+    state = decode_state(1, 1, 16, 16, device=q.device)
+    o = decode_step_(q, k, v, state, phi=phi, backend="triton")
+    assert o.isnan().all()
+    assert state.z[..., 3].isnan().all()
+
+
+def test_a_window_shows_a_nan_of_a_key_to_those_who_see_it() -> None:
+    case = window.Case(B=1, HKV=2, T=40, window=7)
+    x = case.inputs()
+    clean = window.run(case, "triton", x)
+    x["k"][0, 1, 20, 3] = torch.nan
+    found = window.run(case, "triton", x)
+    assert rows_with_nan(found["o"]) == [[], list(range(20, 27))]
+    others = (torch.arange(40) < 20) | (torch.arange(40) >= 27)
+    assert torch.equal(found["o"][:, :, others], clean["o"][:, :, others])
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("name", ["hedgehog", "norm_preserving"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_features_keep_a_nan(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 9, 16).to(dtype)
+    phi = get_feature_map(name, 16, 2)
+    with torch.no_grad():
+        clean = features_of(phi, x, "q", None, "triton")
+        x[0, 1, 4, 2] = torch.nan
+        found = features_of(phi, x, "q", None, "triton")
+    assert rows_with_nan(found) == [[], [4]]
+    others = torch.arange(9) != 4
+    assert torch.equal(found[:, :, others], clean[:, :, others])

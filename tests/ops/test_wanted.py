@@ -1,0 +1,149 @@
+"""Gradients that nobody asks for are not computed, and those that are do not change by it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn.ops.linear_attention.triton import op as linear
+from hf_linear_attn.ops.triton.plan import Launch
+from hf_linear_attn.ops.window import OwnKey, window_attention
+from hf_linear_attn.ops.window.triton import op as window
+from tests.ops import test_window
+from tests.ops.oracle import Case
+
+TOKENS = ("q", "k", "v")
+
+
+def recorded(module: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the kernels' names are added as they are launched."""
+    roles: list[str] = []
+    run = module.run
+
+    def recording(device: torch.device, launches: list[Launch]) -> None:
+        roles.extend(launch.role for launch in launches)
+        run(device, launches)
+
+    monkeypatch.setattr(module, "run", recording)
+    return roles
+
+
+def gradients(case: Case, leaves: tuple[str, ...]) -> dict[str, Tensor]:
+    x = case.inputs()
+    for name in leaves:
+        x[name].requires_grad_()
+    state = LinearAttentionState(x["kv0"], x["z0"]) if case.state else None
+    o, _ = linear_attention(
+        *(x[name] for name in TOKENS),
+        causal=case.causal,
+        delay=case.delay,
+        cu_seqlens=x.get("cu_seqlens"),
+        state=state,
+        backend="triton",
+    )
+    o.backward(x["do"])
+    return {name: x[name].grad for name in leaves}
+
+
+CASES = {
+    "whole": Case(B=1, HKV=1, T=20, state=True),
+    "delayed": Case(B=1, HKV=1, T=20, delay=4, state=True),
+    "packed": Case(H=2, HKV=1, T=25, lengths=(18, 7), state=True),
+    "bidirectional": Case(B=1, HKV=1, T=7, S=20, causal=False, state=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_gradients_are_the_same_for_whoever_asks(case: Case, split: bool, request: pytest.FixtureRequest) -> None:
+    if split:
+        request.getfixturevalue("short_segments")
+    every = gradients(case, (*TOKENS, "kv0", "z0"))
+    for leaves in (("q",), ("k",), ("v",), ("q", "k"), ("kv0",), ("q", "z0")):
+        for name, x in gradients(case, leaves).items():
+            assert torch.equal(x, every[name]), (leaves, name)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "backward"),
+    [
+        (("q",), ("delta", "dq")),
+        (("q", "k"), ("delta", "dq", "dk")),
+        (("k",), ("delta", "dk")),
+        (("v",), ("dv",)),
+        (TOKENS, ("delta", "dq", "dk", "dv")),
+    ],
+    ids=str,
+)
+def test_kernels_of_unwanted_gradients_are_not_launched(
+    leaves: tuple[str, ...], backward: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = recorded(linear, monkeypatch)
+    gradients(Case(B=1, H=1, HKV=1, T=7), leaves)
+    assert roles == ["forward", *backward]
+
+
+def test_a_final_state_that_no_loss_has_gets_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    plan = linear.backward_launches
+    monkeypatch.setattr(linear, "backward_launches", lambda p, saved, *rest: seen.extend(rest) or plan(p, saved, *rest))
+    gradients(Case(B=1, H=1, HKV=1, T=7), TOKENS)
+    assert seen[1] is None
+    assert seen[2] is None
+
+
+@pytest.mark.parametrize("part", ["o", "kv", "z"])
+def test_losses_of_one_result_alone(part: str) -> None:
+    """Whatever of the results has a gradient, the others count as zeros."""
+    case = Case(B=1, HKV=1, T=20)
+
+    def found(backend: str) -> list[Tensor | None]:
+        x = case.inputs()
+        q, k, v = (x[name].double() if backend == "reference" else x[name] for name in TOKENS)
+        leaves = [y.requires_grad_() for y in (q, k, v)]
+        o, state = linear_attention(*leaves, backend=backend)
+        result = {"o": o, "kv": state.kv, "z": state.z}[part]
+        result.square().sum().backward()
+        return [y.grad for y in leaves]
+
+    for x, right in zip(found("triton"), found("reference"), strict=True):
+        expected = torch.zeros(()) if right is None else right.float()
+        torch.testing.assert_close(torch.zeros(()) if x is None else x, expected.expand_as(x), rtol=1e-4, atol=1e-4)
+
+
+def window_gradients(case: test_window.Case, leaves: tuple[str, ...]) -> dict[str, Tensor]:
+    x = case.inputs()
+    for name in leaves:
+        x[name].requires_grad_()
+    own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"))
+    sinks = x["sink_k"], x["sink_v"], x["seen"]
+    settings = {"window": case.window, "scaling": test_window.SCALING, "key_mask": x["mask"], "backend": "triton"}
+    window_attention(*(x[name] for name in TOKENS), **settings, sinks=sinks, own_key=own).backward(x["do"])
+    return {name: x[name].grad for name in leaves}
+
+
+WINDOW = test_window.Case(B=1, T=20, past=7, own=True, before=True, sinks=2, masked=True)
+
+
+def test_gradients_of_a_window_are_the_same_for_whoever_asks() -> None:
+    every = window_gradients(WINDOW, test_window.LEAVES)
+    for leaves in (("f", "bias", "weight"), ("q",), ("v", "sink_k"), ("before",)):
+        for name, x in window_gradients(WINDOW, leaves).items():
+            assert torch.equal(x, every[name]), (leaves, name)
+
+
+def test_a_window_whose_keys_need_no_gradient_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = recorded(window, monkeypatch)
+    window_gradients(WINDOW, ("f", "bias", "weight"))
+    assert roles[roles.index("window") :] == ["window", "delta", "window_dq"]
+    saw: list[object] = []
+    plan = window.window_backward_launches
+    monkeypatch.setattr(
+        window,
+        "window_backward_launches",
+        lambda *arguments: saw.extend(plan(*arguments)[1]) or plan(*arguments),
+    )
+    window_gradients(WINDOW, ("f", "bias", "weight"))
+    (launch,) = (launch for launch in saw if launch.role == "window_dq")
+    assert not launch.arguments["OF_Q"]
+    assert not launch.arguments["OF_SINKS"]

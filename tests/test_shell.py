@@ -1,0 +1,33 @@
+"""Exit statuses and last lines of commands."""
+
+import errno
+
+import pytest
+
+from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
+from hf_linear_attn.shell import shell
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ArgumentError("two\nlines"), 2, "tool: two lines\n"),
+        (CheckpointError("gone"), 2, "tool: gone\n"),
+        (TrainingError("it diverged"), 1, "tool: it diverged\n"),
+        (KeyboardInterrupt(), 130, "tool: stopped. The same command goes on where it was.\n"),
+        (KeyboardInterrupt("Pass --resume."), 130, "tool: stopped. Pass --resume.\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "f"), 1,
+         "tool: [Errno 28] No space left on device: 'f'. Make room; the same command goes on where it was.\n"),
+    ],
+)  # fmt: skip
+def test_a_command_ends_in_one_line_and_a_status(error, status, line, capsys):
+    with pytest.raises(SystemExit) as stop, shell("tool"):
+        raise error
+    assert stop.value.code == status
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("bug", [ValueError("x"), FileNotFoundError(errno.ENOENT, "x")])
+def test_a_bug_keeps_its_traceback(bug):
+    with pytest.raises(type(bug)), shell("tool"):
+        raise bug

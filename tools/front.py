@@ -1,0 +1,220 @@
+"""Renew the pictures and the table of README.md from the measured results in docs/results.
+
+    python -m tools.front            # write them
+    python -m tools.front --check    # status 1 where they are not what the results say
+
+Nothing here is a figure: change a result, run this, and the README says it.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hf_linear_attn.evaluation.figures import HEIGHT, WIDTH, Axes, Series, legend_swatch, line_chart
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results"
+ASSETS = ROOT / "docs/assets"
+BLOCK = re.compile(r"(<!-- front: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""What is made here inside a page: it stands between two comments."""
+KIB = 1024
+LEGEND_HEIGHT = 28
+
+Panel = tuple[str, str]
+"""A heading and a chart."""
+
+
+def label(model: dict[str, Any]) -> str:
+    """Return what the README calls a model of the demo."""
+    if model["role"] == "model":
+        return "distilled"
+    if model["role"] == "teacher":
+        return "softmax (teacher)"
+    return "patched, not distilled" if model["attention"] == "linear" and model["feature_map"] else model["name"]
+
+
+def standalone(panels: Sequence[Panel], legend: Sequence[tuple[int, str]], title: str) -> str:
+    """Put charts side by side over one legend; the picture follows the reader's light or dark colours."""
+    css = files("hf_linear_attn.evaluation").joinpath("report.css").read_text(encoding="utf-8")
+    width, height = WIDTH * len(panels), HEIGHT + 30 + LEGEND_HEIGHT
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(title, quote=True)}" font-family="system-ui, sans-serif">',
+        f"<style>{css}</style>",
+        '<rect width="100%" height="100%" rx="8" style="fill:var(--card)"/>',
+    ]
+    for number, (heading, chart) in enumerate(panels):
+        parts.append(f'<text x="{WIDTH * number + 14}" y="22" font-weight="600">{escape(heading)}</text>')
+        parts.append(f'<svg x="{WIDTH * number}" y="30" width="{WIDTH}" height="{HEIGHT}">{chart}</svg>')
+    share = width / len(legend)
+    for place, (number, name) in enumerate(legend):
+        left = share * place + 14
+        swatch = legend_swatch(number).replace("<svg ", f'<svg x="{left:.0f}" y="{height - 22}" width="34" height="14" ')
+        parts.append(f'{swatch}<text x="{left + 40:.0f}" y="{height - 11}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def line(name: str, number: int, points: Iterable[tuple[float, float]]) -> Series:
+    """Return a line without intervals."""
+    return Series(name, number, [(x, y, None, None) for x, y in sorted(points)])
+
+
+def draw_cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
+    """Draw the time of one attention call and the cache of a sequence, by length."""
+    times = [
+        line(name, number, [(row["tokens"], row["forward"][key]["median_ms"]) for row in cpu["lengths"]])
+        for number, (key, name) in enumerate([("softmax (SDPA)", "softmax"), ("linear attention", "linear")])
+    ]
+    batch = demo["args"]["batch_size"]
+    subjects = {model["role"]: model["name"] for model in [demo["model"], *demo["references"]]}
+    caches = [
+        line(
+            name,
+            number,
+            [(row["length"], row["cache_bytes"] / batch / KIB) for row in measured(demo, "latency", subjects[role])],
+        )
+        for number, (role, name) in enumerate([("teacher", "softmax"), ("model", "linear")])
+    ]
+    panels = [
+        ("Time of one attention call", line_chart("Time by length", times, Axes("tokens", "ms", log_y=True))),
+        ("Cache of one sequence", line_chart("Cache by length", caches, Axes("tokens", "KiB", log_y=True))),
+    ]
+    legend = [(0, "softmax attention"), (1, "linear attention")]
+    return standalone(panels, legend, "Time and cache of softmax and linear attention by length")
+
+
+def measured(demo: dict[str, Any], kind: str, model: str) -> list[dict[str, Any]]:
+    """Return the demo's finished cells of a model."""
+    return [row for row in demo[kind] if row["model"] == model and row["status"] == "ok"]
+
+
+def draw_recall(demo: dict[str, Any]) -> str:
+    """Draw the share of facts that are found again, by length, for each model of the demo."""
+    models = sorted([demo["model"], *demo["references"]], key=lambda model: model["role"] != "teacher")
+    panels = []
+    for task, heading in (("kv_recall", "Key-value pairs found again"), ("passkey", "Passkeys found again")):
+        lines = []
+        for number, model in enumerate(models):
+            cells = [cell for cell in measured(demo, "cells", model["name"]) if cell["task"] == task]
+            lengths = sorted({cell["length"] for cell in cells})
+            score = {n: statistics.fmean(cell["score"] for cell in cells if cell["length"] == n) for n in lengths}
+            lines.append(line(label(model), number, score.items()))
+        axes = Axes("tokens", "found", y_range=(0, 1.04), percent=True)
+        panels.append((heading, line_chart(heading, lines, axes)))
+    legend = [(number, label(model)) for number, model in enumerate(models)]
+    return standalone(panels, legend, "Facts found again by length")
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return the mean of a recipe's seeds, with their standard deviation where there are several."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def table(study: dict[str, Any], demo: dict[str, Any]) -> str:
+    """Return the four models that matter, with what they cost and what they know."""
+    seeds = {name: [run["figures"] for run in runs.values()] for name, runs in study["recipes"].items()}
+    rows: list[tuple[str, list[dict[str, Any]], str]] = [
+        ("softmax teacher", [study["teacher"]], "teacher"),
+        ("patched, not distilled", [study["patched"]["recommended"]], "model"),
+        ("**patched and distilled**", seeds["recommended"], "model"),
+        ("window alone, equal cache bytes", seeds["window alone"], "window"),
+    ]
+    models = {model["role"]: model["name"] for model in [demo["model"], *demo["references"]]}
+    models["window"] = next(m["name"] for m in demo["references"] if m["name"].startswith("window"))
+    longest = max(row["length"] for row in demo["latency"])
+    lines = [
+        "| | text, loss in [nats](docs/glossary.md#nats) | finds 1 of 4 pairs | finds 1 of 8 pairs | "
+        f"cache at {longest:,} tokens |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, figures, subject in rows:
+        cell = next(row for row in measured(demo, "latency", models[subject]) if row["length"] == longest)
+        recall = [spread([100 * f["recall"][pairs] for f in figures], 0) + "%" for pairs in ("4", "8")]
+        nats = spread([f["loss_nats"] for f in figures], 3)
+        cache = f"{cell['cache_bytes'] / demo['args']['batch_size'] / KIB:,.0f} KiB"
+        lines.append(f"| {name} | {nats} | {recall[0]} | {recall[1]} | {cache} |")
+    return "\n".join(lines)
+
+
+def cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
+    """Say what the longest lengths of the first picture show."""
+    last, decode = cpu["lengths"][-1], cpu["decode_us"][-1]
+    ratio = last["forward"]["ratio"]
+    step = decode["softmax (SDPA)"] / decode["linear attention"]
+    names = {model["role"]: model["name"] for model in [demo["model"], *demo["references"]]}
+    longest = max(row["length"] for row in demo["latency"])
+    caches = [
+        next(row["cache_bytes"] for row in measured(demo, "latency", names[role]) if row["length"] == longest)
+        for role in ("teacher", "model")
+    ]
+    made = f"{cpu['provenance']['processor']}, {cpu['provenance']['threads']} threads"
+    return textwrap.fill(
+        f"*Left, one attention call on a CPU ({made}): {ratio:.0f} times as fast as softmax at {last['tokens']:,} tokens, "
+        f"and {step:.0f} times as fast for one more token after them. It is faster from "
+        f"{cpu['break_even']['forward']:.0f} tokens on. Right, the demo's model: its [cache](docs/glossary.md#cache) is "
+        f"{caches[0] / caches[1]:.0f} times smaller at {longest:,} tokens. [Measured so](docs/results/cpu.md).*",
+        120,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def models() -> str:
+    """Say how many architectures are converted, as the sweep counted them."""
+    page = (RESULTS / "architectures.md").read_text()
+    counts = {
+        row[0].strip(): (int(re.findall(r"\d+", row[2])[0]), int(row[5]))
+        for row in (line.strip("|").split("|") for line in page.splitlines() if line.startswith("| "))
+        if len(row) == 6 and re.match(r" ?\d+", row[2])
+    }
+    version = re.search(r"Transformers ([\d.]+),", page)
+    if version is None or len(counts) != 3:
+        sys.exit("docs/results/architectures.md is not as `make sweep` writes it.")
+    (causal, encoders, both), failures = (n for n, _ in counts.values()), sum(f for _, f in counts.values())
+    return textwrap.fill(
+        f"Of what Transformers {version[1]} registers, {causal} causal architectures, {encoders} encoders and {both} "
+        f"encoder-decoders are converted and checked, with {failures} failures: Llama, Qwen, Mistral, Gemma, GPT-2, "
+        "BERT, BART and [all of these](docs/results/architectures.md).",
+        120,
+    )
+
+
+def renewed() -> dict[Path, str]:
+    """Return every file that is made here, with what the results say it should hold."""
+    cpu, study, demo = (
+        json.loads((RESULTS / name).read_text())
+        for name in ("cpu.json", "distillation.json", "quickstart/results.json")
+    )
+    blocks = {"cost": cost(cpu, demo), "table": table(study, demo), "models": models()}
+    readme = BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", (ROOT / "README.md").read_text())
+    return {
+        ASSETS / "cost.svg": draw_cost(cpu, demo),
+        ASSETS / "recall.svg": draw_recall(demo),
+        ROOT / "README.md": readme,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the files, or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 where a file is out of date")
+    check = parser.parse_args(argv).check
+    stale = {path: text for path, text in renewed().items() if not path.exists() or path.read_text() != text}
+    if check and stale:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        sys.exit(f"out of date: {names}. Run `python -m tools.front`.")
+    for path, text in ({} if check else stale).items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
