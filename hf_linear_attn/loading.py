@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -24,6 +26,7 @@ from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.folder import check_folder, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
 
+_POOLER = re.compile(r"(^|\.)pooler\.")
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
 
 
@@ -70,20 +73,29 @@ def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTraine
         ) from error
 
 
+Kind = Literal["causal", "encoder"]
+
+CALLED: dict[Kind, str] = {"causal": "a causal language model", "encoder": "an encoder"}
+"""What messages call the kinds of models."""
+
+
 def load_model(
     name: str,
     argument: str = "model",
     *,
+    kind: Kind = "causal",
     attention: Literal["softmax", "linear", "any"] = "any",
     remedy: str = "Check the path.",
     local_files_only: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a causal language model with all its weights, patched if it was saved patched.
+    """Load a model with all its weights, patched if it was saved patched.
 
     Args:
         name: A folder or hub name.
         argument: What the caller calls it, for messages.
+        kind: ``causal`` loads a causal language model; ``encoder`` the class that the checkpoint names, so that a head
+            that was trained stays, or the model without a head.
         attention: What is asked for: loaded by Transformers, a patched folder would be a softmax model of worthless
             weights.
         remedy: What to do with a model of the other kind.
@@ -92,37 +104,49 @@ def load_model(
 
     Raises:
         ArgumentError: If the model is of another kind than asked for.
-        CheckpointError: If there is no causal language model, or it is damaged, or weights are missing in it: those
-            would be drawn at random, and nothing can be learned from them or measured.
+        CheckpointError: If there is no model of that kind, or it is damaged, or weights are missing in it: those would
+            be drawn at random, and nothing can be learned from them or measured.
     """
-    patched = bool(getattr(load_config(name, argument, local_files_only=local_files_only), "linear_attention", None))
+    config = load_config(name, argument, local_files_only=local_files_only)
+    patched = bool(getattr(config, "linear_attention", None))
     if patched and attention == "softmax":
         raise ArgumentError(argument, "be a softmax model, and this one is patched", name, remedy)
     if not patched and attention == "linear":
         raise ArgumentError(argument, "be a patched model, and this one is softmax", name, remedy)
-    load: Any = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
+    auto: Any = AutoModelForCausalLM if kind == "causal" else _named_class(config)
+    load: Any = from_pretrained if patched else auto.from_pretrained
     options |= {"local_files_only": local_files_only, "output_loading_info": True}
     options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
         model, info = load(name, **options)
+        if kind == "encoder" and info["missing_keys"] and all(_POOLER.search(key) for key in info["missing_keys"]):
+            # Nothing reads it.
+            model, info = load(name, **options, add_pooling_layer=False)
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever Transformers raises of a folder that is none of its own
         raise CheckpointError(
-            argument, "be a causal language model that can be loaded", name, why_not_loaded(name, error)
+            argument, f"be {CALLED[kind]} that can be loaded", name, why_not_loaded(name, error)
         ) from error
     drawn = sorted({*map(str, info["missing_keys"]), *(str(key[0]) for key in info["mismatched_keys"])})
     if drawn:
         more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
         raise CheckpointError(
             argument,
-            "hold all weights of a causal language model",
+            f"hold all weights of {CALLED[kind]}",
             name,
             f"It lacks {', '.join(drawn[:3])}{more}, which would be drawn at random: name a checkpoint with them.",
             where=type(model).__name__,
         )
     found: PreTrainedModel = model
     return found
+
+
+def _named_class(config: PreTrainedConfig) -> Any:
+    """Return the class of an encoder that a config names, or the one without a head."""
+    name = next(iter(config.architectures or ()), "")
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
 
 
 def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -220,7 +244,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
     # Towers for images and sound have positions of their own.
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     tables = [
-        module.num_embeddings
+        # RoBERTa keeps the rows up to padding's for itself.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in decoder.named_modules()
         if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
     ]

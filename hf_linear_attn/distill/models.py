@@ -9,8 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, head_dim_of
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_model, position_limit
+from hf_linear_attn.loading import Kind, load_model, position_limit
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,16 @@ def model_name(settings: DistillationSettings) -> str:
 
 def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
     remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
-    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
+    kind: Kind = "encoder" if settings.encoder else "causal"
+    return load_model(model_name(settings), kind=kind, attention="softmax", remedy=remedy, **options)
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
     """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
     if settings.student is not None:
-        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
+        kind: Kind = "encoder" if settings.encoder else "causal"
+        remedy = "Pass it as `model` to convert it."
+        return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
     if settings.mixed_precision != "no":
         # Mixed precision keeps master weights in fp32.
@@ -97,6 +101,22 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)
+
+
+def check_direction(settings: DistillationSettings, model: PreTrainedModel) -> None:
+    """Refuse to teach an encoder to predict next tokens, which it sees.
+
+    Raises:
+        ArgumentError: If the stages ask for it.
+    """
+    if is_encoder(model) and not settings.encoder:
+        raise ArgumentError(
+            "stages",
+            "be an encoder's, `transfer` and `embed`",
+            settings.stages,
+            "Use the preset `encoder`.",
+            where=type(model).__name__,
+        )
 
 
 def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

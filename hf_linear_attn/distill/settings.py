@@ -68,7 +68,7 @@ class DistillationSettings:
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
             measured KL, 0..1.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
-            nothing to transfer.
+            nothing to transfer. Of an encoder ``transfer``, ``embed``.
         dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
             source text of Python's standard library.
         dataset_weights: How much is read of each dataset, as these numbers are to each other; None for as much of each.
@@ -106,6 +106,11 @@ class DistillationSettings:
         distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
             of the text.
         ce_share: Share of cross-entropy in a ``kl`` loss, 0..1.
+        embedding_share: Share of the embeddings' cosine in the loss of ``embed``, 0..1; the rest is the error of every
+            layer's hidden states.
+        pooling: How an encoder's embedding is made of its tokens: ``mean``, ``cls``, ``max``, ``lasttoken``,
+            ``weightedmean``, ``mean_sqrt_len_tokens``, or some joined by ``+``. None for what the model's folder says,
+            if sentence-transformers wrote it, else the mean.
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.
@@ -174,6 +179,8 @@ class DistillationSettings:
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
+    embedding_share: float = 0.5
+    pooling: str | None = None
     window_dropout: float = 0.0
     trainable: Trainable = "full"
     train_feature_maps: bool = True
@@ -264,6 +271,31 @@ class DistillationSettings:
                     "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
                 )
             object.__setattr__(self, "stages", served)
+        self._check_encoder()
+
+    @property
+    def encoder(self) -> bool:
+        """Whether an encoder is distilled, by its hidden states, in place of a language model."""
+        return any(stage_class(stage).encoder for stage in self.stages)
+
+    def _check_encoder(self) -> None:
+        if not self.encoder:
+            return
+        if languages := [stage for stage in self.stages if stage_class(stage).encoder is False]:
+            remedy = "An encoder's are `transfer` and `embed`."
+            raise ArgumentError("stages", "all be an encoder's, or all a language model's", languages, remedy)
+        refused: dict[str, tuple[Any, str]] = {
+            "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
+            "softmax_budget": (0.0, "layers are ranked by next tokens"),
+            "teacher_logits": (None, "its hidden states are compared"),
+            "shard": (False, "one GPU holds an encoder"),
+        }
+        for name, (value, reason) in refused.items():
+            if getattr(self, name) != value:
+                if name in self.given:
+                    rule = f"be {value} for an encoder"
+                    raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
+                object.__setattr__(self, name, value)
 
     def _check_datasets(self) -> None:
         weights, count = self.dataset_weights, len(self.dataset or ())
@@ -411,7 +443,7 @@ LEAST: dict[str, float] = {
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
 }
-SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
+SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
     "teacher_dtype": Literal["float32", "bfloat16", "float16", None],
     "transfer_loss": TransferLoss,
@@ -442,6 +474,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_factor": 1,
         "extend_steps": 200,
         "recall_share": 0.0,
+    },
+    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides.
+    "encoder": {
+        "window": None,
+        "sinks": 0,
+        "stages": ["transfer", "embed"],
+        "recall_share": 0.0,
+        "rows": 16,
+        "block_tokens": 32,
+        "length_factors": [1, 2, 4, 8],
     },
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {

@@ -30,7 +30,7 @@ def lay_out(documents: Iterable[tuple[K, int, int]], length: int, pack: bool) ->
     Documents that do not fill a block share one with those that follow, as many as fit whole.
 
     Args:
-        documents: Documents, in any form, their tokens, and the tokens that each begins with in a block.
+        documents: Documents, in any form, their tokens, and the special tokens of each in a block.
         length: Tokens of a block.
         pack: Whether documents may share a block.
 
@@ -39,31 +39,31 @@ def lay_out(documents: Iterable[tuple[K, int, int]], length: int, pack: bool) ->
     """
     shared: list[tuple[K, int]] = []
     room = length
-    for document, size, bos in documents:
-        if size >= length - bos:
-            for start in range(0, size, length - bos):
-                yield [(document, min(start, size - length + bos))]
+    for document, size, frame in documents:
+        if size >= length - frame:
+            for start in range(0, size, length - frame):
+                yield [(document, min(start, size - length + frame))]
             continue
-        if shared and (not pack or size + bos > room):
+        if shared and (not pack or size + frame > room):
             yield shared
             shared, room = [], length
         shared.append((document, 0))
-        room -= size + bos
+        room -= size + frame
     if shared:
         yield shared
 
 
-def fill(pieces: Iterable[tuple[Document, int]], length: int, bos: Sequence[int]) -> Row:
-    """Return a block of documents, each from its first token shown on."""
+def fill(pieces: Iterable[tuple[Document, int]], length: int, bos: Sequence[int], close: Sequence[int] = ()) -> Row:
+    """Return a block of documents, each from its first token shown on, between what begins and what closes it."""
     ids: list[int] = []
     weights: list[float] = []
     starts: list[int] = []
     for document, first in pieces:
         begin = list(bos) if document.bos else []
-        shown = document.part(first, first + length - len(begin))
+        shown = document.part(first, first + length - len(begin) - len(close))
         starts.append(len(ids))
-        ids += [*begin, *shown.ids]
-        told = [0.0] * len(begin) + list(map(float, shown.taught or b"\1" * len(shown.ids)))
+        ids += [*begin, *shown.ids, *close]
+        told = [0.0] * len(begin) + list(map(float, shown.taught or b"\1" * len(shown.ids))) + [1.0] * len(close)
         # The first token of a document is not told by the one before it.
         weights += [0.0, *told[1:]]
     return Row(ids, weights, starts)
@@ -89,12 +89,20 @@ class DocumentBlocks(Blocks):
         seed: Of the order.
         shortest: Tokens of the shortest blocks, which some document must fill.
         pack: Whether documents that do not fill a block share one.
+        close: What ends a document in a block.
     """
 
     def __init__(
-        self, documents: Sequence[Document], bos: Sequence[int], seed: int, shortest: int, *, pack: bool = True
+        self,
+        documents: Sequence[Document],
+        bos: Sequence[int],
+        seed: int,
+        shortest: int,
+        *,
+        pack: bool = True,
+        close: Sequence[int] = (),
     ) -> None:
-        self.documents, self.bos, self.seed = documents, list(bos), seed
+        self.documents, self.bos, self.close, self.seed = documents, list(bos), list(close), seed
         self.shortest, self.pack = shortest, pack
         self._places: dict[int, list[list[tuple[int, int]]]] = {}
         self._orders: dict[int, tuple[int, list[int]]] = {}
@@ -106,8 +114,8 @@ class DocumentBlocks(Blocks):
             ArgumentError: If every document is shorter than the shortest block.
         """
         if length not in self._places:
-            sizes = [(n, len(d.ids), len(self.bos) * d.bos) for n, d in enumerate(self.documents)]
-            check_longest(max((size + bos for _, size, bos in sizes), default=0), min(length, self.shortest))
+            sizes = [(n, len(d.ids), len(self.bos) * d.bos + len(self.close)) for n, d in enumerate(self.documents)]
+            check_longest(max((size + frame for _, size, frame in sizes), default=0), min(length, self.shortest))
             self._places[length] = [
                 pieces for pieces in lay_out(sizes, length, self.pack) if teaches(self._shown(pieces), length, self.bos)
             ]
@@ -127,7 +135,7 @@ class DocumentBlocks(Blocks):
             random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
             # Steps take lengths in turn, so each keeps its own.
             self._orders[length] = epoch, order
-        return fill(self._shown(places[order[index]]), length, self.bos)
+        return fill(self._shown(places[order[index]]), length, self.bos, self.close)
 
 
 class StreamBlocks(Blocks):
@@ -138,10 +146,20 @@ class StreamBlocks(Blocks):
         bos: What a document begins with in a block.
         shortest: Tokens of the shortest blocks, which some document must fill.
         pack: Whether documents that do not fill a block share one.
+        close: What ends a document in a block.
     """
 
-    def __init__(self, documents: Iterable[Document], bos: Sequence[int], shortest: int, *, pack: bool = True) -> None:
-        self.documents, self.bos, self.shortest, self.pack = documents, list(bos), shortest, pack
+    def __init__(
+        self,
+        documents: Iterable[Document],
+        bos: Sequence[int],
+        shortest: int,
+        *,
+        pack: bool = True,
+        close: Sequence[int] = (),
+    ) -> None:
+        self.documents, self.bos, self.close = documents, list(bos), list(close)
+        self.shortest, self.pack = shortest, pack
         self._next: dict[int, int] = {}
         self._blocks: dict[int, Iterator[Row]] = {}
 
@@ -151,16 +169,16 @@ class StreamBlocks(Blocks):
         def sized() -> Iterator[tuple[Document, int, int]]:
             nonlocal longest
             for document in self.documents:
-                bos = len(self.bos) * document.bos
-                longest = max(longest, len(document.ids) + bos)
-                yield document, len(document.ids), bos
+                frame = len(self.bos) * document.bos + len(self.close)
+                longest = max(longest, len(document.ids) + frame)
+                yield document, len(document.ids), frame
 
         for epoch in itertools.count():
             found = False
             for pieces in lay_out(sized(), length, self.pack):
                 if teaches(pieces, length, self.bos):
                     found = True
-                    yield fill(pieces, length, self.bos)
+                    yield fill(pieces, length, self.bos, self.close)
             check_longest(longest, min(length, self.shortest))
             check_teaches(found)
             logger.info("dataset read to its end %d times", epoch + 1)

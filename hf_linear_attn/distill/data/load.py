@@ -19,6 +19,7 @@ from hf_linear_attn.distill.data.rows import Batch, Document, Row, collate
 from hf_linear_attn.distill.data.source import Source, Texts
 from hf_linear_attn.distill.data.steps import tokens_read
 from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.encoders import Frame
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks.base import bos_ids
@@ -40,13 +41,21 @@ class Data:
         recall_share: Share of the latter, 0..1.
         answer_weight: Weight of an answer token.
         pad: Token that fills up short rows.
+        crop: Whether a batch is as long as its longest row, in place of as long as asked for.
     """
 
     def __init__(
-        self, blocks: Blocks, recall: RecallRows, *, recall_share: float, answer_weight: float, pad: int
+        self,
+        blocks: Blocks,
+        recall: RecallRows,
+        *,
+        recall_share: float,
+        answer_weight: float,
+        pad: int,
+        crop: bool = False,
     ) -> None:
         self.blocks, self.recall = blocks, recall
-        self.recall_share, self.answer_weight, self.pad = recall_share, answer_weight, pad
+        self.recall_share, self.answer_weight, self.pad, self.crop = recall_share, answer_weight, pad, crop
 
     def batch(self, numbers: Iterable[int], length: int) -> Batch:
         """Return the sequences of those numbers, ``T = length``."""
@@ -74,20 +83,31 @@ class Data:
 
     def collate(self, rows: Sequence[Row], length: int) -> Batch:
         """Pad sequences to one length."""
+        if self.crop:
+            length = max(len(row.input_ids) for row in rows)
         return collate(rows, length, self.pad)
 
 
-class Encoder:
+class Encoding:
     """Makes documents of texts.
 
     Args:
         tokenizer: The tokenizer.
+        end: What ends a document, unless it is a conversation.
         all_learned: Whether what answers answer is learned, too.
+        framed: Whether every document begins with special tokens, conversations too.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, all_learned: bool = False) -> None:
-        self.tokenizer, self.all_learned = tokenizer, all_learned
-        self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end: Sequence[int],
+        *,
+        all_learned: bool = False,
+        framed: bool = False,
+    ) -> None:
+        self.tokenizer, self.end = tokenizer, list(end)
+        self.all_learned, self.framed = all_learned, framed
 
     def documents(self, texts: Sequence[Rendered]) -> list[Document]:
         """Return the tokens of texts, and which are learned.
@@ -116,7 +136,7 @@ class Encoder:
             if text.answers is not None and partly:
                 taught = mark(encoded["offset_mapping"][number], text.answers) + b"\1" * (len(self.end) * text.eos)
             # A list would take nine times the memory.
-            found.append(Document(array("i", [*ids, *(self.end if text.eos else [])]), taught, text.bos))
+            found.append(Document(array("i", [*ids, *(self.end if text.eos else [])]), taught, text.bos or self.framed))
         return found
 
 
@@ -158,16 +178,24 @@ class Loader:
 
     def __init__(self, settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, processes: int) -> None:
         self.settings, self.tokenizer, self.processes = settings, tokenizer, processes
-        self.encoder = Encoder(tokenizer, all_learned=settings.loss_on == "all")
-        self.bos = bos_ids(tokenizer)
-        self.shortest = settings.block_tokens
+        if settings.encoder:
+            # Every row is one text, between the tokens that its embedding is made with, however short.
+            self.bos, self.close = Frame.of(tokenizer)
+            self.encoding = Encoding(tokenizer, (), all_learned=True, framed=True)
+            self.shortest, self.pack = 0, False
+        else:
+            self.bos, self.close = bos_ids(tokenizer), ()
+            end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+            self.encoding = Encoding(tokenizer, end, all_learned=settings.loss_on == "all")
+            self.shortest, self.pack = settings.block_tokens, settings.pack
 
     def load(self) -> Parts:
         """Return the blocks of all datasets, each with its share."""
         settings = self.settings
         needed = tokens_read(settings, self.processes)
         if settings.dataset is None:
-            heldout = (settings.heldout_rows + 1) * self.shortest
+            longest = max(settings.factors()) if settings.encoder else 1
+            heldout = (settings.heldout_rows + 1) * settings.block_tokens * longest
             return Parts(
                 self._blocks(self._encode_stdlib("train", needed), self.shortest),
                 self._blocks(self._encode_stdlib("heldout", heldout)),
@@ -189,10 +217,10 @@ class Loader:
         """Return the blocks of a dataset that is read as it is needed; its first texts are held out."""
         first = list(itertools.islice(texts.stream(), HELDOUT_ONE_IN))
         check_not_empty(texts.source, first)
-        documents = _Streamed(texts, self.encoder, skip=len(first))
+        documents = _Streamed(texts, self.encoding, skip=len(first))
         return Parts(
-            StreamBlocks(documents, self.bos, self.shortest, pack=self.settings.pack),
-            self._blocks(self.encoder.documents(first)),
+            StreamBlocks(documents, self.bos, self.shortest, pack=self.pack, close=self.close),
+            self._blocks(self.encoding.documents(first)),
         )
 
     def _load(self, texts: Texts, enough: float) -> Parts:
@@ -222,7 +250,7 @@ class Loader:
         found: list[Document] = []
         tokens = 0
         for start in range(0, count, ENCODED_AT_ONCE):
-            documents = self.encoder.documents(list(read(order[start : start + ENCODED_AT_ONCE])))
+            documents = self.encoding.documents(list(read(order[start : start + ENCODED_AT_ONCE])))
             tokens += sum(len(document.ids) for document in documents)
             found += documents
             if tokens >= enough:
@@ -230,18 +258,19 @@ class Loader:
         return found
 
     def _blocks(self, documents: Sequence[Document], shortest: int = 0) -> DocumentBlocks:
-        return DocumentBlocks(documents, self.bos, self.settings.seed, shortest, pack=self.settings.pack)
+        seed = self.settings.seed
+        return DocumentBlocks(documents, self.bos, seed, shortest, pack=self.pack, close=self.close)
 
 
 class _Streamed:
     """Iterable over a streamed dataset's documents; each iteration reads it from the start."""
 
-    def __init__(self, texts: Texts, encoder: Encoder, skip: int) -> None:
-        self.texts, self.encoder, self.skip = texts, encoder, skip
+    def __init__(self, texts: Texts, encoding: Encoding, skip: int) -> None:
+        self.texts, self.encoding, self.skip = texts, encoding, skip
 
     def __iter__(self) -> Iterator[Document]:
         for text in itertools.islice(self.texts.stream(), self.skip, None):
-            yield from self.encoder.documents([text])
+            yield from self.encoding.documents([text])
 
 
 def load_data(
@@ -279,6 +308,7 @@ def load_data(
         "answer_weight": settings.answer_weight,
         "pad": pad,
     }
+    shares["crop"] = settings.encoder
     return (
         Data(training, RecallRows(tokenizer, settings.seed), **shares),
         Data(heldout, RecallRows(tokenizer, settings.seed + 1), **shares),
