@@ -57,7 +57,9 @@ def standalone(panels: Sequence[Panel], legend: Sequence[tuple[int, str]], title
     share = width / len(legend)
     for place, (number, name) in enumerate(legend):
         left = share * place + 14
-        swatch = legend_swatch(number).replace("<svg ", f'<svg x="{left:.0f}" y="{height - 22}" width="34" height="14" ')
+        swatch = legend_swatch(number).replace(
+            "<svg ", f'<svg x="{left:.0f}" y="{height - 22}" width="34" height="14" '
+        )
         parts.append(f'{swatch}<text x="{left + 40:.0f}" y="{height - 11}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 

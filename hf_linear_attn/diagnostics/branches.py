@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.layers import Branch
+from hf_linear_attn.layers import Branch, Call
 from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 
 PROBES = 8
@@ -42,10 +42,10 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     modules = {name: m for name, m in model.named_modules() if isinstance(m, LinearAttention)}
     layers: list[dict[str, Any]] = []
 
-    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        layers.append({"name": module.name, **_shares(module, args, kwargs)})  # type: ignore[arg-type]
+    def watch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        layers.append({"name": module.name, **_shares(module, *args)})  # type: ignore[arg-type]
 
-    handles = [m.register_forward_hook(watch, with_kwargs=True) for m in modules.values()]
+    handles = [m.register_forward_hook(watch) for m in modules.values()]
     try:
         losses = _losses(model, input_ids)
     finally:
@@ -71,24 +71,23 @@ def _losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), input_ids[0, 1:], reduction="none")
 
 
-def _shares(module: LinearAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, list[float]]:
+def _shares(module: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, list[float]]:
     heads = module.sizes.num_heads
     window, sinks = module.settings.window, module.settings.sinks
     zeros, ones = [0.0] * heads, [1.0] * heads
     if window is None:
         return {"window": zeros, "sinks": zeros, "linear": ones}
-    q, k, v = args
     tokens = q.shape[2]
     generator = torch.Generator(device="cpu").manual_seed(0)
     probes = torch.randn(1, 1, tokens, PROBES, generator=generator, device="cpu").to(q.device)
     indicators = torch.eye(tokens, device=q.device)[None, None, :, :sinks]
     values = torch.cat([probes, indicators], dim=-1).expand(*k.shape[:2], -1, -1).to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        whole = module.forward(q, k, values, **kwargs).float()
+        whole = module.forward(q, k, values, call).float()
         with disable_branch(module, "linear"):
-            near = module.forward(q, k, values, **kwargs).float()
+            near = module.forward(q, k, values, call).float()
         with disable_branch(module, "window"):
-            far = module.forward(q, k, values, **kwargs).float()
+            far = module.forward(q, k, values, call).float()
     step = (far - near)[..., :PROBES]
     moved = (whole - near)[..., :PROBES]
     share = (moved * step).sum(-1) / step.square().sum(-1).clamp(min=1e-20)

@@ -3,14 +3,16 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import LinearAttentionCacheLayer
 
 
 @torch.no_grad()
-def equal_cache_window(model: nn.Module) -> int:
+def equal_cache_window(model: PreTrainedModel) -> int:
     """Return how many tokens a window alone may hold so that its cache is as large as a hybrid model's.
 
     The state of the linear branch is exchanged for the keys and values of more tokens.
@@ -30,7 +32,7 @@ def equal_cache_window(model: nn.Module) -> int:
     layers = [
         layer.tensors
         for layer in cache.layers
-        if isinstance(layer, LinearAttentionCacheLayer) and {"kv", "ring_k"} <= layer.tensors.keys()
+        if isinstance(layer, LinearAttentionCacheLayer) and {"kv", "near_k"} <= layer.tensors.keys()
     ]
     if not layers:
         raise ArgumentError(
@@ -40,8 +42,10 @@ def equal_cache_window(model: nn.Module) -> int:
     def size(*names: str) -> int:
         return sum(_bytes(layer[name]) for layer in layers for name in names if name in layer)
 
-    window = layers[0]["ring_k"].shape[2]
-    return int(window + math.ceil(size("kv", "z", "far_keys") * window / size("ring_k", "ring_v")))
+    # The window, its sinks, and the slot where the next token goes.
+    places = layers[0]["near_k"].shape[2]
+    settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
+    return int((settings.window or 0) + math.ceil(size("kv", "z", "far_keys") * places / size("near_k", "near_v")))
 
 
 def _bytes(x: Tensor) -> int:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.layers import Call, LinearAttention
 
 
 def softmax_attention(
@@ -57,7 +56,7 @@ def instead_of_forward(parts: Iterable[LinearAttention], compute: Callable[..., 
 
     Args:
         parts: The layers.
-        compute: Called as ``compute(part, q, k, v, **call)``.
+        compute: Called as ``compute(part, q, k, v, call)``.
     """
     parts = list(parts)
     for part in parts:
@@ -69,9 +68,12 @@ def instead_of_forward(parts: Iterable[LinearAttention], compute: Callable[..., 
             del part.forward
 
 
-def softmax_output(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+def softmax_output(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Compute what a converted layer's softmax attention computed from the arguments of its forward."""
-    return softmax_attention(q, k, v, **{**call, "scaling": call.get("scaling") or part.geometry.scaling})
+    scaling = part.scaling(call)
+    return softmax_attention(
+        q, k, v, key_mask=call.key_mask, cu_seqlens=call.cu_seqlens, causal=call.causal, scaling=scaling
+    )
 
 
 def as_softmax(parts: Iterable[LinearAttention]) -> AbstractContextManager[None]:

@@ -57,7 +57,8 @@ class LinearAttention(nn.Module):
 
     def __init__(self, config: LinearAttentionConfig, sizes: Sizes, name: str) -> None:
         super().__init__()
-        self.settings, self.sizes, self.name = config, sizes, name
+        self.settings, self.name = config, name
+        self.sizes: Sizes = sizes
         head_dim, heads, kv_heads, scaling = sizes
         self.feature_map: FeatureMap = get_feature_map(
             config.feature_map, head_dim, heads, kv_heads, scaling=scaling, **config.feature_map_options
@@ -137,6 +138,10 @@ class LinearAttention(nn.Module):
         """How far back a query's keys begin, those included that leave the window with it."""
         return 0 if self.window is None else self.window.size
 
+    def scaling(self, call: Call) -> float:
+        """Return the factor on ``q.k`` in softmax attention."""
+        return self.sizes.scaling if call.scaling is None else call.scaling
+
     def weights(self) -> dict[str, Tensor]:
         """Return what the mix has learned, by its names."""
         return {name.removeprefix("mix_"): x for name, x in self.named_parameters(recurse=False)}
@@ -146,8 +151,7 @@ class LinearAttention(nn.Module):
         state = call.state
         seen = None if state is None else state.tensors.get("seen")
         positions = _positions(q, call.key_mask, seen)
-        scaling = self.sizes.scaling if call.scaling is None else call.scaling
-        piece = Piece(q, k, v, call.key_mask, positions, None, None, scaling, call.causal, call.cu_seqlens)
+        piece = Piece(q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens)
         if self.window is None:
             return piece
         unread = state is None or not state.first_read

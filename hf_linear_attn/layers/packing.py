@@ -42,7 +42,7 @@ def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Cal
         real = place < last
         rows = [x[0, :, place.clamp(max=q.shape[2] - 1)].transpose(0, 1) for x in (q, k, v)]
         mask = None if call.key_mask is None else call.key_mask[0, place.clamp(max=q.shape[2] - 1)] & real
-        outputs.append(layer.attend(*rows, alone._replace(key_mask=mask)).transpose(1, 2)[real])
+        outputs.append(layer.attend(rows[0], rows[1], rows[2], alone._replace(key_mask=mask)).transpose(1, 2)[real])
         places.append(place[real])
     order = torch.cat(places).argsort()
     return torch.cat(outputs)[order].transpose(0, 1)[None]

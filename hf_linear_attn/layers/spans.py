@@ -68,11 +68,10 @@ class Piece(NamedTuple):
     def cut(self, a: int, b: int, window: int) -> "Piece":
         """Return the queries ``[a, b)`` with what they see."""
         low, high = self.reach(a, b, window)
-        own = slice(a, b) if self.tokens is None else slice(0, 0)
         piece = self._replace(
             q=self.q[:, :, a:b],
-            k=self.k[:, :, own],
-            v=self.v[:, :, own],
+            k=self.k[..., a:b, :],
+            v=self.v[..., a:b, :],
             mask=None if self.mask is None else self.mask[:, a:b],
             positions=self.positions[:, a:b],
             number=None if self.number is None else self.number[:, a:b],
@@ -207,7 +206,7 @@ class _Walk(torch.autograd.Function):
 
 def _without_tensors(whole: Piece) -> Piece:
     """Return a piece without what autograd keeps: the queries and keys are saved apart."""
-    empty = whole.q.new_empty(0)
+    empty = whole.q.new_empty(0, 0)
     return _with_keys(whole._replace(k=empty, v=empty), empty, [empty] * len(_keys(whole)))
 
 

@@ -40,8 +40,7 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
         o = _read_far(layer, q, k, v, call.key_mask, seen, seen, state)
         seen.add_(1 if call.key_mask is None else call.key_mask[:, 0])
     else:
-        scaling = layer.sizes.scaling if call.scaling is None else call.scaling
-        o = _hybrid_(layer, layer.window, q, k, v, call.key_mask, state, scaling)
+        o = _hybrid_(layer, layer.window, q, k, v, call.key_mask, state, layer.scaling(call))
     state.advance(1, q.device)
     layer.look_for_sinks(state, 1)
     return o
@@ -91,7 +90,7 @@ def _hybrid_(
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
     seen.add_(1 if real is None else real[:, 0])
-    rows = q.unflatten(1, (near_k.shape[1], -1)).squeeze(3)
+    rows = torch.unflatten(q, 1, (near_k.shape[1], -1)).squeeze(3)
     scores = upcast(rows @ near_k.mT).mul_(scaling)
     scores.masked_fill_(~mask[:, None, None], torch.finfo(scores.dtype).min)
     number = seen - mask.sum(1) if far is not None else None

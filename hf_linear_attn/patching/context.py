@@ -140,7 +140,7 @@ class Context:
     def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
         """Put tensors that :meth:`save` wrote into a cache of ``model``."""
         cache = _empty_cache(model)
-        modules = {
+        modules: dict[Any, nn.Module] = {
             module.layer_idx: module
             for module in model.modules()
             if isinstance(getattr(module, "layer_idx", None), int) and any(True for _ in module.parameters())
@@ -334,8 +334,8 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
     for name, x in tensors.items():
         number, name = name.split(".", 1)
         calls.setdefault(int(number), {})[name] = x
-    for number, held in calls.items():
-        state = layer.of_call(number).state
+    for call, held in calls.items():
+        state = layer.of_call(call).state
         if part is not None:
             values = held["near_v"] if "near_v" in held else held["kv"]
             state.allocate(part.slots(values.shape[-1]), len(values), values)

@@ -230,9 +230,9 @@ def unpatch_model(model: ModelT) -> ModelT:
         if not isinstance(part, LinearAttention):
             continue
         if part.host is not None:
-            module.config = part.host.config
-            if module.config._attn_implementation == IMPLEMENTATION:
-                module.config._attn_implementation_internal = part.host.implementation
+            config = module.config = part.host.config
+            if config._attn_implementation == IMPLEMENTATION:
+                config._attn_implementation_internal = part.host.implementation
         del module.linear_attention
         _remove_hooks(module)
     for holder in model.modules():
@@ -256,7 +256,7 @@ def _remove_hooks(module: nn.Module) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-class _Convertible(PatchedModel):
+class _Convertible(PatchedModel):  # type: ignore[no-untyped-call]
     """The part of a patched class that builds it patched."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

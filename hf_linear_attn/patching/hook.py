@@ -198,30 +198,26 @@ def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
     """Attend to the new tokens alone; rows of packed texts are laid end to end."""
     q, k, v, mask = new
     if call.cu_seqlens is None or len(q) == 1:
-        return part(q, k, v, call._replace(key_mask=mask))
+        alone: Tensor = part(q, k, v, call._replace(key_mask=mask))
+        return alone
     batch, tokens = q.shape[0], q.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
-    return part(q, k, v, call)[0].unflatten(1, (batch, tokens)).transpose(0, 1)
+    o: Tensor = part(q, k, v, call)
+    return torch.unflatten(o[0], 1, (batch, tokens)).transpose(0, 1)
 
 
 def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAttentionCacheLayer) -> Tensor:
     """Attend to what a cache layer holds, too, and put the new tokens there."""
     q, k, v, mask = new
-    unread, count = layer.take_unread(), q.shape[2]
-    if layer.record_past:
-        layer.record(k=k, v=v, mask=_ones(q) if mask is None else mask)
-    if unread:
+    call = call._replace(state=layer.state, in_place=not layer.record_past)
+    if unread := layer.take_unread():
         # What a rollback has left is read again; nobody asks what it attends to.
-        mask = torch.cat([unread["mask"], _ones(q) if mask is None else mask], 1)
-        k, v = torch.cat([unread["k"], k], 2), torch.cat([unread["v"], v], 2)
-        q = torch.cat([q.new_zeros(*q.shape[:2], k.shape[2] - count, q.shape[3]), q], 2)
-    o = part(q, k, v, call._replace(key_mask=mask, state=layer.state, in_place=not layer.record_past))
-    return o[:, :, -count:]
-
-
-def _ones(q: Tensor) -> Tensor:
-    """Return the key mask ``[B, T]`` of tokens that are all real."""
-    return q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool)
+        nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
+        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"]))
+    if layer.record_past:
+        layer.record(k=k, v=v, mask=q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask)
+    o: Tensor = part(q, k, v, call._replace(key_mask=mask))
+    return o
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:

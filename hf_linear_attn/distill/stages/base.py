@@ -101,7 +101,7 @@ class Stage(ABC):
     def map_groups(self) -> list[Group]:
         """Return the groups of feature maps and mixing weights."""
         return [
-            {"params": list(part.parameters()), "lr": self.settings.map_learning_rate(part.geometry.head_dim)}
+            {"params": list(part.parameters()), "lr": self.settings.map_learning_rate(part.sizes.head_dim)}
             for part in linear_attention_parts(self.student)
         ]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output, visibility
 from hf_linear_attn.distill.stages.base import Group, Stage
-from hf_linear_attn.patching import LinearAttention
+from hf_linear_attn.layers import Call, LinearAttention
 
 Observe = Callable[[LinearAttention, Tensor, Tensor], None]
 
@@ -101,11 +101,11 @@ def teacher_forced(model: nn.Module, observe: Observe) -> AbstractContextManager
             ``[B, H, T, V]``.
     """
 
-    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k, v = q.detach(), k.detach(), v.detach()
-        own = type(part).forward(part, q, k, v, **call)
+        own = type(part).forward(part, q, k, v, call)
         with torch.no_grad():
-            softmax = softmax_output(part, q, k, v, **call)
+            softmax = softmax_output(part, q, k, v, call)
         observe(part, own, softmax)
         return softmax
 
@@ -115,10 +115,10 @@ def teacher_forced(model: nn.Module, observe: Observe) -> AbstractContextManager
 def weights_forced(model: nn.Module, observe: Observe) -> AbstractContextManager[None]:
     """Do as :func:`teacher_forced`, but show attention weights ``[B, H, T, T]``; costs O(T^2) memory."""
 
-    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k, v = q.detach(), k.detach(), v.detach()
-        scaling, causal = call.get("scaling") or part.geometry.scaling, call["causal"]
-        visible = visibility(q, call["key_mask"], call["cu_seqlens"], causal)
+        scaling, causal = part.scaling(call), call.causal
+        visible = visibility(q, call.key_mask, call.cu_seqlens, causal)
         with torch.no_grad():
             groups = q.shape[1] // k.shape[1]
             scores = (q @ k.repeat_interleave(groups, 1).transpose(-1, -2)).float() * scaling

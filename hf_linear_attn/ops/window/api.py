@@ -72,7 +72,7 @@ def running_sum(x: Tensor, lag: int, before: Tensor | None) -> Tensor:
 
 def key_product(q: Tensor, keys: Tensor) -> Tensor:
     """Return the product of every query with its own key of ``[B, HKV, T, D]``, ``[B, H, T]``."""
-    grouped = upcast(q).unflatten(1, (keys.shape[1], -1))
+    grouped = torch.unflatten(upcast(q), 1, (keys.shape[1], -1))
     return (grouped * keys[:, :, None]).sum(-1).flatten(1, 2)
 
 

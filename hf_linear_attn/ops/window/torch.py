@@ -91,7 +91,7 @@ class Band:
                 torch.cat([x[:, :, None].expand(-1, -1, self.blocks, -1, -1), y], 3)
                 for x, y in zip(sinks[:2], (k, v), strict=True)
             )
-            seen = F.pad(sinks[2], (0, 0, 0, self.pad)).unflatten(1, (self.blocks, self.block))
+            seen = torch.unflatten(F.pad(sinks[2], (0, 0, 0, self.pad)), 1, (self.blocks, self.block))
             visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
         if own:
             k, v, visible = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), F.pad(visible, (0, 1), value=True)
@@ -121,7 +121,7 @@ class Band:
         """Cut ``[B, H, T, E]`` into ``[B HKV n, G C, E]``."""
         if self.pad:
             x = F.pad(x, (0, 0, 0, self.pad))
-        x = x.unflatten(2, (self.blocks, self.block)).unflatten(1, (self.kv_heads, -1))
+        x = torch.unflatten(torch.unflatten(x, 2, (self.blocks, self.block)), 1, (self.kv_heads, -1))
         return x.transpose(2, 3).reshape(self.batch * self.kv_heads * self.blocks, -1, x.shape[-1])
 
     def scores(self, scaling: float) -> Tensor:
