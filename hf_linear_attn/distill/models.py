@@ -95,9 +95,6 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
         remedy = "Pass it as `model` to convert it."
         return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
-    if settings.mixed_precision != "no":
-        # Mixed precision keeps master weights in fp32.
-        student.to(dtype=torch.float32)  # type: ignore[call-arg]
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)

@@ -30,10 +30,12 @@ from hf_linear_attn.distill.models import (
     with_own_conversion,
 )
 from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
+from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
@@ -102,7 +104,9 @@ def distill(
     check_trackers(settings)
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
-    if accelerator.mixed_precision not in ("no", settings.mixed_precision):
+    if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
+        accelerator.mixed_precision != "bf16" or settings.mixed_precision != "auto"
+    ):
         raise ArgumentError(
             "mixed_precision",
             f"be the launcher's, {accelerator.mixed_precision!r}",
@@ -131,6 +135,7 @@ def distill(
         check_pair(teacher, student, tokenizer)
         check_direction(settings, student)
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
+        settings = resolve(settings, student, accelerator.mixed_precision)
         if settings.pack and not settings.encoder and not takes(student, "position_ids"):
             raise ArgumentError(
                 "pack",
@@ -147,14 +152,16 @@ def distill(
             student.to(accelerator.device)
             teacher.to(accelerator.device)
             student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
+        dtypes = dtypes_of(student)
+        if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
+            # What is sharded is sharded in the dtype that it is kept in.
+            raise_precision(student.parameters())
         for model in (student, teacher):
             if model is not None:
                 # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
                 if settings.shard and not is_sharded(model):
                     shard(model, settings.mixed_precision)
                 model.to(accelerator.device)
-        if settings.gradient_checkpointing:
-            recompute_activations(student)
         source: Teacher | None = None if teacher is None else LiveTeacher(teacher)
         if settings.teacher_logits is not None:
             source = TeacherLogits(Path(settings.teacher_logits))
@@ -165,6 +172,8 @@ def distill(
         distilled: PreTrainedModel = (
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
+        restore_precision(distilled, dtypes)
+        let_autocast_cast(distilled, autocast=False)
         distilled.train(False).requires_grad_(True)
         known = student.config.linear_attention
         known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
@@ -260,22 +269,28 @@ def keep_softmax(
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
-    """Put LoRA into the student before the first stage that trains more than feature maps."""
-    if settings.trainable == "full" or stage == "transfer" or isinstance(student, PeftModel):
+    """Put LoRA into the student before the first stage that trains it; recompute activations where there are any."""
+    kind: type[Stage] = stage_class(stage)
+    if settings.gradient_checkpointing:
+        recompute_activations(student, kind.recomputes)
+    if settings.trainable == "full" or not kind.lora or isinstance(student, PeftModel):
         return student
     # A resumed run draws the same adapters.
     torch.manual_seed(settings.seed)
     peft_student = add_lora(student, rank=settings.lora_rank, alpha=settings.lora_alpha)  # type: ignore[arg-type]
+    let_autocast_cast(peft_student, settings.mixed_precision == "bf16")
     trainable, total = peft_student.get_nb_trainable_parameters()
     logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
     return peft_student
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Make a model recompute activations in its backward pass."""
+def recompute_activations(model: nn.Module, enable: bool) -> None:
+    """Make a model recompute activations in its backward pass, or not."""
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    verb = "enable" if enable else "disable"
     # Renamed in Transformers 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+    next(getattr(whole, name) for name in names if hasattr(whole, name))()
 
 
 def needs_teacher(settings: DistillationSettings, made: bool) -> bool:

@@ -19,6 +19,9 @@ TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
 LossOn = Literal["answers", "all"]
+MixedPrecision = Literal["auto", "no", "bf16"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
+MasterWeights = Literal["fp32", "stochastic", "compensated"]
 
 REFERENCE_WIDTH = 4096
 """Hidden size at which :data:`REFERENCE_LR` is right."""
@@ -127,7 +130,14 @@ class DistillationSettings:
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
         gradient_checkpointing: Recompute activations in the backward pass.
-        mixed_precision: ``bf16`` runs forwards in bf16 over fp32 weights, ``no`` in the weights' own dtype.
+        mixed_precision: ``bf16`` computes forwards in bf16, ``no`` in fp32; ``auto`` is ``bf16`` for a checkpoint of 16
+            bits and ``no`` for others. Whichever it is, weights that are trained are kept in fp32, and saved in the
+            checkpoint's dtype.
+        optimizer: ``adamw``; ``adamw_8bit`` keeps its moments in 8 bits, ``paged_adamw_8bit`` bitsandbytes' in memory
+            that moves to the host where the GPU's runs out.
+        master_weights: ``fp32``; or, where memory is short, the checkpoint's own bf16 for all but feature maps and
+            adapters, rounded at random in ``stochastic``, with a second bf16 number for what is rounded off in
+            ``compensated``.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
         log_every: Steps between two log lines.
@@ -196,7 +206,9 @@ class DistillationSettings:
     max_grad_norm: float = 1.0
     shard: bool = False
     gradient_checkpointing: bool = False
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: MixedPrecision = "auto"
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
     seed: int = 0
     heldout_rows: int = 32
     log_every: int = 10
@@ -252,6 +264,10 @@ class DistillationSettings:
                 named = filter(None, choices)
                 raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
         self._check_datasets()
+        for name in ("optimizer", "master_weights"):
+            value = getattr(self, name)
+            if self.shard and value not in ("adamw", "fp32"):
+                raise ArgumentError(name, "be the default where weights are sharded", value, "Leave it out.")
         forwards = self.rows * self.accumulation
         if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
             raise ArgumentError(
@@ -450,7 +466,9 @@ CHOICES: dict[str, Any] = {
     "distill_loss": DistillLoss,
     "trainable": Trainable,
     "loss_on": LossOn,
-    "mixed_precision": Literal["no", "bf16"],
+    "mixed_precision": MixedPrecision,
+    "optimizer": Optimizer,
+    "master_weights": MasterWeights,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -29,6 +29,7 @@ class Transfer(Stage):
 
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
+    recomputes: ClassVar[bool] = False
 
     @override
     @classmethod
