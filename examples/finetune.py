@@ -4,7 +4,7 @@ With no argument, the student that `python examples/distill.py` left in runs/dis
 left in runs/quickstart, is finetuned on the source text of Python's standard library, into runs/finetune. A run that
 was stopped goes on where it was when the same command is given again.
 
-    python examples/finetune.py --student runs/gpt2 --dataset my.jsonl --text-column body
+    python examples/finetune.py --student runs/gpt2 --dataset my.jsonl --columns text=body
     python examples/finetune.py --student runs/gpt2 --dataset texts/ --trainable lora --output-dir runs/merged
     python examples/finetune.py --student runs/gpt2 --trainable lora --no-merge-lora --output-dir runs/adapter
 """

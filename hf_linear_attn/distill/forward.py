@@ -40,6 +40,11 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     return inputs if batch.position_ids is None else inputs | {"position_ids": batch.position_ids}
 
 
+def encoder_inputs(batch: Batch) -> dict[str, Any]:
+    """Return the arguments of an encoder's forward: it sees tokens on both sides, so padding has to be named."""
+    return {"input_ids": batch.input_ids, "attention_mask": batch.real.long()}
+
+
 def predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return next tokens ``[N]``, their weights ``[N]`` and the model's logits ``[N, vocabulary]``, whole."""
     logits = model(**model_inputs(batch)).logits

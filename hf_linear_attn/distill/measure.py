@@ -1,5 +1,6 @@
-"""The scale-free numbers of a student: held-out nats, KL, and recall, with and without its linear branch."""
+"""The scale-free numbers of a student: held-out nats and recall, with and without its linear branch; embeddings."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, model_inputs
+from hf_linear_attn.encoders import Frame, Pooling
+from hf_linear_attn.evaluation.embedding import compare_embeddings
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from hf_linear_attn.patching import disable_branch
 
@@ -163,3 +166,34 @@ def measure(
         result["linear_off"] = once() if has_branches else None
     model.train(training)
     return result
+
+
+def measure_encoders(
+    models: Mapping[str, nn.Module],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    pooling: Pooling,
+    *,
+    rows: int,
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """Measure encoders on held-out texts of all lengths.
+
+    Args:
+        models: ``teacher``, ``student`` or both.
+        data: Held-out data.
+        tokenizer: Their tokenizer.
+        pooling: Makes an embedding of hidden states.
+        rows: Number of texts.
+        lengths: Their tokens, special ones included, in turn.
+
+    Returns:
+        As :func:`compare_embeddings` returns it.
+    """
+    frame = Frame.of(tokenizer)
+    texts = []
+    for number in range(rows):
+        row, index = divmod(number, len(lengths))
+        ids = data.text_row(row, lengths[index]).input_ids
+        texts.append(ids[len(frame.begin) : len(ids) - len(frame.end)])
+    return compare_embeddings(dict(models), texts, frame, pooling, pad=data.pad)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.config import LATER, LinearAttentionConfig
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, head_dim_of
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_model, position_limit
+from hf_linear_attn.loading import Kind, load_model, position_limit
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,9 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
         ArgumentError: If another was asked for.
     """
     conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
-    asked = settings.conversion_for(head_dim_of(student.config)).to_dict()
+    asked = LATER | settings.conversion_for(head_dim_of(student.config)).to_dict()
     # Its softmax layers were chosen when it was made.
-    own = {**conversion.to_dict(), "softmax_budget": 0.0}
+    own = {**LATER, **conversion.to_dict(), "softmax_budget": 0.0}
     for name in settings.given & {*CONVERSION, "softmax_budget"}:
         value = getattr(settings, name) if name == "softmax_budget" else asked[name]
         if name == "layers":
@@ -83,17 +84,36 @@ def model_name(settings: DistillationSettings) -> str:
 
 def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
     remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
-    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
+    kind: Kind = "encoder" if settings.encoder else "causal"
+    return load_model(model_name(settings), kind=kind, attention="softmax", remedy=remedy, **options)
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
     """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
     if settings.student is not None:
-        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
+        kind: Kind = "encoder" if settings.encoder else "causal"
+        remedy = "Pass it as `model` to convert it."
+        return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)
+
+
+def check_direction(settings: DistillationSettings, model: PreTrainedModel) -> None:
+    """Refuse to teach an encoder to predict next tokens, which it sees.
+
+    Raises:
+        ArgumentError: If the stages ask for it.
+    """
+    if is_encoder(model) and not settings.encoder:
+        raise ArgumentError(
+            "stages",
+            "be an encoder's, `transfer` and `embed`",
+            settings.stages,
+            "Use the preset `encoder`.",
+            where=type(model).__name__,
+        )
 
 
 def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -19,8 +19,9 @@ from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Data, load_data
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
-from hf_linear_attn.distill.measure import measure
+from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import (
+    check_direction,
     check_pair,
     fit_positions,
     load_student,
@@ -38,6 +39,7 @@ from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
+from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import write_atomic
 from hf_linear_attn.loading import load_tokenizer, load_users_maps
@@ -131,9 +133,10 @@ def distill(
         tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
         student = student or fresh_student(settings)
         check_pair(teacher, student, tokenizer)
+        check_direction(settings, student)
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
         settings = resolve(settings, student, accelerator.mixed_precision)
-        if settings.pack and not takes(student, "position_ids"):
+        if settings.pack and not settings.encoder and not takes(student, "position_ids"):
             raise ArgumentError(
                 "pack",
                 f"be False for {type(student).__name__}",
@@ -184,18 +187,9 @@ def distill(
             output_dir=folder,
         )
         if settings.heldout_rows:
-            result.metrics = {
-                name: measure(
-                    model,
-                    heldout,
-                    tokenizer,
-                    rows=settings.heldout_rows,
-                    length=settings.block_tokens,
-                    seed=settings.seed,
-                )
-                for name, model in (("teacher", teacher), ("student", distilled))
-                if model is not None
-            }
+            models = {"teacher": teacher, "student": distilled}
+            known_models = {name: model for name, model in models.items() if model is not None}
+            result.metrics = measure_all(settings, known_models, heldout, tokenizer)
         if settings.trackers:
             accelerator.end_training()
         # Gathering a sharded model takes all processes.
@@ -204,6 +198,24 @@ def distill(
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
     return result
+
+
+def measure_all(
+    settings: DistillationSettings,
+    models: dict[str, PreTrainedModel],
+    heldout: Data,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Measure teacher and student on held-out data, each kind of model by what it is for."""
+    rows, length = settings.heldout_rows, settings.block_tokens
+    if settings.encoder:
+        pooling = pooling_of(settings.model, settings.pooling)
+        lengths = [factor * length for factor in settings.factors()]
+        return measure_encoders(models, heldout, tokenizer, pooling, rows=rows, lengths=lengths)
+    return {
+        name: measure(model, heldout, tokenizer, rows=rows, length=length, seed=settings.seed)
+        for name, model in models.items()
+    }
 
 
 def check_trackers(settings: DistillationSettings) -> None:
@@ -314,6 +326,8 @@ def save_result(
     """Save the student with its tokenizer, figures, loss picture and model card."""
     result.student.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
+    if result.settings.encoder:
+        copy_sentence_files(result.settings.model, folder)
     draw_losses({"student": result.history}, folder / "loss.svg")
     write_atomic(
         folder / "distillation.json",

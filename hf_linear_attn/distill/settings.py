@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.config import LATER, LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import patch_model
@@ -18,6 +18,7 @@ from hf_linear_attn.patching import patch_model
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
+LossOn = Literal["answers", "all"]
 MixedPrecision = Literal["auto", "no", "bf16"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
 MasterWeights = Literal["fp32", "stochastic", "compensated"]
@@ -70,13 +71,17 @@ class DistillationSettings:
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
             measured KL, 0..1.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
-            nothing to transfer.
-        dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
-            of Python's standard library.
-        dataset_config: Configuration of a hub dataset.
-        dataset_split: Split of a hub dataset.
-        text_column: Column that holds the text.
-        streaming: Read the dataset as it is needed instead of downloading it whole.
+            nothing to transfer. Of an encoder ``transfer``, ``embed``.
+        dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
+            source text of Python's standard library.
+        dataset_weights: How much is read of each dataset, as these numbers are to each other; None for as much of each.
+        dataset_config: Configuration of a hub dataset; one for all, or one for each.
+        dataset_split: Split of a hub dataset; one for all, or one for each.
+        columns: What columns of a dataset stand for, where their names do not tell, as in ``text=body`` or
+            ``prompt=question completion=answer``.
+        chat_template: File with the Jinja template that makes texts of conversations; None for the tokenizer's.
+        loss_on: What is learned of conversations and completions: ``answers``, or ``all`` of the text.
+        streaming: Read the datasets as they are needed instead of downloading them whole.
         block_tokens: Length T of the shortest training sequences.
         length_factors: Lengths of the sequences of ``transfer`` and ``distill`` as multiples of ``block_tokens``, taken
             in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
@@ -104,6 +109,11 @@ class DistillationSettings:
         distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
             of the text.
         ce_share: Share of cross-entropy in a ``kl`` loss, 0..1.
+        embedding_share: Share of the embeddings' cosine in the loss of ``embed``, 0..1; the rest is the error of every
+            layer's hidden states.
+        pooling: How an encoder's embedding is made of its tokens: ``mean``, ``cls``, ``max``, ``lasttoken``,
+            ``weightedmean``, ``mean_sqrt_len_tokens``, or some joined by ``+``. None for what the model's folder says,
+            if sentence-transformers wrote it, else the mean.
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.
@@ -155,10 +165,13 @@ class DistillationSettings:
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
-    dataset: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    text_column: str = "text"
+    dataset: list[str] | None = None
+    dataset_weights: list[float] | None = None
+    dataset_config: list[str] | None = None
+    dataset_split: list[str] = field(default_factory=lambda: ["train"])
+    columns: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    loss_on: LossOn = "answers"
     streaming: bool = False
     block_tokens: int = 512
     length_factors: list[int] | None = None
@@ -176,6 +189,8 @@ class DistillationSettings:
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
+    embedding_share: float = 0.5
+    pooling: str | None = None
     window_dropout: float = 0.0
     trainable: Trainable = "full"
     train_feature_maps: bool = True
@@ -226,6 +241,9 @@ class DistillationSettings:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _check(self) -> None:
+        for name in ("dataset", "dataset_config", "dataset_split", "columns"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, [getattr(self, name)])
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -245,6 +263,7 @@ class DistillationSettings:
             if value not in choices:
                 named = filter(None, choices)
                 raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
+        self._check_datasets()
         for name in ("optimizer", "master_weights"):
             value = getattr(self, name)
             if self.shard and value not in ("adamw", "fp32"):
@@ -268,6 +287,52 @@ class DistillationSettings:
                     "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
                 )
             object.__setattr__(self, "stages", served)
+        self._check_encoder()
+
+    @property
+    def encoder(self) -> bool:
+        """Whether an encoder is distilled, by its hidden states, in place of a language model."""
+        return any(stage_class(stage).encoder for stage in self.stages)
+
+    def _check_encoder(self) -> None:
+        if not self.encoder:
+            return
+        if languages := [stage for stage in self.stages if stage_class(stage).encoder is False]:
+            remedy = "An encoder's are `transfer` and `embed`."
+            raise ArgumentError("stages", "all be an encoder's, or all a language model's", languages, remedy)
+        refused: dict[str, tuple[Any, str]] = {
+            "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
+            "softmax_budget": (0.0, "layers are ranked by next tokens"),
+            "teacher_logits": (None, "its hidden states are compared"),
+            "shard": (False, "one GPU holds an encoder"),
+        }
+        for name, (value, reason) in refused.items():
+            if getattr(self, name) != value:
+                if name in self.given:
+                    rule = f"be {value} for an encoder"
+                    raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
+                object.__setattr__(self, name, value)
+
+    def _check_datasets(self) -> None:
+        weights, count = self.dataset_weights, len(self.dataset or ())
+        if weights is not None and (len(weights) != count or not all(0 < weight < math.inf for weight in weights)):
+            raise ArgumentError(
+                "dataset_weights",
+                f"be one positive number for each of {count} datasets",
+                weights,
+                "They need not add up to 1. Leave out a dataset that is not to be read.",
+            )
+        for name in ("dataset_config", "dataset_split"):
+            values = getattr(self, name)
+            if values is not None and len(values) not in (1, count) and count:
+                rule = f"be one for all datasets, or one for each of the {count}"
+                raise ArgumentError(name, rule, values, "Write `none` for one that has none.")
+        for text in self.columns:
+            name, equal, column = text.partition("=")
+            if not (equal and column and name in COLUMNS):
+                raise ArgumentError(
+                    "columns", "say what a column stands for", text, "Write `text=body`", available=COLUMNS
+                )
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -291,7 +356,7 @@ class DistillationSettings:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
         values = asdict(self)
         del values["conversion"]
-        converted = self.conversion.to_dict()
+        converted = LATER | self.conversion.to_dict()
         return {name: converted[name] for name in CONVERSION} | values
 
     def with_changes(self, **changes: Any) -> Self:
@@ -361,6 +426,21 @@ class DistillationSettings:
         return replace(self.conversion, feature_map_options=known)
 
 
+COLUMNS = (
+    "text",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "tools",
+)
+"""What columns may stand for."""
+
 LEAST: dict[str, float] = {
     "block_tokens": 8,
     "rows": 1,
@@ -379,12 +459,13 @@ LEAST: dict[str, float] = {
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
 }
-SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
+SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
     "teacher_dtype": Literal["float32", "bfloat16", "float16", None],
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
+    "loss_on": LossOn,
     "mixed_precision": MixedPrecision,
     "optimizer": Optimizer,
     "master_weights": MasterWeights,
@@ -411,6 +492,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_factor": 1,
         "extend_steps": 200,
         "recall_share": 0.0,
+    },
+    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides.
+    "encoder": {
+        "window": None,
+        "sinks": 0,
+        "stages": ["transfer", "embed"],
+        "recall_share": 0.0,
+        "rows": 16,
+        "block_tokens": 32,
+        "length_factors": [1, 2, 4, 8],
     },
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {

@@ -33,6 +33,8 @@ class Stage(ABC):
     name: ClassVar[str]
     place: ClassVar[int]
     """Stages run in the order of their places."""
+    encoder: ClassVar[bool | None] = None
+    """Whether it is for encoders, or for language models; None for both."""
     length_setting: ClassVar[str] = "length_factors"
     """The setting that its lengths come from, named where they are too long."""
     lora: ClassVar[bool] = False

@@ -22,6 +22,7 @@ class Distill(Stage):
 
     name: ClassVar[str] = "distill"
     place: ClassVar[int] = 20
+    encoder: ClassVar[bool | None] = False
     lora: ClassVar[bool] = True
 
     @override
