@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,17 +19,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line
 from hf_linear_attn.feature_maps import load_feature_maps
+from hf_linear_attn.folder import check_folder, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
 
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
-_LOADING_ERRORS = (OSError, ValueError, SafetensorError, StrictDataclassError)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that says anything."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def load_config(name: str, argument: str = "model", *, local_files_only: bool = False) -> PreTrainedConfig:
@@ -43,18 +36,38 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
         local_files_only: Never reach for a network.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or it is not to be trusted, see :func:`check_folder`.
     """
+    check_folder(name, argument, local_files_only=local_files_only)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
-    except _LOADING_ERRORS as error:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name, local_files_only=local_files_only, trust_remote_code=False
+        )
+    except Exception as error:  # whatever Transformers raises of values that none of its own configs has
         raise CheckpointError(
-            argument,
-            "be a folder or hub name with a model's config.json",
-            name,
-            f"Loading it failed: {first_line(error)}",
+            argument, "be a folder or hub name with a model's config.json", name, why_not_loaded(name, error)
         ) from error
     return config
+
+
+def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTrainedModel:
+    """Build a causal language model without weights, on the meta device.
+
+    Args:
+        config: Its config.
+        argument: What the caller calls it, for messages.
+
+    Raises:
+        ArgumentError: If the config is not a causal language model's, or no model can be built of it.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            return model
+    except Exception as error:  # whatever a model's class raises of sizes that do not fit
+        raise ArgumentError(
+            argument, "be a causal language model's", type(config).__name__, first_line(error)
+        ) from error
 
 
 def load_model(
@@ -66,7 +79,7 @@ def load_model(
     local_files_only: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a causal language model, patched if it was saved patched.
+    """Load a causal language model with all its weights, patched if it was saved patched.
 
     Args:
         name: A folder or hub name.
@@ -79,23 +92,37 @@ def load_model(
 
     Raises:
         ArgumentError: If the model is of another kind than asked for.
-        CheckpointError: If there is no causal language model, or it is damaged.
+        CheckpointError: If there is no causal language model, or it is damaged, or weights are missing in it: those
+            would be drawn at random, and nothing can be learned from them or measured.
     """
     patched = bool(getattr(load_config(name, argument, local_files_only=local_files_only), "linear_attention", None))
     if patched and attention == "softmax":
         raise ArgumentError(argument, "be a softmax model, and this one is patched", name, remedy)
     if not patched and attention == "linear":
         raise ArgumentError(argument, "be a patched model, and this one is softmax", name, remedy)
-    load = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
+    load: Any = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
+    options |= {"local_files_only": local_files_only, "output_loading_info": True}
+    options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
-        return load(name, local_files_only=local_files_only, **options)
-    except _LOADING_ERRORS as error:
+        model, info = load(name, **options)
+    except HFLinearAttnError:
+        raise
+    except Exception as error:  # whatever Transformers raises of a folder that is none of its own
+        raise CheckpointError(
+            argument, "be a causal language model that can be loaded", name, why_not_loaded(name, error)
+        ) from error
+    drawn = sorted({*map(str, info["missing_keys"]), *(str(key[0]) for key in info["mismatched_keys"])})
+    if drawn:
+        more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
         raise CheckpointError(
             argument,
-            "be a causal language model that can be loaded",
+            "hold all weights of a causal language model",
             name,
-            f"Loading it failed: {first_line(error)}",
-        ) from error
+            f"It lacks {', '.join(drawn[:3])}{more}, which would be drawn at random: name a checkpoint with them.",
+            where=type(model).__name__,
+        )
+    found: PreTrainedModel = model
+    return found
 
 
 def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -105,8 +132,8 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
         CheckpointError: If there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
-    except _LOADING_ERRORS as error:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    except Exception as error:  # whatever Transformers raises of files that are none of its own
         raise CheckpointError(
             "tokenizer",
             "be loadable from the model's folder",

@@ -21,13 +21,12 @@ from typing_extensions import override
 
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.errors import ArgumentError, TrainingError
+from hf_linear_attn.errors import ArgumentError, TrainingError, first_line
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import get_task
 from hf_linear_attn.evaluation.tasks.base import bos_ids, noise_lines
 from hf_linear_attn.evaluation.tasks.kv_recall import PAIR, QUESTION
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
-from hf_linear_attn.loading import first_line
 
 logger = getLogger(__name__)
 

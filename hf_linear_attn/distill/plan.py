@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_config, position_limit
+from hf_linear_attn.loading import empty_model, load_config, position_limit
 
 GIB = 2**30
 H100_TFLOPS = 989.0
@@ -109,13 +109,7 @@ def plan(
     for name, value in (("tokens", tokens), ("gpus", gpus), ("tflops", tflops), ("utilisation", utilisation)):
         if not value > 0 or (name == "utilisation" and value > 1):
             raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
-    try:
-        with torch.device("meta"):
-            student = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise ArgumentError(
-            "config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0]
-        ) from error
+    student = empty_model(config)
     settings = settings.within(position_limit(student))
     parameters = sum(p.numel() for p in student.parameters())
     text = config.get_text_config()
