@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
@@ -214,6 +215,7 @@ class DistillationSettings:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _check(self) -> None:
+        check_types(self)
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -362,6 +364,7 @@ LEAST: dict[str, float] = {
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
+    "seed": 0,
 }
 SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
