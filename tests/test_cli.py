@@ -98,7 +98,7 @@ def files(tmp_path_factory):
     return folder
 
 
-DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --output-dir {out}"
+DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --output-dir {out}"
 INSPECT = "inspect {model} --text-file {text.txt} --output-dir {out}"
 EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file {text.txt} --output-dir {out}"
 

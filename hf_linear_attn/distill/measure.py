@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, model_inputs
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.encoders import Frame, Pooling
 from hf_linear_attn.evaluation.embedding import compare_embeddings
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng

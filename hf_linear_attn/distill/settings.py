@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LATER, LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
@@ -244,6 +245,7 @@ class DistillationSettings:
         for name in ("dataset", "dataset_config", "dataset_split", "columns"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, [getattr(self, name)])
+        check_types(self)
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -458,6 +460,7 @@ LEAST: dict[str, float] = {
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
+    "seed": 0,
 }
 SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
-from hf_linear_attn.evaluation.subjects import process_state
+from hf_linear_attn.loading import process_state
 
 
 def main(

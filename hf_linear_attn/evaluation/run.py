@@ -38,10 +38,9 @@ from hf_linear_attn.evaluation.subjects import (
     Subject,
     check_tokenizer,
     gather_subjects,
-    process_state,
 )
 from hf_linear_attn.evaluation.text import Corpus, load_corpus
-from hf_linear_attn.loading import load_tokenizer, load_users_maps, make_folder
+from hf_linear_attn.loading import load_tokenizer, load_users_maps, make_folder, process_state
 
 # Long enough for attention's square to show, short enough to be a small part of any run.
 _CALIBRATION_TOKENS = (256, 2048)
