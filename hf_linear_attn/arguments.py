@@ -228,7 +228,7 @@ class CommandLine:
     def __init__(
         self, program: str, summary: str, *, example: str, positional: str | None = None, config: bool = True
     ) -> None:
-        self.program, self.summary, self.example = program, textwrap.dedent(summary).strip(), example
+        self.program, self.summary, self.example = program, " ".join(summary.split()), example
         self.positional = positional
         self.groups: dict[str, list[Setting]] = {}
         self._config = Setting("config", str | None, None, "YAML or JSON file of settings.") if config else None
@@ -310,7 +310,7 @@ class CommandLine:
         """Return the help: an example first, then the settings in groups."""
         width = min(shutil.get_terminal_size((100, 24)).columns, 110)
         word = {None: "", "config": "[FILE] "}.get(self.positional, f"{(self.positional or '').upper()} ")
-        parts = [f"usage: {self.program} {word}[--setting value ...]", self.summary]
+        parts = [f"usage: {self.program} {word}[--setting value ...]", textwrap.fill(self.summary, width)]
         parts.append("example:\n" + textwrap.indent(textwrap.dedent(self.example).strip(), "  "))
         for title, settings in self.groups.items():
             parts.append(f"{title}:\n" + "\n".join(_entry(setting, width) for setting in settings))

