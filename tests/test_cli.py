@@ -7,7 +7,7 @@ import pytest
 import hf_linear_attn
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.cli import COMMANDS, main
-from hf_linear_attn.distill.cli import parse
+from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
@@ -142,9 +142,9 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{INSPECT} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
         ("maps --feature-map-file {maps.py}", "SyntaxError in line 3"),
         ("maps --feature-map-file {fails.py}", "AttributeError in line 3: module 'torch' has no attribute 'nothing'"),
-        ("plan /nope", "`config` must be a folder or hub name with a model's config.json, got '/nope'"),
-        ("plan {empty}", "`config` must be a folder or hub name with a model's config.json"),
-        ("plan {script.sh}", "`config` must be a folder or hub name with a model's config.json"),
+        ("plan /nope", "`model` must be a folder or hub name with a model's config.json, got '/nope'"),
+        ("plan {empty}", "`model` must be a folder or hub name with a model's config.json"),
+        ("plan {script.sh}", "`model` must be a folder or hub name with a model's config.json"),
         (f"{EVALUATE} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
         (f"{EVALUATE} --device banana", "`device` must be a device that can be used here, got 'banana'"),
         (f"{EVALUATE} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
@@ -165,7 +165,7 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{DISTILL} --dataset {{numbers.jsonl}}", "`text_column` must hold texts, got 5. Name the column"),
         (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`text_column` must hold texts, got 5. Name the column"),
         (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
-        ("distill --config {recipe.yaml}", "`config` must be a YAML or JSON file"),
+        ("distill --config {recipe.yaml}", "`config` must be a readable YAML or JSON file"),
         ("teacher-logits --model {model} --teacher-logits /proc/x --dataset {text.txt} --block-tokens 16 --rows 1",
          "`teacher_logits` must be a folder that can be written, got '/proc/x'"),
     ],
@@ -185,17 +185,18 @@ def test_what_a_user_gets_wrong_is_said_in_one_line(files, tmp_path, capsys, com
 
 
 def test_what_is_not_the_users_fault_keeps_its_traceback(monkeypatch, files):
-    monkeypatch.setattr("hf_linear_attn.distill.plan.plan", None)
+    monkeypatch.setattr("hf_linear_attn.distill.cli.compute_plan", None)
     with pytest.raises(TypeError):
         main(["plan", str(files / "model")])
 
 
 def test_flags_of_optional_settings_take_none():
     flags = ["--window", "none", "--sinks", "0", "--layers", "none", "--map-lr", "None"]
-    settings = parse(flags, None, {"output_dir": "x"})
+    line = command_line("distill", "", "")
+    settings = settings_from(line.read(flags), {"output_dir": "x"})
     assert (settings.window, settings.layers, settings.map_lr, settings.output_dir) == (None, None, None, "x")
     assert settings.given == {"window", "sinks", "layers", "map_lr", "output_dir"}
-    assert parse(["--layers", "0", "2"], None, {}).layers == (0, 2)
+    assert settings_from(line.read(["--layers", "0", "2"])).layers == (0, 2)
     found = parse_arguments(["--stride", "none", "--device", "none", "--model", "m"], defaults={"stride": 3})
     assert (found.stride, found.device, found.model) == (None, None, "m")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import hashlib
 import json
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.checks import check_type
@@ -244,27 +241,3 @@ def parse_arguments(
         ArgumentError: If a file cannot be read, or a setting cannot be used.
     """
     return EvaluationSettings(**{**defaults, **command_line(prog, defaults).read(argv).values})
-
-
-def accept_none(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Let the flags of optional settings take the word `none`, as a file takes YAML's null, and say so in their help.
-
-    Args:
-        parser: A parser with a flag for each setting.
-        settings: The dataclass of the settings.
-    """
-    for name, hint in get_type_hints(settings).items():
-        if type(None) not in typing.get_args(hint):
-            continue
-        for action in parser._actions:
-            if action.dest == name:
-                action.type = _or_none(typing.cast(Callable[[str], Any], action.type or str))
-                action.help = f"{action.help} Takes `none`."
-
-
-def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    @functools.wraps(kind, updated=())
-    def read(text: str) -> Any:
-        return None if text.lower() == "none" else kind(text)
-
-    return read
