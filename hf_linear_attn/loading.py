@@ -6,6 +6,8 @@ import os
 import re
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -239,14 +241,19 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
         raise ArgumentError(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.") from error
 
 
-def load_users_maps(file: str | Path) -> None:
-    """Run the Python file that `--feature-map-file` names.
+@contextmanager
+def users_code(file: str | Path, argument: str) -> Iterator[None]:
+    """Say in one line what is wrong with a Python file of the user's that runs within the block.
+
+    Args:
+        file: The file.
+        argument: What the caller calls it, for messages.
 
     Raises:
-        ArgumentError: If it fails, or registers no feature map.
+        ArgumentError: If it fails.
     """
     try:
-        load_feature_maps(file)
+        yield
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever a user's code may raise
@@ -257,7 +264,7 @@ def load_users_maps(file: str | Path) -> None:
         ]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
         raise ArgumentError(
-            "feature_map_file",
+            argument,
             "run without an error",
             str(file),
             f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
@@ -271,6 +278,16 @@ def trained_positions(model: PreTrainedModel) -> int | None:
     """
     declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(declared) if declared and declared > 0 else None
+
+
+def load_users_maps(file: str | Path) -> None:
+    """Run the Python file that `--feature-map-file` names.
+
+    Raises:
+        ArgumentError: If it fails, or registers no feature map.
+    """
+    with users_code(file, "feature_map_file"):
+        load_feature_maps(file)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
