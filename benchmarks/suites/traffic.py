@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from harness import facts_line, markdown, provenance, write
+from hf_linear_attn.patching.attention import Geometry
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer
-from hf_linear_attn.patching.attention import Geometry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = {"window": 64, "sinks": 4}

@@ -16,7 +16,9 @@ from tools import snippets
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts and page.name != "kernels.md"),
+    *sorted(
+        page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts and page.name != "kernels.md"
+    ),
 ]
 LANGUAGES = {"python", "bash", "sh", "yaml", "text", ""}
 TUTORIAL = ROOT / "docs/tutorial.md"
