@@ -276,7 +276,8 @@ class DistillationSettings:
         values = asdict(self)
         del values["conversion"]
         converted = self.conversion.to_dict()
-        return {name: converted[name] for name in CONVERSION} | values
+        # What the conversion leaves out of its own file has the default there, and its name here all the same.
+        return {name: converted.get(name, getattr(self.conversion, name)) for name in CONVERSION} | values
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
