@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.config import LATER, LinearAttentionConfig
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, head_dim_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_model, position_limit
@@ -23,9 +23,9 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
         ArgumentError: If another was asked for.
     """
     conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
-    asked = settings.conversion_for(head_dim_of(student.config)).to_dict()
+    asked = LATER | settings.conversion_for(head_dim_of(student.config)).to_dict()
     # Its softmax layers were chosen when it was made.
-    own = {**conversion.to_dict(), "softmax_budget": 0.0}
+    own = {**LATER, **conversion.to_dict(), "softmax_budget": 0.0}
     for name in settings.given & {*CONVERSION, "softmax_budget"}:
         value = getattr(settings, name) if name == "softmax_budget" else asked[name]
         if name == "layers":

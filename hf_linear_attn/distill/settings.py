@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.config import LATER, LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import patch_model
@@ -275,9 +275,8 @@ class DistillationSettings:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
         values = asdict(self)
         del values["conversion"]
-        converted = self.conversion.to_dict()
-        # What the conversion leaves out of its own file has the default there, and its name here all the same.
-        return {name: converted.get(name, getattr(self.conversion, name)) for name in CONVERSION} | values
+        converted = LATER | self.conversion.to_dict()
+        return {name: converted[name] for name in CONVERSION} | values
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""

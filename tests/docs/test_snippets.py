@@ -34,7 +34,8 @@ SHORT["finetune"] = SHORT["teacher-logits"] = SHORT["distill"]
 FEWER = {
     r"\b(transfer_steps|distill_steps)=\d+": r"\1=1",
     r"\bheldout_rows=\d+": "heldout_rows=2",
-    r"\bnum_samples=\d+": "num_samples=1",
+    r"\b(num_samples|samples)=\d+": r"\1=1",
+    r"\brows=16\b": "rows=2",
     r"\blengths=\([\d, ]+\)": "lengths=(512,)",
     r"DistillationSettings\((?!\n)": "DistillationSettings(transfer_steps=1, distill_steps=1, block_tokens=16, "
     "rows=4, heldout_rows=2, progress=False, dataset='your.txt', ",
