@@ -37,6 +37,7 @@ FEWER = {
     r"\b(num_samples|samples)=\d+": r"\1=1",
     r"\brows=16\b": "rows=2",
     r"\blengths=\([\d, ]+\)": "lengths=(512,)",
+    r'model="examples/teacher", (?=window)': 'model="examples/teacher", dataset="your.txt", ',
     r"DistillationSettings\((?!\n)": "DistillationSettings(transfer_steps=1, distill_steps=1, block_tokens=16, "
     "rows=4, heldout_rows=2, progress=False, dataset='your.txt', ",
     r"EvaluationSettings\((?!\n)": "EvaluationSettings(suite=('retrieval', 'latency'), depths=(50,), decode_tokens=2, "
