@@ -17,7 +17,7 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
-from hf_linear_attn.ops.triton.run import as_int64, contiguous, planned, target_for
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
 
 
 def linear_attention_triton(
@@ -36,7 +36,7 @@ def linear_attention_triton(
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
     refuse_functional("triton", q, k, v, kv0, z0)
-    o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    o, _, kv, z, _ = _attend(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 
 
@@ -124,13 +124,13 @@ def triton_backward(
     of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
-    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay
-    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, prefixes, of_q, of_k, of_v, of_state)
+    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, o, den, kv, z, prefixes
+    return _gradients(do, dkv, dz, *inputs, phi, causal, delay, of_q, of_k, of_v, of_state)
 
 
 @planned
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:15]), Wanted(*inputs[15:])
+    problem, saved, wanted = _problem(*inputs[:7], *inputs[12:15]), Saved(*inputs[7:12]), Wanted(*inputs[15:])
     return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
@@ -143,10 +143,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
     # The final state is rarely part of a loss: its gradient is not even filled with zeros.
     ctx.set_materialize_grads(False)
-    q, k, v, _, cu_seqlens, kv0, z0 = tensors
+    ctx.save_for_backward(*tensors, *_kept(*tensors, *output, ctx.phi, ctx.causal, ctx.delay))
+
+
+@planned
+def _kept(q: Tensor, *inputs: Any) -> tuple[Saved, list[Launch]]:
+    k, v, _, cu_seqlens, kv0, z0, *output, phi, causal, delay = inputs
     # For its shapes and cuts alone: nothing is copied into a layout that kernels read.
-    p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
-    ctx.save_for_backward(*tensors, *save(p, Forward(*output)))
+    p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, phi, causal, delay)
+    return save(p, Forward(*output)), []
 
 
 def _backward(
@@ -168,7 +173,7 @@ def _backward(
         dkv = dz.new_zeros(*dz.shape, v.shape[3])
     elif dz is None and dkv is not None:
         dz = dkv.new_zeros(dkv.shape[:3])
-    found = triton_backward(
+    found = _derive(
         do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay, *wanted
     )
     asked = (*wanted, wanted.state)
@@ -177,4 +182,6 @@ def _backward(
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
+_attend = directly(triton_forward, _forward, _save, _backward)
+_derive = directly(triton_backward, _gradients)
 refuse_transforms("triton", triton_forward, backward=triton_backward)
