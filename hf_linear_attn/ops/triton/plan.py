@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.ops.triton.remember import shared_by_layers
+
 TABLE_VERSION = 1
 """Version of the tile table's format; a table of another version is refused."""
 
@@ -207,24 +209,35 @@ def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segme
         cu_seqlens: Boundaries of packed sequences, int64.
 
     Returns:
-        The segments; tables are built on the device, without waiting for it.
+        The segments; tables are built on the device, without waiting for it, once for all layers.
     """
     if cu_seqlens is None:
         per_row = -(-tokens // length)
         return Segments(rows * per_row, length, per_row, per_row > 1)
+    split = length < tokens
+    count = -(-tokens // length) + rows if split else rows
+    return Segments(count, length, 1, split, *packed_tables(cu_seqlens, count, length if split else None))
+
+
+@shared_by_layers
+def packed_tables(cu_seqlens: Tensor, count: int, length: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return the table of ``count`` segments of packed sequences and the first one of each.
+
+    Args:
+        cu_seqlens: Boundaries, int64.
+        count: Segments in all, an upper bound.
+        length: Tokens of a segment; None for whole sequences, of which each is the one segment.
+    """
     first, last = cu_seqlens[:-1], cu_seqlens[1:]
-    if length >= tokens:
-        numbers = torch.arange(rows, device=first.device)
-        return Segments(rows, length, 1, False, torch.stack([numbers, first, first, last], 1))
+    numbers = torch.arange(count, device=first.device)
+    if length is None:
+        return torch.stack([numbers, first, first, last], 1), None
     bounds = torch.zeros_like(cu_seqlens)
     bounds[1:] = ((last - first + length - 1) // length).cumsum(0)
-    count = -(-tokens // length) + rows
-    numbers = torch.arange(count, device=first.device)
-    n = torch.searchsorted(bounds[1:], numbers, right=True).clamp_(max=rows - 1)
+    n = torch.searchsorted(bounds[1:], numbers, right=True).clamp_(max=len(first) - 1)
     start = first[n] + (numbers - bounds[n]) * length
     # Numbers past the last segment start at or after their end: they are empty.
-    table = torch.stack([n, first[n], start, torch.minimum(start + length, last[n])], 1)
-    return Segments(count, length, 1, True, table, bounds)
+    return torch.stack([n, first[n], start, torch.minimum(start + length, last[n])], 1), bounds
 
 
 @dataclass(frozen=True)
