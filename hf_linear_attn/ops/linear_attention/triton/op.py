@@ -35,7 +35,7 @@ def linear_attention_triton(
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
-    o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    o, _, kv, z = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 
 
@@ -79,8 +79,8 @@ def triton_forward(
     causal: bool,
     delay: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return o, the guarded normaliser, the final ``kv`` and ``z``, and the prefixes of the segments."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
     return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
 
 
@@ -91,10 +91,9 @@ def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
 
 
 @triton_forward.register_fake
-def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *of_problem, _ = inputs
-    problem = _problem(q, *of_problem)
-    return allocate_forward(problem, problem.segments("forward", q.shape[2]))
+    return allocate_forward(_problem(q, *of_problem))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
@@ -113,7 +112,6 @@ def triton_backward(
     den: Tensor,
     kv: Tensor | None,
     z: Tensor | None,
-    prefixes: Tensor | None,
     phi: str,
     causal: bool,
     delay: int,
@@ -124,12 +122,12 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
     inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay
-    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, prefixes, of_q, of_k, of_v, of_state)
+    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, of_q, of_k, of_v, of_state)
 
 
 @planned
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:15]), Wanted(*inputs[15:])
+    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:14]), Wanted(*inputs[14:])
     return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
@@ -154,7 +152,6 @@ def _backward(
     dden: Tensor | None,
     dkv: Tensor | None,
     dz: Tensor | None,
-    dprefixes: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad
