@@ -17,7 +17,7 @@ from hf_linear_attn.ops.triton import plan as plans
 from hf_linear_attn.ops.triton import remember
 from hf_linear_attn.ops.triton.plan import Target
 from hf_linear_attn.ops.triton.remember import Start, remembered, shared_by_layers
-from hf_linear_attn.ops.triton.run import directly
+from hf_linear_attn.ops.triton.run import as_int64, directly
 
 from .oracle import DEVICE
 
@@ -188,20 +188,21 @@ def test_layers_share_what_is_computed_of_one_tensor() -> None:
 def test_packed_tables_are_built_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     searched, search = [], torch.searchsorted
     monkeypatch.setattr(torch, "searchsorted", lambda *a, **k: searched.append(1) or search(*a, **k))
-    monkeypatch.setattr(plans, "SHORTEST_SEGMENT", dict.fromkeys(plans.SHORTEST_SEGMENT, 16))
-    target = plans.target_of(DEVICE)._replace(processors=64)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.run.target_of", lambda device: target)
-    bounds = torch.tensor([0, 10, 80], dtype=torch.int32)
-    q, k, v = (torch.randn(1, 1, 80, 16) for _ in range(3))
-    found = [linear_attention(q, k, v, cu_seqlens=bounds, backend="triton")[0] for _ in range(3)]
-    assert len(searched) == 1
-    other = torch.tensor([0, 60, 80], dtype=torch.int32)
-    apart, _ = linear_attention(q, k, v, cu_seqlens=other, backend="triton")
-    assert len(searched) == 2
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], apart)
-    expected, _ = linear_attention(q, k, v, cu_seqlens=other, backend="reference")
-    torch.testing.assert_close(apart, expected, rtol=1e-4, atol=1e-5)
+
+    def plan(bounds: Tensor) -> Any:
+        segments = plans.cut(80, 2, 16, as_int64(bounds))
+        return (segments.table, segments.bounds), []
+
+    run = remembered(plan)
+    for lengths in ((10, 70), (60, 20)):
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        expected = plans.cut(80, 2, 16, bounds.to(torch.int64))
+        searched.clear()
+        for _ in range(3):
+            table, first = run(bounds)
+            assert torch.equal(table, expected.table)
+            assert torch.equal(first, expected.bounds)
+        assert len(searched) == 1
 
 
 def test_what_watches_gets_the_op() -> None:
