@@ -281,7 +281,7 @@ class LinearAttention(nn.Module):
             return
         if not self.window.sinks:
             state.first_read = True
-        elif tokens > 1 or state.length % self.window.size == 0:
+        elif not state.tensors["seen"].is_meta and (tokens > 1 or state.length % self.window.size == 0):
             state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
 
 

@@ -97,6 +97,16 @@ class Context:
     def __init__(self, cache: ContextCache, fingerprint: str) -> None:
         self._cache, self.fingerprint = cache, fingerprint
 
+    def get_seq_length(self, *args: Any) -> int:
+        """Refuse to stand for a cache, of which models ask this first.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        raise ArgumentError(
+            "past_key_values", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer."
+        )
+
     def __len__(self) -> int:
         """Return the number of tokens read, padding included."""
         return int(self._cache.context_mask.shape[1])
@@ -126,7 +136,11 @@ class Context:
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, with the model's fingerprint and a checksum."""
+        """Write one safetensors file, with the model's fingerprint and a checksum.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
         tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(self._cache).items()}
         about = {
             "format": "hf_linear_attn.context",
@@ -135,7 +149,13 @@ class Context:
             "checksum": _checksum(tensors),
             "length": len(self),
         }
-        save_file(tensors, path, metadata={"about": json.dumps(about)})
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path, metadata={"about": json.dumps(about)})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                "path", "be a file that can be written", str(path), f"Choose another: {error}."
+            ) from error
 
     @classmethod
     def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:

@@ -23,18 +23,6 @@ SETTINGS = {
 }
 
 NOT_YET = {
-    "test_masked_keys_may_hold_anything": "masked NaN reaches the sums",
-    "test_real_nan_is_seen_by_those_that_see_the_key[torch-v-100]": "a chunk's scores of 0 pass NaN on",
-    "test_real_nan_is_seen_by_those_that_see_the_key[reference-v-100]": "scores of 0 pass NaN on",
-    "test_nan_in_a_window": "weights of 0 pass NaN on",
-    "test_inputs_of_any_name_are_passed_by_keyword": "generate has a first argument of another name",
-    "test_trees_are_refused[one layer": "trees are read as packed documents",
-    "test_a_model_whose_config_asked_for_maps_before": "the flag in the config is not read",
-    "test_signatures_stay_those_of_the_class": "from_pretrained and generate rename arguments",
-    "test_a_mask_that_hides_what_was_read_is_refused": "what was read stays in the sums",
-    "test_a_context_is_copied_before_it_is_used": "a Context is taken for a cache",
-    "test_a_context_is_not_saved_into_nowhere": "safetensors' own error",
-    "test_tensors_without_storage_give_shapes": "a meta tensor is asked for its value",
     "test_settings_have_types[{'layers'": "layers are sorted before they are looked at",
     "test_settings_have_types[{'feature_map_options': 3}": "dict() comes before the check",
     "test_exports_with_a_static_cache[plain]": "a static cache's length is a tensor",
