@@ -4,10 +4,17 @@ python benchmarks/compile_check.py              # the sizes that matter, against
 python benchmarks/compile_check.py --full       # every size of the table
 python benchmarks/compile_check.py --update     # measure anew and rewrite the budget; with --full, all of it
 
+What is compiled is what the planner launches for a few batches and lengths: elu on plain heads, and the recommended
+recipe's features (identity, masked, delayed, from a state), whose size is twice that of a head.
+
 A kernel fails if it uses more stack or shared memory than its budget, more than its processor has, over 5 % more
-instructions in its main loop, or, on sm_90 from D = 64, no warp-group matrix instruction. ``issue`` is the loop's
-instructions per token and head times warps over the four schedulers: clocks for issue alone (of the window's
-kernels, per tile of keys).
+instructions in its main loop, or not the matrix instructions that its processor is bought for: on sm_90 those of warp
+groups, on sm_100 those of the fifth generation. With another Triton than the budget's only what does not depend on it
+is held: shared memory, matrix instructions, and a stack of less than a kilobyte.
+
+``issue`` is clocks for issue alone per token and query head: instructions times warps over the four schedulers, loops
+as often as they run. Of the window's kernels it is per tile of keys. ``resident`` is how many programs a processor
+holds, from registers, shared memory and warps.
 """
 
 import argparse
@@ -19,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +37,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 
 import torch
 import triton
-from problems import feature_problem, window_problem
+from problems import WINDOW, feature_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -43,8 +50,43 @@ from hf_linear_attn.ops.window.triton.kernels import window_backward_launches, w
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 LOOP_SLACK = 1.05
-# Shared memory that one program may have, bytes.
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+STACK_LIMIT = 1024
+"""Bytes of stack that no kernel may reach, whatever the budget says: the assembler at times gives up on registers."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a processor has.
+
+    Attributes:
+        processors: Multiprocessors or compute units of a common model.
+        shared: Shared memory that one program may have, bytes.
+        total: Shared memory of a processor, bytes.
+        warps: Warps that a processor holds.
+        matrix: Its matrix instructions, in machine code.
+        tiles: The processor whose tiles it takes.
+    """
+
+    processors: int
+    shared: int
+    total: int
+    warps: int
+    matrix: str
+    tiles: str
+
+
+PROCESSORS = {
+    "sm_80": Processor(108, 163 << 10, 164 << 10, 64, r"\bHMMA", "sm_80"),
+    "sm_86": Processor(84, 99 << 10, 100 << 10, 48, r"\bHMMA", "sm_86"),
+    "sm_89": Processor(128, 99 << 10, 100 << 10, 48, r"\bHMMA", "sm_89"),
+    "sm_90": Processor(132, 227 << 10, 228 << 10, 64, r"\bHGMMA", "sm_90"),
+    "sm_100": Processor(148, 227 << 10, 228 << 10, 64, r"\bUTC\w*MMA", "sm_90"),
+    "gfx942": Processor(304, 64 << 10, 64 << 10, 32, r"\bv_mfma", "gfx942"),
+}
+REGISTERS = 65536
+"""Of an NVIDIA processor, given out to warps by 256."""
+RESERVED = 1 << 10
+"""Bytes of shared memory that the driver takes of each program."""
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -58,16 +100,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Config:
-    """One size of one architecture."""
+    """One size of one architecture.
+
+    ``kind`` is ``"elu"`` on plain heads, ``"recipe"`` for features that are masked, delayed and go on from a state, or
+    ``"packed"`` for those of packed sequences.
+    """
 
     arch: str
     dtype: str
     D: int
     V: int
     group: int
+    kind: str = "elu"
 
     def __str__(self) -> str:
-        return f"{self.arch}/{self.dtype}/D{self.D}/V{self.V}/g{self.group}"
+        return f"{self.arch}/{self.dtype}/D{self.D}/V{self.V}/g{self.group}/{self.kind}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +132,8 @@ class Result:
     loop: int
     loop_spills: int
     issue: float
+    resident: int = 1
+    transposed: bool = False
 
     @property
     def key(self) -> str:
@@ -92,43 +141,61 @@ class Result:
         return f"{self.config}/{self.role}"
 
 
-def problem(config: Config, *, split: bool) -> Problem:
-    """Build a problem of that size without memory; a long lone sequence is split, a large batch is not.
+CALLS = ((1, 8_192), (512, 1_024), (1, 1_024))
+"""Batches and lengths that are planned: a long lone sequence, a batch that fills a device, and a short sequence."""
 
-    The processors are so many that even the smallest tiles do not fill them with heads and columns alone.
-    """
-    heads = 2 * config.group
-    batch, tokens = (1, 65536) if split else (512, 1024)
+
+def problem(config: Config, batch: int, tokens: int) -> Problem:
+    """Build a problem of that size without memory."""
+    kv_heads = 8
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, tokens, heads, dim, dtype=DTYPES[config.dtype], device="meta").transpose(1, 2)
 
-    q, k, v = tensor(heads, config.D), tensor(2, config.D), tensor(2, config.V)
-    return Problem(Target(config.arch, 528), q, k, v, None, None, None, None, "elu", True, 0)
+    q, k, v = (
+        tensor(heads, dim)
+        for heads, dim in ((kv_heads * config.group, config.D), (kv_heads, config.D), (kv_heads, config.V))
+    )
+    target = Target(PROCESSORS[config.arch].tiles, PROCESSORS[config.arch].processors)
+    if config.kind == "elu":
+        return Problem(target, q, k, v, None, None, None, None, "elu", True, 0)
+    packed = config.kind == "packed"
+    rows = 4 if packed else batch
+    kv0 = torch.empty(rows, kv_heads, config.D, config.V, device="meta")
+    mask = None if packed else torch.empty(batch, tokens, dtype=torch.uint8, device="meta")
+    bounds = torch.empty(rows + 1, dtype=torch.int64, device="meta") if packed else None
+    return Problem(target, q, k, v, mask, bounds, kv0, kv0[..., 0], "identity", True, WINDOW)
 
 
 def launches(config: Config) -> Iterator[Launch]:
-    """Yield one launch per role: the split walk, whose states come from memory, and the decode step."""
-    p = problem(config, split=True)
+    """Yield a launch per kernel that some call of this size runs."""
+    seen: set[str] = set()
+    calls = [(batch, tokens) for batch, tokens in CALLS if batch == 1 or config.kind != "packed"]
+    for launch in (launch for call in calls for launch in _of_call(config, problem(config, *call))):
+        if launch.role not in seen:
+            seen.add(launch.role)
+            yield launch
+
+
+def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     out, forward = forward_launches(p, 1e-6)
-    _, backward = backward_launches(p, save(p, out), torch.empty_like(out.o), out.kv, out.z)
+    do, dkv, dz = torch.empty_like(out.o), torch.empty_like(out.kv), torch.empty_like(out.z)
+    _, backward = backward_launches(p, save(p, out), do, dkv, dz)
     yield from forward
-    yield from (launch for launch in backward if launch.role != "scan")
-    # Sequences that are not split get their deltas from a kernel of its own.
-    whole = problem(config, split=False)
-    of_whole, _ = forward_launches(whole, 1e-6)
-    do = torch.empty_like(of_whole.o)
-    yield backward_launches(whole, save(whole, of_whole), do, of_whole.kv, of_whole.z)[1][0]
+    yield from backward
     q, k, v = (x[:, :, :1] for x in (p.q, p.k, p.v))
-    tiles = -(-config.V // 32)
-    z = torch.empty(1, 2, tiles, config.D, device="meta")
-    yield decode_launch(p.target, q, k, v, out.kv, z, None, "elu", 1e-6)[1]
+    mask = None if p.mask is None else p.mask[:, :1]
+    copies = -(-config.V // p.tile("decode").width)
+    z = torch.empty(*out.z.shape[:2], copies, config.D, device="meta")
+    if config.kind != "packed":
+        yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6)[1]
+    if config.kind != "elu":
+        return
     of_window = window_problem(p)
     if of_window is not None:
         saved, forward = window_launches(of_window)
-        _, backward = window_backward_launches(of_window, saved, torch.empty_like(saved.o))
         yield from forward
-        yield from (launch for launch in backward if launch.role in ("window_dq", "window_dkv"))
+        yield from window_backward_launches(of_window, saved, torch.empty_like(saved.o))[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)
@@ -165,35 +232,130 @@ def gpu_target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
+MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features")
+"""Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
+
+
 def measure(config: Config, launch: Launch) -> Result:
     """Compile one launch and read the machine code."""
     compiled = triton.compile(signature(launch), target=gpu_target(config.arch), options=launch.options)
-    figures = _amd(compiled) if config.arch.startswith("gfx") else _nvidia(compiled)
-    tokens = launch.arguments.get("BT", 1)
-    tiled = TILED.get(launch.role)
-    passes = {"D": config.D, "V": config.V}[tiled] / launch.tile.width if tiled else 1
+    read = _amd if config.arch.startswith("gfx") else _nvidia
+    figures, listing = read(compiled, PROCESSORS[config.arch].matrix)
+    shared = compiled.metadata.shared
     return Result(
         str(config),
         launch.role,
         tuple(launch.tile[:4]),
-        shared=compiled.metadata.shared,
-        issue=round(figures["loop"] * launch.tile.warps / 4 / tokens * max(1, passes), 1) if tokens > 1 else 0.0,
+        shared=shared,
+        issue=round(issue(listing, launch, config), 1),
+        resident=resident(config.arch, figures["registers"], shared, launch.tile.warps),
+        transposed=config.arch == "sm_90" and stores_transposed(compiled.asm["ttgir"]),
         **figures,
     )
 
 
-def _loop(lines: list[str], label: str, branch: str) -> list[str]:
-    """Return the lines of the longest loop."""
+def resident(arch: str, registers: int, shared: int, warps: int) -> int:
+    """Return how many programs a processor holds, at least one."""
+    has = PROCESSORS[arch]
+    if arch.startswith("gfx"):
+        # Four units of 512 registers per lane, given out by eights; a program's warps are shared out among them.
+        by_registers = 4 * min(8, 512 // (8 * -(-registers // 8))) // warps
+        return max(1, min(by_registers, has.total // max(shared, 1)))
+    by_registers = REGISTERS // (256 * -(-registers * 32 // 256)) // warps
+    return max(1, min(by_registers, has.total // (shared + RESERVED), has.warps // warps))
+
+
+def stores_transposed(code: str) -> bool:
+    """Tell whether a kernel stores the transposed result of a warp-group product to shared memory.
+
+    Triton 3.4 to 3.7.0 does that wrongly (fla-org/flash-linear-attention, issue 640 and pull requests 826 and 983):
+    such a result has a linear layout, and its store takes the instructions of a product's own layout.
+    """
+    layouts = re.findall(r"^(#\w+) = #ttg\.linear", code, re.MULTILINE)
+    stored = re.findall(r"ttg\.local_(?:alloc|store) [^\n]*?tensor<[^>]*?(#\w+)>", code)
+    return bool(set(layouts) & set(stored)) and "warp_group_dot" in code
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Machine code: which lines are instructions, and the first and last line of each loop."""
+
+    lines: list[str]
+    instruction: re.Pattern[str]
+    loops: list[tuple[int, int]]
+
+    def count(self, first: int = 0, last: int | None = None) -> int:
+        """Return the number of instructions between two lines."""
+        return sum(
+            bool(self.instruction.search(line)) for line in self.lines[first : None if last is None else last + 1]
+        )
+
+    def largest(self, first: int = -1, last: int | None = None) -> tuple[int, int] | None:
+        """Return the longest loop strictly inside two lines."""
+        last = len(self.lines) if last is None else last
+        inside = [(a, b) for a, b in self.loops if first <= a and b <= last and (a, b) != (first, last)]
+        return max(inside, key=lambda loop: loop[1] - loop[0], default=None)
+
+    def executed(self, trips: Sequence[float], first: int = -1, last: int | None = None) -> float:
+        """Return the instructions that run, the longest loop inside as often as ``trips`` begins with, and so on."""
+        loop = self.largest(first, last)
+        whole = float(self.count(max(first, 0), last))
+        if loop is None or not trips:
+            return whole
+        return whole - self.count(*loop) + trips[0] * self.executed(trips[1:], *loop)
+
+
+def issue(listing: Listing, launch: Launch, config: Config) -> float:
+    """Return the clocks for issue per token and query head; 0 where there is no loop over tokens."""
+    tokens = launch.arguments.get("BT", 1)
+    loop = listing.largest()
+    if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "key_sums"):
+        return 0.0
+    clocks = launch.tile.warps / 4 / tokens
+    if launch.role.startswith("stored"):
+        # A program goes from its own tile to an end of the segment.
+        length, wide = launch.arguments["L"], launch.arguments["BN"]
+        others = (length + tokens) / 2 / wide
+        of_keys = launch.role != "stored_forward" and launch.role != "stored_dq"
+        trips = (config.group, others) if of_keys else (others,)
+        return listing.executed(trips) * clocks / (config.group if of_keys else 1)
+    tiled = TILED.get(launch.role)
+    passes = max(1, {"D": config.D, "V": config.V}[tiled] / launch.tile.width) if tiled else 1
+    if launch.role == "state":
+        # Of one key head, and of both dimensions.
+        wide = max(1, config.V / launch.arguments["BV"])
+        return listing.executed((), *loop) * clocks * passes * wide / config.group
+    if launch.role == "reverse_state":
+        inner = listing.largest(*loop) or loop
+        return listing.executed((), *inner) * clocks * passes
+    if launch.role in ("dk", "dv"):
+        return listing.executed((config.group,), *loop) * clocks * passes / config.group
+    return listing.executed((), *loop) * clocks * passes
+
+
+def _listing(code: str, label: str, branch: str, instruction: str) -> Listing:
+    lines = code.splitlines()
     places = {m[1]: i for i, line in enumerate(lines) if (m := re.match(label, line))}
-    best: list[str] = []
+    loops = []
     for i, line in enumerate(lines):
         m = re.search(branch, line)
-        if m and places.get(m[1], i) < i and i - places[m[1]] > len(best):
-            best = lines[places[m[1]] : i + 1]
-    return best
+        # A program ends with a jump to itself.
+        if m and places.get(m[1], i) < i - 2:
+            loops.append((places[m[1]], i))
+    return Listing(lines, re.compile(instruction), loops)
 
 
-def _nvidia(compiled: object) -> dict[str, int]:
+def _figures(listing: Listing, matrix: str, spill: str) -> dict[str, int]:
+    loop = listing.largest()
+    body = [] if loop is None else listing.lines[loop[0] : loop[1] + 1]
+    return {
+        "matrix": sum(bool(re.search(matrix, line)) for line in listing.lines),
+        "loop": 0 if loop is None else listing.count(*loop),
+        "loop_spills": sum(bool(re.search(spill, line)) for line in body),
+    }
+
+
+def _nvidia(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -202,47 +364,49 @@ def _nvidia(compiled: object) -> dict[str, int]:
             for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    body = [line for line in _loop(code.splitlines(), r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)") if "/*" in line]
-    return {
-        "registers": int(found[1]),
-        "stack": int(found[2]),
-        "spilled": len(re.findall(r"\bSTL", code)),
-        "matrix": len(re.findall(r"\bHGMMA", code)) or len(re.findall(r"\bHMMA", code)),
-        "loop": len(body),
-        "loop_spills": sum("STL" in line or "LDL" in line for line in body),
-    }
+    listing = _listing(code, r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)", r"/\*[0-9a-f]{4,5}\*/\s+\S")
+    spilled = len(re.findall(r"\bSTL", code))
+    used = {"registers": int(found[1]), "stack": int(found[2]), "spilled": spilled}
+    return used | _figures(listing, matrix, r"\b(STL|LDL)"), listing
 
 
-def _amd(compiled: object) -> dict[str, int]:
+def _amd(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
     code = compiled.asm["amdgcn"]
 
     def figure(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", code)[1])
 
-    lines = _loop(code.splitlines(), r"(\.LBB\d+_\d+):", r"s_c?branch\w*\s+(\.LBB\d+_\d+)")
-    body = [line for line in lines if re.match(r"\t[a-z]", line)]
-    return {
+    listing = _listing(code, r"(\.LBB\d+_\d+):", r"s_c?branch\w*\s+(\.LBB\d+_\d+)", r"^\t[a-z]")
+    used = {
         "registers": figure("vgpr_count"),
         "stack": figure("private_segment_fixed_size"),
         "spilled": figure("vgpr_spill_count"),
-        "matrix": len(re.findall(r"\bv_mfma", code)),
-        "loop": len(body),
-        "loop_spills": sum("scratch_" in line for line in body),
     }
+    return used | _figures(listing, matrix, "scratch_"), listing
 
 
 def configs(*, full: bool) -> list[Config]:
     """List what is compiled: in full, or the sizes that matter."""
     if full:
+        sizes = [(64, 64, "elu"), (128, 128, "elu"), (256, 256, "elu"), (80, 80, "elu"), (256, 128, "elu")]
+        sizes += [(D, V, kind) for kind in ("recipe", "packed") for D, V in ((128, 64), (256, 128), (160, 80))]
         return [
-            Config(arch, dtype, D, V, group)
-            for arch in SHARED_LIMIT
+            Config(arch, dtype, D, V, group, kind)
+            for arch in PROCESSORS
             for dtype in DTYPES
-            for D, V in ((64, 64), (128, 128), (256, 256), (80, 80), (256, 128))
+            for D, V, kind in sizes
             for group in (1, 4)
         ]
-    sizes = [Config(arch, "bf16", D, D, 1) for arch in SHARED_LIMIT for D in (64, 128)]
-    return [*sizes, Config("sm_90", "bf16", 128, 128, 4), Config("sm_90", "fp32", 64, 64, 1)]
+    # Heads of 64 and of 128: their features, which are twice as wide, and what reads the heads themselves.
+    sizes = ((128, 64, 4, "recipe"), (256, 128, 4, "recipe"), (128, 128, 1, "elu"))
+    return [
+        *(Config(arch, "bf16", *size) for arch in PROCESSORS for size in sizes),
+        *(Config(arch, "bf16", 64, 64, 1) for arch in ("sm_80", "sm_90")),
+        Config("sm_90", "bf16", 128, 128, 4),
+        Config("sm_90", "bf16", 256, 128, 4, "packed"),
+        Config("sm_90", "bf16", 160, 80, 4, "recipe"),
+        Config("sm_90", "fp32", 64, 64, 1),
+    ]
 
 
 def compile_config(config: Config) -> list[Result]:
@@ -250,15 +414,27 @@ def compile_config(config: Config) -> list[Result]:
     return [measure(config, launch) for launch in launches(config)]
 
 
-def complaints(result: Result, budget: dict[str, int] | None) -> list[str]:
-    """Say what is wrong with a result."""
+def complaints(result: Result, budget: dict[str, int] | None, *, same: bool = True) -> list[str]:
+    """Say what is wrong with a result.
+
+    Args:
+        result: What the compiler made of a kernel.
+        budget: What it may use.
+        same: Whether the budget is of this Triton; of another one's, only what does not depend on it is held.
+    """
     arch, dtype, size = result.config.split("/")[:3]
-    found = []
-    if result.shared > SHARED_LIMIT[arch]:
-        found.append(f"{result.shared} B of shared memory, and {arch} has {SHARED_LIMIT[arch]}")
-    multiplies = result.role not in ("scan", "delta", "decode", "key_sums", "key_scan")
-    if arch == "sm_90" and dtype == "bf16" and int(size[1:]) >= 64 and multiplies and result.matrix == 0:
-        found.append("no matrix instruction")
+    has, found = PROCESSORS[arch], []
+    if result.shared > has.shared:
+        found.append(f"{result.shared} B of shared memory, and {arch} has {has.shared}")
+    wide = dtype == "bf16" and int(size[1:]) >= 64
+    if wide and MULTIPLIES.match(result.role) and result.matrix == 0:
+        found.append(f"none of {arch}'s matrix instructions")
+    if result.transposed:
+        found.append("a transposed product in shared memory, which Triton before 3.7.1 stores wrongly")
+    if result.stack >= STACK_LIMIT:
+        found.append(f"stack {result.stack}, and none may have {STACK_LIMIT}")
+    if not same:
+        return found
     if budget is None:
         return [*found, "no budget (run with --update)"]
     found += [
@@ -281,23 +457,24 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [config for config in configs(full=arguments.full) if arguments.only in str(config)]
     known = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"kernels": {}}
-    if not arguments.update and known.get("triton") != triton.__version__:
-        print(f"budget is of Triton {known.get('triton')}, this is {triton.__version__}: counts may differ")
+    same = arguments.update or known.get("triton") == triton.__version__
+    if not same:
+        print(f"the budget is of Triton {known.get('triton')}, this is {triton.__version__}: only limits are held")
     started = time.time()
     failures = 0
-    print(f"{'kernel':46} {'tile':>18} regs stack spills  shared matrix  loop spills issue")
+    print(f"{'kernel':54} {'tile':>16} regs stack spills  shared matrix  loop spills issue resident")
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for results in pool.map(compile_config, chosen):
             for r in results:
                 print(
-                    f"{r.key:46} {'x'.join(map(str, r.tile)):>18} {r.registers:4} {r.stack:5} {r.spilled:6}"
-                    f" {r.shared:7} {r.matrix:6} {r.loop:5} {r.loop_spills:6} {r.issue:5}",
+                    f"{r.key:54} {'x'.join(map(str, r.tile)):>16} {r.registers:4} {r.stack:5} {r.spilled:6}"
+                    f" {r.shared:7} {r.matrix:6} {r.loop:5} {r.loop_spills:6} {r.issue:5} {r.resident:8}",
                     flush=True,
                 )
                 if arguments.update:
                     known["kernels"][r.key] = {name: asdict(r)[name] for name in ("stack", "shared", "loop")}
                     continue
-                for complaint in complaints(r, known["kernels"].get(r.key)):
+                for complaint in complaints(r, known["kernels"].get(r.key), same=same):
                     failures += 1
                     print(f"  FAIL {r.key}: {complaint}")
     print(f"{len(chosen)} sizes in {time.time() - started:.0f} s, {failures} failures")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -166,6 +171,28 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
         ) from error
 
 
+def process_state() -> PartialState:
+    """Return which of how many processes this is, and its device; started by any of Accelerate's launchers or alone.
+
+    Raises:
+        ArgumentError: If a launcher was asked for several processes, and this one is alone or does not know the others.
+    """
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu)
+    if state.num_processes == 1:
+        asked = int(os.environ.get("WORLD_SIZE") or 1)
+        # For one process Accelerate's launcher names no address.
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        if asked > 1 or (launched and "RANK" not in os.environ):
+            raise ArgumentError(
+                "num_processes",
+                "be what the launcher starts",
+                asked if asked > 1 else "several, and one runs",
+                "Start them with `torchrun --nproc-per-node N`, or with `accelerate launch` and a config file.",
+            )
+    return state
+
+
 def find_device(name: str, argument: str = "device") -> torch.device:
     """Return a device that torch can use.
 
@@ -214,14 +241,19 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
         raise ArgumentError(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.") from error
 
 
-def load_users_maps(file: str | Path) -> None:
-    """Run the Python file that `--feature-map-file` names.
+@contextmanager
+def users_code(file: str | Path, argument: str) -> Iterator[None]:
+    """Say in one line what is wrong with a Python file of the user's that runs within the block.
+
+    Args:
+        file: The file.
+        argument: What the caller calls it, for messages.
 
     Raises:
-        ArgumentError: If it fails, or registers no feature map.
+        ArgumentError: If it fails.
     """
     try:
-        load_feature_maps(file)
+        yield
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever a user's code may raise
@@ -232,11 +264,30 @@ def load_users_maps(file: str | Path) -> None:
         ]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
         raise ArgumentError(
-            "feature_map_file",
+            argument,
             "run without an error",
             str(file),
             f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
         ) from error
+
+
+def trained_positions(model: PreTrainedModel) -> int | None:
+    """Return the length of the longest texts that a rotary model was trained on, as its config declares it.
+
+    Beyond it such a model computes on, at rotations that it never saw. None where nothing is declared.
+    """
+    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(declared) if declared and declared > 0 else None
+
+
+def load_users_maps(file: str | Path) -> None:
+    """Run the Python file that `--feature-map-file` names.
+
+    Raises:
+        ArgumentError: If it fails, or registers no feature map.
+    """
+    with users_code(file, "feature_map_file"):
+        load_feature_maps(file)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -100,7 +100,7 @@ def loading_recipe(result: DistillResult) -> str:
     else:
         base = settings.model or result.student.config._name_or_path or "the/softmax/model"
         defaults = LinearAttentionConfig().to_dict()
-        changed = [name for name in CONVERSION if config.get(name) != defaults.get(name)]
+        changed = [name for name in CONVERSION if name in config and config[name] != defaults.get(name)]
         options = "".join(f"    {name}={config[name]!r},\n" for name in changed)
         lines += ["from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
         lines += ["from hf_linear_attn import patch_model", ""]

@@ -22,6 +22,7 @@ from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import (
     check_direction,
+    check_lengths,
     check_pair,
     fit_positions,
     load_student,
@@ -41,8 +42,8 @@ from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.files import write_atomic
-from hf_linear_attn.loading import load_tokenizer, load_users_maps
+from hf_linear_attn.files import whole_folder, write_atomic
+from hf_linear_attn.loading import load_tokenizer, load_users_maps, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def distill(
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
     """
     check_trackers(settings)
+    process_state()
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
     if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
@@ -136,6 +138,7 @@ def distill(
         check_direction(settings, student)
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
         settings = resolve(settings, student, accelerator.mixed_precision)
+        check_lengths(settings, student)
         if settings.pack and not settings.encoder and not takes(student, "position_ids"):
             raise ArgumentError(
                 "pack",
@@ -259,7 +262,9 @@ def keep_softmax(
         rows = range(0, settings.heldout_rows or 8, settings.rows)
         batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
         batches = [batch.to(teacher.device) for batch in batches]
-        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
+        selection = select_layers(
+            student, LiveTeacher(teacher), batches, settings.softmax_budget, progress=settings.progress
+        )
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
@@ -321,11 +326,16 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
 def save_result(
     result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
 ) -> None:
-    """Save the student with its tokenizer, figures, loss picture and model card."""
-    result.student.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
-    if result.settings.encoder:
-        copy_sentence_files(result.settings.model, folder)
+    """Save the student with its tokenizer, figures, loss picture and model card.
+
+    Raises:
+        CheckpointError: If writing the model fails, as on a full disk; the folder then holds no part of it.
+    """
+    with whole_folder(folder) as temporary:
+        result.student.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        if result.settings.encoder:
+            copy_sentence_files(result.settings.model, temporary)
     draw_losses({"student": result.history}, folder / "loss.svg")
     write_atomic(
         folder / "distillation.json",

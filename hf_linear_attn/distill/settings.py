@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_linear_attn.config import LATER, LinearAttentionConfig
+from hf_linear_attn.arguments import Setting, read_settings_file, settings_of
+from hf_linear_attn.checks import check_types
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import patch_model
@@ -244,6 +245,7 @@ class DistillationSettings:
         for name in ("dataset", "dataset_config", "dataset_split", "columns"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, [getattr(self, name)])
+        check_types(self)
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -356,8 +358,7 @@ class DistillationSettings:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
         values = asdict(self)
         del values["conversion"]
-        converted = LATER | self.conversion.to_dict()
-        return {name: converted[name] for name in CONVERSION} | values
+        return conversion_values(self.conversion) | values
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
@@ -458,6 +459,7 @@ LEAST: dict[str, float] = {
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
+    "seed": 0,
 }
 SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
@@ -556,41 +558,39 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read settings from a YAML or JSON file, without checking their values.
+    """Read settings from a YAML or JSON file, over those of the ``preset`` in it; their range is not checked.
 
     Raises:
         ArgumentError: If the file cannot be read, or holds unknown settings.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArgumentError("config", "be a YAML or JSON file", str(path), f"Reading it failed: {error}") from error
-    if not isinstance(values, dict):
-        raise ArgumentError("config", "hold a mapping of settings", str(path), "Write `name: value` lines.")
-    start = preset(values.pop("preset", "recommended"))
-    hints = known_settings()
-    if unknown := sorted(set(values) - hints.keys()):
-        raise ArgumentError("config", "hold known settings only", unknown, "Remove those", available=hints)
-    return start | {name: _number(name, value, hints[name]) for name, value in values.items()}
+    declared = [*declared_settings(), Setting("preset", str)]
+    values = read_settings_file(path, declared)
+    return preset(values.pop("preset", "recommended")) | values
 
 
-def _number(name: str, value: Any, hint: Any) -> Any:
-    """Return what a file has for a setting; YAML reads a number like 1e-3, without a point, as a word."""
-    if not isinstance(value, str) or float not in (hint, *get_args(hint)):
-        return value
-    try:
-        return float(value)
-    except ValueError as error:
-        raise ArgumentError(name, "be a number", value, "Write it as 0.001 or 1e-3.") from error
+def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
+    """Return the settings of a conversion as plain JSON values: all, where its ``to_dict`` leaves out later ones."""
+    values = asdict(conversion)
+    return dict(json.loads(json.dumps({name: values[name] for name in CONVERSION})))
+
+
+def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting]:
+    """Return all settings, the conversion's in its place.
+
+    Args:
+        defaults: Defaults to show in place of the settings' own.
+    """
+    shown = {**RECOMMENDED.to_dict(), **(defaults or {})}
+    of_conversion = [setting for setting in settings_of(LinearAttentionConfig, shown) if setting.name in CONVERSION]
+    found: list[Setting] = []
+    for setting in settings_of(DistillationSettings, defaults):
+        found += of_conversion if setting.name == "conversion" else [setting]
+    return found
 
 
 def known_settings() -> dict[str, Any]:
     """Return the names of all settings, the conversion's in its place, with their types."""
-    found: dict[str, Any] = {}
-    of_conversion = get_type_hints(LinearAttentionConfig)
-    for name, hint in get_type_hints(DistillationSettings).items():
-        found |= {name: of_conversion[name] for name in CONVERSION} if name == "conversion" else {name: hint}
-    return found
+    return {setting.name: setting.kind for setting in declared_settings()}
 
 
 def _conversion_value(name: str, value: Any) -> Any:

@@ -57,16 +57,18 @@ def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
     """
     refuse_forward_mode(backend, *tensors)
     # A compiler cannot trace the question; an op in its graph says itself what it cannot do.
-    if not torch.compiler.is_compiling() and any(
-        x is not None and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors
-    ):
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if any(x is not None and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors):
         _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
 
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast changes nothing, whatever casts products around it."""
-    # Tensors without storage have no autocast.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    # Tensors without storage have no autocast, and to turn off what is off takes time.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _refuse(when: str, backend: str, remedy: str) -> NoReturn:

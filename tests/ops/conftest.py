@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn.ops.linear_attention import torch as chunked
+from hf_linear_attn.ops.linear_attention.triton import model
 from hf_linear_attn.ops.triton import plan, remember
 from tests.ops.oracle import DEVICE
 
@@ -35,27 +36,35 @@ def nothing_remembered() -> Iterator[None]:
     remember.forget()
 
 
-def target(processors: int) -> plan.Target:
-    """Return a device like the one at hand with so many processors."""
-    found = plan.target_of(DEVICE)
-    assert found is not None, f"no kernels for {DEVICE}"
-    return found._replace(processors=processors)
+TILE, STORED_TILE = (16, 16) if DEVICE.type == "cpu" else (64, 128)
+"""Tokens of the largest tiles."""
+
+
+def cut_as(monkeypatch: pytest.MonkeyPatch, stored: bool, length: int | None) -> None:
+    """Leave the model no choice; a length of None is whole sequences."""
+
+    def only(p: plan.Problem, tokens: int, role: str) -> Iterator[model.Cut]:
+        yield model.Cut(stored and p.causal, tokens if length is None else length)
+
+    monkeypatch.setattr(model, "cuts", only)
 
 
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let sequences be cut into segments of 16 tokens or a tile, as if the device had room for many programs."""
-    monkeypatch.setattr(plan, "SHORTEST_SEGMENT", dict.fromkeys(plan.SHORTEST_SEGMENT, 16))
-    many = target(64)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.run.target_of", lambda device: many)
+    """Cut sequences into segments of a tile, whose states are carried."""
+    cut_as(monkeypatch, stored=False, length=TILE)
 
 
 @pytest.fixture
-def few_processors(short_segments: None, monkeypatch: pytest.MonkeyPatch) -> plan.Target:
-    """Leave so few processors that dq, with a program per tile of D, fills them with fewer segments."""
-    few = target(16)
-    monkeypatch.setattr("hf_linear_attn.ops.triton.run.target_of", lambda device: few)
-    return few
+def stored_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut sequences into segments of two tiles, whose states are read."""
+    cut_as(monkeypatch, stored=True, length=2 * STORED_TILE)
+
+
+@pytest.fixture
+def whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carry the state of each sequence from its beginning to its end."""
+    cut_as(monkeypatch, stored=False, length=None)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_linear_attn.ops.linear_attention.triton.backward import query_segments
-from hf_linear_attn.ops.triton.plan import Problem, Target
 from tests.ops.oracle import DEVICE, MAPS, Case, check
 
 # fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in the half precisions
@@ -17,11 +15,9 @@ DTYPES = tuple(TOLERANCE)
 
 if DEVICE.type == "cpu":
     LENGTHS, DIMS, VALUE_DIMS = [1, 2, 5, 15, 16, 17, 31, 33, 40], [3, 4, 16, 20, 24], [1, 8, 16, 17, 32]
-    TILE = 16
 else:
     # Tiles of a GPU are larger than what an interpreter gets through in time.
     LENGTHS, DIMS, VALUE_DIMS = [1, 5, 16, 33, 64, 65, 127, 200, 333], [4, 20, 64, 80, 128], [1, 17, 64, 96, 128]
-    TILE = 64
 
 
 def drawn(n: int, seed: int) -> list[Case]:
@@ -70,27 +66,24 @@ def test_torch_backend(case: Case) -> None:
     check(case, "torch", TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("case", drawn(120, seed=2), ids=name)
+@pytest.mark.parametrize("case", drawn(90, seed=2), ids=name)
+@pytest.mark.usefixtures("whole_sequences")
 def test_kernels(case: Case) -> None:
     check(case, "triton", TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("case", drawn(90, seed=3), ids=name)
+@pytest.mark.parametrize("case", drawn(60, seed=3), ids=name)
 @pytest.mark.usefixtures("short_segments")
 def test_kernels_split(case: Case) -> None:
     check(case, "triton", TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("lengths", [None, (10, 150), (160,)])
-def test_kernels_split_for_dq_at_fewer_places(
-    lengths: tuple[int, ...] | None, state: bool, few_processors: Target
-) -> None:
-    scaled = None if lengths is None else tuple(TILE // 16 * length for length in lengths)
-    case = Case(B=1, H=1, HKV=1, T=10 * TILE, D=64, V=16, lengths=scaled, state=state)
-    x = case.inputs()
-    p = Problem(few_processors, x["q"], x["k"], x["v"], None, x.get("cu_seqlens"), None, None, "elu", True, 0)
-    coarse, fine = query_segments(p), p.segments("forward", case.T)
-    assert coarse.split
-    assert coarse.length >= 2 * fine.length
+def causal(case: Case) -> Case:
+    """Return the case, or what of it the walk with stored states is for."""
+    return replace(case, causal=True, S=None)
+
+
+@pytest.mark.parametrize("case", [causal(case) for case in drawn(90, seed=5)], ids=name)
+@pytest.mark.usefixtures("stored_states")
+def test_kernels_with_stored_states(case: Case) -> None:
     check(case, "triton", TOLERANCE[case.dtype])

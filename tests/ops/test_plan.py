@@ -9,18 +9,20 @@ from hf_linear_attn.ops.linear_attention.triton.backward import Saved, backward_
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Target
+from tests.ops.conftest import cut_as
 
 H200 = Target("sm_90", 132)
-# B, H, HKV, D, N and whether 132 processors need the sequence split.
+# B, H, HKV, D and N.
 SHAPES = [
-    (1, 32, 8, 128, 2_048, True),
-    (1, 32, 8, 128, 8_192, True),
-    (1, 32, 32, 128, 8_192, True),
-    (8, 32, 32, 64, 8_192, False),
-    (1, 32, 8, 128, 32_768, True),
-    (1, 32, 8, 128, 131_072, True),
-    (4, 32, 32, 128, 4_096, False),
+    (1, 32, 8, 128, 2_048),
+    (1, 32, 8, 128, 8_192),
+    (1, 32, 32, 128, 8_192),
+    (8, 32, 32, 64, 8_192),
+    (1, 32, 8, 128, 32_768),
+    (1, 32, 8, 128, 131_072),
+    (4, 32, 32, 128, 4_096),
 ]
+CUTS = {"whole": (False, None), "carried": (False, 1024), "stored": (True, 256)}
 
 
 def problem(B: int, H: int, HKV: int, D: int, N: int, *, causal: bool = True) -> Problem:
@@ -44,35 +46,31 @@ def saved_bytes(p: Problem, saved: Saved) -> int:
     return sum(x.numel() * x.element_size() for x in (p.q, p.k, p.v, *saved) if x is not None)
 
 
-@pytest.mark.parametrize(("B", "H", "HKV", "D", "N", "split"), SHAPES)
-def test_counted_traffic(B: int, H: int, HKV: int, D: int, N: int, split: bool) -> None:
+@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(("B", "H", "HKV", "D", "N"), SHAPES)
+def test_counted_traffic(B: int, H: int, HKV: int, D: int, N: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_as(monkeypatch, *CUTS[kind])
     p = problem(B, H, HKV, D, N)
     U = B * H * N * D * 2
     U_kv = U * HKV // H
+    split = kind != "whole"
     out, launches = forward_launches(p, 1e-6)
-    assert [a.role for a in launches] == (["state", "scan", "forward"] if split else ["forward"])
+    walk = "stored_forward" if kind == "stored" else "forward"
+    assert [a.role for a in launches] == (["state", "scan", walk] if split else [walk])
     assert tensor_bytes(launches) == 2 * U + (4 if split else 2) * U_kv
-    assert tensor_bytes(launches) <= (6 if split else 4) * U
     assert row_bytes(launches) == B * H * N * 4
 
     saved = save(p, out)
     _, backward = backward_launches(p, saved, torch.empty_like(out.o), out.kv, out.z)
-    # Fewer programs walk keys than queries, so a sequence may be cut for them alone.
-    keys_split = "reverse_state" in [a.role for a in backward]
-    assert keys_split or not split
-    assert tensor_bytes(backward) == (10 if keys_split else 9) * U + 7 * U_kv
-    # Four bytes per query: B1 or delta, then two reads by dq and dk each and one by dv.
-    assert row_bytes(backward) == (7 if keys_split else 6) * B * H * N * 4
-    assert saved_bytes(p, saved) <= 4.05 * U
-
-
-def test_saved_states_of_a_short_lone_sequence() -> None:
-    """With so few tokens the one state between two segments is more than the twentieth that longer ones keep to."""
-    p = problem(1, 32, 32, 128, 4_096)
-    saved = save(p, forward_launches(p, 1e-6)[0])
-    assert saved.prefixes is not None
-    assert saved.prefixes.shape == (1, 1, 32, 128 * 129)
-    assert 4.05 < saved_bytes(p, saved) / p.q.nbytes < 4.08
+    # dk and dv in one launch read q, do and their rows once.
+    merged = kind == "stored"
+    assert ("stored_dkv" in [a.role for a in backward]) == merged
+    assert (
+        tensor_bytes(backward) == (10 if split else 9) * U - merged * 2 * U + (9 if split else 7) * U_kv - merged * U_kv
+    )
+    # Four bytes per query: delta, then two reads by dq and dk each and one by dv.
+    assert row_bytes(backward) == ((7 if split else 6) - merged) * B * H * N * 4
+    assert saved_bytes(p, saved) <= 4.04 * U
 
 
 def test_bidirectional_traffic() -> None:
@@ -97,35 +95,33 @@ def test_launches_declare_the_tensors_they_take() -> None:
         assert large == {id(x) for x in (*launch.reads, *launch.writes)}, launch.role
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 100_000), (3, 5_000), (1, 600)])
-def test_segments_cover_each_token_once(rows: int, tokens: int) -> None:
-    segments = plan.cut(tokens, rows, plan.segment_length(tokens, 8 * rows, 132, 64, 64), None)
-    assert segments.split == (tokens > 600)
+@pytest.mark.parametrize(("rows", "tokens", "length"), [(1, 100_000, 1_024), (3, 5_000, 64), (1, 600, 600)])
+def test_segments_cover_each_token_once(rows: int, tokens: int, length: int) -> None:
+    segments = plan.cut(tokens, rows, length, None)
+    assert segments.split == (tokens > length)
     assert segments.count == rows * segments.per_row
     assert segments.per_row * segments.length >= tokens > (segments.per_row - 1) * segments.length
-    assert segments.length % 64 == 0 or not segments.split
 
 
 @pytest.mark.parametrize("lengths", [(5_000, 0, 1, 3_000), (64,), (0, 0, 9_000)])
-def test_packed_segments_cover_each_token_once(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("length", [64, 512, 10_000])
+def test_packed_segments_cover_each_token_once(lengths: tuple[int, ...], length: int) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     total = int(bounds[-1])
-    for slots in (1, 132):
-        length = plan.segment_length(total, 8 * len(lengths), slots, 64, 64)
-        segments: Segments = plan.cut(total, len(lengths), length, bounds)
-        assert segments.split == (slots == 132 and total >= 1_024)
-        seen = torch.zeros(total, dtype=torch.int64)
-        for n, first, start, end in segments.table.tolist():
-            assert first == bounds[n]
-            if end > start:
-                assert bounds[n] <= start < end <= bounds[n + 1]
-                seen[start:end] += 1
-        assert (seen == 1).all()
-        if segments.bounds is not None:
-            for n in range(len(lengths)):
-                rows = segments.table[segments.bounds[n] : segments.bounds[n + 1]]
-                assert (rows[:, 0] == n).all()
-                assert int((rows[:, 3] - rows[:, 2]).sum()) == lengths[n]
+    segments: Segments = plan.cut(total, len(lengths), length, bounds)
+    assert segments.split == (total > length)
+    seen = torch.zeros(total, dtype=torch.int64)
+    for n, first, start, end in segments.table.tolist():
+        assert first == bounds[n]
+        if end > start:
+            assert bounds[n] <= start < end <= bounds[n + 1]
+            seen[start:end] += 1
+    assert (seen == 1).all()
+    if segments.bounds is not None:
+        for n in range(len(lengths)):
+            rows = segments.table[segments.bounds[n] : segments.bounds[n + 1]]
+            assert (rows[:, 0] == n).all()
+            assert int((rows[:, 3] - rows[:, 2]).sum()) == lengths[n]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "gfx942", "interpreter"])
@@ -135,7 +131,7 @@ def test_table_has_every_size(arch: str, dtype: torch.dtype) -> None:
         for V in (1, 64, 96, 256):
             for role in ("state", "scan", "forward", "delta", "reverse_state", "dq", "dk", "dv", "decode"):
                 tile = plan.tile(Target(arch, 8), dtype, role, D, V, 3)
-                assert tile.tokens == 1 or tile.tokens >= 16
+                assert tile.tokens >= 16 or role in ("scan", "decode")
                 assert tile.width & (tile.width - 1) == 0
                 if role in ("forward", "dv", "decode"):
                     assert tile.width <= plan.padded(V)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.linear_attention.triton import op as linear
-from hf_linear_attn.ops.triton.plan import Launch
+from hf_linear_attn.ops.triton import remember
+from hf_linear_attn.ops.triton.remember import Start
 from hf_linear_attn.ops.window import OwnKey, window_attention
 from hf_linear_attn.ops.window.triton import op as window
 from tests.ops import test_window
@@ -15,16 +16,16 @@ from tests.ops.oracle import Case
 TOKENS = ("q", "k", "v")
 
 
-def recorded(module: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the kernels' names are added as they are launched."""
     roles: list[str] = []
-    run = module.run
+    run = Start.run
 
-    def recording(device: torch.device, launches: list[Launch]) -> None:
-        roles.extend(launch.role for launch in launches)
-        run(device, launches)
+    def recording(self: Start) -> None:
+        roles.append(self.kernel.fn.__name__.removesuffix("_kernel"))
+        run(self)
 
-    monkeypatch.setattr(module, "run", recording)
+    monkeypatch.setattr(Start, "run", recording)
     return roles
 
 
@@ -78,7 +79,7 @@ def test_gradients_are_the_same_for_whoever_asks(case: Case, split: bool, reques
 def test_kernels_of_unwanted_gradients_are_not_launched(
     leaves: tuple[str, ...], backward: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = recorded(linear, monkeypatch)
+    roles = recorded(monkeypatch)
     gradients(Case(B=1, H=1, HKV=1, T=7), leaves)
     assert roles == ["forward", *backward]
 
@@ -133,10 +134,11 @@ def test_gradients_of_a_window_are_the_same_for_whoever_asks() -> None:
 
 
 def test_a_window_whose_keys_need_no_gradient_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    roles = recorded(window, monkeypatch)
+    roles = recorded(monkeypatch)
     window_gradients(WINDOW, ("f", "bias", "weight"))
     assert roles[roles.index("window") :] == ["window", "delta", "window_dq"]
     saw: list[object] = []
+    remember.forget()
     plan = window.window_backward_launches
     monkeypatch.setattr(
         window,

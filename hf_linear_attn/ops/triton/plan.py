@@ -14,20 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.ops.triton.remember import shared_by_layers
+
 TABLE_VERSION = 1
 """Version of the tile table's format; a table of another version is refused."""
-
-SHORTEST_SEGMENT = {64: 512, 128: 1024, 256: 1024}
-"""Fewest tokens per segment by head size: shorter ones spend more on states than they win in parallelism."""
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
 TILED = {"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V", "decode": "V"}
 """Kernels whose programs share a head, and the dimension that they share out."""
-
-GOOD_WAVE = 0.7
-"""Share of the last wave of programs that must be busy for a single pass: 4 U / 0.7 is under the 6 U of a split."""
 
 
 class Target(NamedTuple):
@@ -175,56 +171,45 @@ class Segments:
     bounds: Tensor | None = None
 
 
-def segment_length(tokens: int, programs: int, slots: int, dim: int, chunk: int) -> int:
-    """Decide how many tokens a segment has.
-
-    Args:
-        tokens: Tokens of a sequence.
-        programs: Programs if sequences are not cut.
-        slots: Programs that the device holds at a time.
-        dim: Head size.
-        chunk: Tokens per chunk.
-
-    Returns:
-        ``tokens`` for a single pass, else a multiple of ``chunk``.
-    """
-    waves = -(-programs // slots)
-    if programs >= GOOD_WAVE * waves * slots:
-        return tokens
-    pieces = min(max(slots // programs, 2), tokens // SHORTEST_SEGMENT[bucket(dim)])
-    if pieces < 2:
-        return tokens
-    return -(-tokens // (pieces * chunk)) * chunk
-
-
 def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     """Cut sequences into segments.
 
     Args:
         tokens: Tokens of a sequence, or of all packed ones.
         rows: Batch size, or number of packed sequences.
-        length: Tokens of a segment, as :func:`segment_length` returns them.
+        length: Tokens of a segment.
         cu_seqlens: Boundaries of packed sequences, int64.
 
     Returns:
-        The segments; tables are built on the device, without waiting for it.
+        The segments; tables are built on the device, without waiting for it, once for all layers.
     """
     if cu_seqlens is None:
         per_row = -(-tokens // length)
         return Segments(rows * per_row, length, per_row, per_row > 1)
+    split = length < tokens
+    count = -(-tokens // length) + rows if split else rows
+    return Segments(count, length, 1, split, *packed_tables(cu_seqlens, count, length if split else None))
+
+
+@shared_by_layers
+def packed_tables(cu_seqlens: Tensor, count: int, length: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return the table of ``count`` segments of packed sequences and the first one of each.
+
+    Args:
+        cu_seqlens: Boundaries, int64.
+        count: Segments in all, an upper bound.
+        length: Tokens of a segment; None for whole sequences, of which each is the one segment.
+    """
     first, last = cu_seqlens[:-1], cu_seqlens[1:]
-    if length >= tokens:
-        numbers = torch.arange(rows, device=first.device)
-        return Segments(rows, length, 1, False, torch.stack([numbers, first, first, last], 1))
+    numbers = torch.arange(count, device=first.device)
+    if length is None:
+        return torch.stack([numbers, first, first, last], 1), None
     bounds = torch.zeros_like(cu_seqlens)
     bounds[1:] = ((last - first + length - 1) // length).cumsum(0)
-    count = -(-tokens // length) + rows
-    numbers = torch.arange(count, device=first.device)
-    n = torch.searchsorted(bounds[1:], numbers, right=True).clamp_(max=rows - 1)
+    n = torch.searchsorted(bounds[1:], numbers, right=True).clamp_(max=len(first) - 1)
     start = first[n] + (numbers - bounds[n]) * length
     # Numbers past the last segment start at or after their end: they are empty.
-    table = torch.stack([n, first[n], start, torch.minimum(start + length, last[n])], 1)
-    return Segments(count, length, 1, True, table, bounds)
+    return torch.stack([n, first[n], start, torch.minimum(start + length, last[n])], 1), bounds
 
 
 @dataclass(frozen=True)
@@ -323,26 +308,14 @@ class Problem(NamedTuple):
         """Return the tile with which a kernel is launched."""
         return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3], self.group)
 
-    def segments(self, role: str, tokens: int) -> Segments:
-        """Cut the sequences for a kernel that walks ``tokens`` tokens with a program per head and tile."""
-        return cut(tokens, self.rows, self._length(role, tokens), self.cu_seqlens)
+    def has(self, role: str) -> bool:
+        """Tell whether the table has a tile for a kernel that not every size has."""
+        D, V = bucket(int(self.k.shape[3])), bucket(int(self.v.shape[3]))
+        return (self.target.arch, KINDS[self.q.dtype], role, D, V, 0) in tile_table()
 
-    def coarser(self, role: str, tokens: int, finer: Segments) -> Segments:
-        """Cut them for a kernel whose segments have to begin where some of ``finer`` do."""
-        multiple = -(-self._length(role, tokens) // finer.length)
-        return cut(tokens, self.rows, min(tokens, multiple * finer.length), self.cu_seqlens)
-
-    def _length(self, role: str, tokens: int) -> int:
-        chosen = self.tile(role)
-        tiles = -(-(self.v if role in ("forward", "dv") else self.k).shape[3] // chosen.width)
-        heads = self.q.shape[1] if role in ("forward", "dq") else self.k.shape[1]
-        return segment_length(
-            tokens,
-            self.rows * heads * tiles,
-            self.target.processors * chosen.resident,
-            max(self.k.shape[3], self.v.shape[3]),
-            chosen.tokens,
-        )
+    def segments(self, tokens: int, length: int) -> Segments:
+        """Cut the sequences into segments of so many tokens."""
+        return cut(tokens, self.rows, length, self.cu_seqlens)
 
     def states(self, segments: Segments) -> Tensor:
         """Allocate the sums of each segment: ``[segments, HKV, D V + D]``, fp32."""

@@ -175,6 +175,12 @@ def segment_bounds(table, i_s, T, L, NSEG, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def rows_before(end, c, ot):
+    """Return which rows of the chunk at ``c`` lie before ``end``, told in 32 bits."""
+    return ot < (end - c).to(tl.int32)
+
+
+@triton.jit
 def key_rows(mask, c, rows, ot, first, delay, MASKED: tl.constexpr, DELAYED: tl.constexpr):
     """Return which rows of the chunk at ``c`` hold a key, and which of those a key that counts.
 
@@ -183,7 +189,7 @@ def key_rows(mask, c, rows, ot, first, delay, MASKED: tl.constexpr, DELAYED: tl.
     """
     there = rows
     if DELAYED:
-        there = rows & (c + ot - delay >= first)
+        there = rows & (ot >= (first + delay - c).to(tl.int32))
     counts = there
     if MASKED:
         counts = there & (tl.load(mask + c + ot, mask=there, other=0) != 0)

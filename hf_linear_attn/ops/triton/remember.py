@@ -12,14 +12,15 @@ when they run, with real ones.
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 MOST_PLANS = 1024
 """Plans that are remembered per planning function; a run that meets more shapes forgets the oldest."""
@@ -44,13 +45,43 @@ class Start(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation of torch: its arguments, flat, those that are tensors by place and number, and its results."""
+    """An operation of torch.
+
+    Attributes:
+        function: What is called.
+        arguments: By position; None in place of tensors and of lists of them.
+        settings: Arguments by name, likewise.
+        tensors: Places in ``arguments`` or names in ``settings``, and the numbers of tensors there.
+        groups: Places in ``arguments`` of lists of tensors, and their numbers; None for None.
+        results: Numbers of what it returns; None for what has a number already.
+    """
 
     function: Callable[..., Any]
     arguments: list[Any]
-    tensors: list[tuple[int, int]]
-    spec: Any
+    settings: dict[str, Any]
+    tensors: list[tuple[int | str, int]]
+    groups: list[tuple[int, list[int | None]]]
     results: list[int | None]
+
+    def run(self, tensors: list[Any]) -> None:
+        """Run it on numbered tensors, and number its results."""
+        arguments, settings = self.arguments.copy(), self.settings
+        for place, number in self.tensors:
+            if isinstance(place, int):
+                arguments[place] = tensors[number]
+            else:
+                settings = settings | {place: tensors[number]}
+        for place, numbers in self.groups:
+            arguments[place] = [None if number is None else tensors[number] for number in numbers]
+        found = self.function(*arguments, **settings)
+        for result, x in zip(self.results, found if isinstance(found, tuple | list) else (found,), strict=True):
+            if result is not None:
+                tensors[result] = x
+
+    def inputs(self) -> Iterator[int]:
+        """Yield the numbers of tensors that it reads."""
+        yield from (number for _, number in self.tensors)
+        yield from (number for _, numbers in self.groups for number in numbers if number is not None)
 
 
 class Allocation(NamedTuple):
@@ -79,8 +110,8 @@ class Plan(NamedTuple):
     allocations: list[Allocation]
     operations: list[Operation]
     starts: list[tuple[Start, list[tuple[str, int]]]]
-    results: list[int]
-    form: Callable[[list[Tensor]], Any]
+    results: list[int | None]
+    form: Callable[[list[Any]], Any]
 
     def run(self, given: list[Tensor]) -> Any:
         """Repeat it with other tensors."""
@@ -88,22 +119,15 @@ class Plan(NamedTuple):
         for number, size, stride, dtype, device in self.allocations:
             tensors[number] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         for operation in self.operations:
-            flat = operation.arguments.copy()
-            for place, number in operation.tensors:
-                flat[place] = tensors[number]
-            positional, named = tree_unflatten(flat, operation.spec)
-            found = operation.function(*positional, **named)
-            outputs = found if isinstance(found, tuple | list) else (found,)
-            for result, x in zip(operation.results, outputs, strict=True):
-                if result is not None:
-                    tensors[result] = x
-        with _on(given[0].device):
-            for (kernel, programs, arguments), names in self.starts:
-                arguments = arguments.copy()
-                for name, number in names:
-                    arguments[name] = tensors[number]
-                Start(kernel, programs, arguments).run()
-        return self.form([tensors[number] for number in self.results])
+            operation.run(tensors)
+        starts = []
+        for (kernel, programs, arguments), names in self.starts:
+            arguments = arguments.copy()
+            for name, number in names:
+                arguments[name] = tensors[number]
+            starts.append(Start(kernel, programs, arguments))
+        results = self.form([None if number is None else tensors[number] for number in self.results])
+        return _run(results, starts, given[0].device)
 
 
 class _Stay:
@@ -120,13 +144,13 @@ _STAY = _Stay()
 
 
 def _on(device: torch.device) -> Any:
-    """Return a context in which launches go to a device; most are on it already, and torch's own takes long to enter."""
+    """Return a context in which launches go to a device; most are on it already, and torch's takes long to enter."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _STAY
     return torch.cuda.device(device)
 
 
-Where = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+Where = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _where(x: Tensor) -> Where:
@@ -134,7 +158,7 @@ def _where(x: Tensor) -> Where:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what runs while a plan is made.
 
     Args:
@@ -142,7 +166,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.known: dict[Where, int] = {_where(x): number for number, x in enumerate(given)}
         # Where one tensor is given twice, the next call like this may give two.
         self.repeatable = len(self.known) == len(given)
@@ -173,11 +197,21 @@ class Recorder(TorchDispatchMode):
         if not all(x is None or isinstance(x, Tensor) for x in outputs):
             self.repeatable = False
             return
-        flat, spec = tree_flatten((args, kwargs))
-        tensors = [(place, self.number(x)) for place, x in enumerate(flat) if isinstance(x, Tensor)]
-        flat = [None if isinstance(x, Tensor) else x for x in flat]
+        if _views(function) and all(x is None or _where(x) in self.known for x in outputs):
+            # The same tensor as another object, as `detach` gives.
+            return
+        named = {name: self.number(x) for name, x in kwargs.items() if isinstance(x, Tensor)}
+        placed = {place: self.number(x) for place, x in enumerate(args) if isinstance(x, Tensor)}
+        groups = {
+            place: [None if y is None else self.number(y) for y in x]
+            for place, x in enumerate(args)
+            if isinstance(x, tuple | list) and any(isinstance(y, Tensor) for y in x)
+        }
+        arguments = [None if place in placed or place in groups else x for place, x in enumerate(args)]
+        settings = {name: x for name, x in kwargs.items() if name not in named}
+        tensors: list[tuple[int | str, int]] = [*placed.items(), *named.items()]
         results = [self._new(x) for x in outputs]
-        self.operations.append(Operation(function, flat, tensors, spec, results))
+        self.operations.append(Operation(function, arguments, settings, tensors, [*groups.items()], results))
 
     def _new(self, x: Tensor | None) -> int | None:
         """Number a result, if there is one that has no number yet."""
@@ -203,15 +237,12 @@ class Recorder(TorchDispatchMode):
             fixed = {name: None if isinstance(x, Tensor) else x for name, x in start.arguments.items()}
             numbered.append((start._replace(arguments=fixed), names))
         whole = [result] if isinstance(result, Tensor) else list(result)
-        if not all(isinstance(x, Tensor) for x in whole):
-            self.repeatable = False
-            return None
-        results = [self.number(x) for x in whole]
+        results = [None if x is None else self.number(x) for x in whole]
         if not self.repeatable:
             return None
-        needed = {number for _, names in numbered for _, number in names} | set(results)
+        needed = {number for _, names in numbered for _, number in names} | {x for x in results if x is not None}
         allocations, operations = self._simplified(needed)
-        form: Callable[[list[Tensor]], Any] = tuple
+        form: Callable[[list[Any]], Any] = tuple
         if isinstance(result, Tensor):
             form = _only
         elif hasattr(result, "_make"):
@@ -225,32 +256,17 @@ class Recorder(TorchDispatchMode):
             needed: Numbers that launches and results have.
         """
         allocated = {op.results[0] for op in self.operations if _allocates(op.function)}
-        # Users of each allocation; one that a single view has for its own may be that view from the beginning.
-        users: dict[int, int] = {}
-        for op in self.operations:
-            for _, number in op.tensors:
-                users[number] = users.get(number, 0) + 1
+        users = Counter(number for op in self.operations for number in op.inputs())
         allocations, operations = [], []
         for op in reversed(self.operations):
             result = op.results[0]
-            pure = _allocates(op.function) or getattr(op.function, "is_view", False)
-            if pure and result not in needed:
-                continue
-            if result is not None and _allocates(op.function):
-                allocations.append(self._allocation(result))
-                continue
-            base = op.tensors[0][1] if op.tensors else None
-            if (
-                result is not None
-                and base in allocated
-                and base not in needed
-                and users[base] == 1
-                and pure
-                and self._is_whole(result, base)
-            ):
-                allocations.append(self._allocation(result))
-                continue
-            needed |= {number for _, number in op.tensors}
+            if result is not None and (_allocates(op.function) or _views(op.function)):
+                if result not in needed:
+                    continue
+                if _allocates(op.function) or self._is_whole(result, op.tensors[0][1], allocated - needed, users):
+                    allocations.append(self._allocation(result))
+                    continue
+            needed |= set(op.inputs())
             operations.append(op)
         return allocations[::-1], operations[::-1]
 
@@ -258,14 +274,15 @@ class Recorder(TorchDispatchMode):
         x = self.alive[number]
         return Allocation(number, tuple(x.shape), x.stride(), x.dtype, x.device)
 
-    def _is_whole(self, number: int, base: int) -> bool:
-        """Tell whether a view is all of a tensor in another order of dimensions."""
+    def _is_whole(self, number: int, base: int, allocated: set[int | None], users: Counter[int]) -> bool:
+        """Tell whether a view is all of what is allocated for it alone, in another order of dimensions."""
         view, whole = self.alive[number], self.alive[base]
-        return view.dtype == whole.dtype and view.numel() == whole.numel() and whole.is_contiguous()
+        same = view.dtype == whole.dtype and view.numel() == whole.numel() and whole.is_contiguous()
+        return same and base in allocated and users[base] == 1
 
 
-def _only(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
+def _only(results: list[Any]) -> Any:
+    return results[0]
 
 
 _ALLOCATING = {
@@ -279,6 +296,10 @@ _ALLOCATING = {
 
 def _allocates(function: Any) -> bool:
     return function in _ALLOCATING
+
+
+def _views(function: Any) -> bool:
+    return getattr(function, "is_view", False)
 
 
 _lock = threading.Lock()
@@ -320,6 +341,8 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
         key: list[Any] = [torch.get_float32_matmul_precision()]
         for x in arguments:
             if isinstance(x, Tensor):
+                if type(x) is not Tensor and type(x) is not Parameter:
+                    return _run(*plan(*arguments, **settings), x.device)
                 given.append(x)
                 key += (x.shape, x.stride(), x.dtype, x.device)
             else:
@@ -330,17 +353,21 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
             result: R = known.run(given)
             return result
         if named in plans:
+            return _run(*plan(*arguments, **settings), given[0].device)
+        with Recorder(given) as recorder:
             result, starts = plan(*arguments, **settings)
-        else:
-            with Recorder(given) as recorder:
-                result, starts = plan(*arguments, **settings)
-            _keep(plans, named, recorder.plan(starts, result), MOST_PLANS)
-        with _on(given[0].device):
-            for start in starts:
-                start.run()
-        return result
+        _keep(plans, named, recorder.plan(starts, result), MOST_PLANS)
+        return _run(result, starts, given[0].device)
 
     return run
+
+
+def _run(result: R, starts: Sequence[Start], device: torch.device) -> R:
+    if starts:
+        with _on(device):
+            for start in starts:
+                start.run()
+    return result
 
 
 def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:

@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target, target_of
@@ -54,3 +56,64 @@ def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
         return result, [Start(x.kernel, x.programs, x.arguments | x.options) for x in launches]
 
     return remembered(starts)
+
+
+def directly(
+    op: Callable[P, R],
+    run: Callable[P, R],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[P, R]:
+    """Call an op as what it runs, where nothing but autograd has to see it.
+
+    An op of torch.library costs the host several times what a planned call does. Whatever traces, transforms or watches
+    operations gets the op.
+
+    Args:
+        op: The op, of tensors, None and settings.
+        run: What it runs.
+        save: Its ``setup_context`` for autograd; None where it has no gradients.
+        backward: Its backward.
+    """
+    function = None if save is None or backward is None else _function(run, save, backward)
+
+    def call(*inputs: P.args, **settings: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or _watched():
+            return op(*inputs, **settings)
+        needs_gradient = False
+        for x in inputs:
+            if isinstance(x, Tensor):
+                if type(x) is not Tensor and type(x) is not Parameter:
+                    return op(*inputs, **settings)
+                needs_gradient = needs_gradient or x.requires_grad
+        if not (needs_gradient and torch.is_grad_enabled()):
+            return run(*inputs, **settings)
+        if function is None:
+            return op(*inputs, **settings)
+        result: R = function.apply(*inputs)
+        return result
+
+    return call
+
+
+def _function(run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            # With a setup_context of its own torch would look at signatures in every call.
+            found = run(*inputs)
+            save(ctx, inputs, found)
+            return found
+
+    Function.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Function
+
+
+def _watched() -> bool:
+    """Tell whether something traces, transforms or watches operations."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+    )

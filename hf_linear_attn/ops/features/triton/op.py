@@ -15,13 +15,13 @@ from hf_linear_attn.ops.features.triton.kernels import (
 )
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
+from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
 
 def features_triton(x: Tensor, pair: Pair) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
     refuse_functional("triton", x, pair.weight, pair.power)
-    o: Tensor = triton_features(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
+    o: Tensor = _compute(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
     return o
 
 
@@ -77,7 +77,7 @@ def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, power = ctx.saved_tensors
-    dy, dpower = triton_features_backward(do, x, weight, power, *ctx.settings)
+    dy, dpower = _derive(do, x, weight, power, *ctx.settings)
     dx = (dy @ weight.mT.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     dweight = (x.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype) if ctx.needs_input_grad[1] else None
     if dweight is not None and len(weight) == 1:
@@ -89,4 +89,6 @@ def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(triton_features, _features_backward, setup_context=_save_features)
+_compute = directly(triton_features, _features, _save_features, _features_backward)
+_derive = directly(triton_features_backward, _gradients)
 refuse_transforms("triton", triton_features, backward=triton_features_backward)

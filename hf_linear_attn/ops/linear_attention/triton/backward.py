@@ -13,27 +13,32 @@ accumulators are fp32.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.linear_attention.triton.forward import Forward, scan_launch
+from hf_linear_attn.ops.linear_attention.triton.forward import (
+    Forward,
+    Starts,
+    allocate_state,
+    state_launch,
+    summed,
+)
+from hf_linear_attn.ops.linear_attention.triton.model import dkv_cut, dq_cut, lone_cut
+from hf_linear_attn.ops.linear_attention.triton.steps import attend, fold, read, weighted_queries, whole_z
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
     derivative,
-    dot,
     key_rows,
     load_features,
     load_operand,
     load_tile,
-    operand,
-    phi,
     product,
-    rounded,
+    rows_before,
     segment_bounds,
     store_tile,
 )
@@ -88,18 +93,19 @@ def reverse_state_kernel(
         do_g = do + row * do_b + i_h * do_h
         offset = row * d_b + i_h * T
         for c in range(start, end, BT):
-            rows = c + ot < end
+            rows = rows_before(end, c, ot)
             # [BT, BV]
             dd = load_operand(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
             oo = load_tile(o_g + c * o_t, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
             # [BT, BD]
-            x = load_tile(q_g + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
-            w = 1.0 / tl.load(den + offset + c + ot, mask=rows, other=1.0)
+            fq = weighted_queries(
+                q_g + c * q_t, ot[:, None] * q_t + od[None, :], den + offset + c + ot, rows, od < D,
+                EXACT_D, MAP, PRECISION, PIN,
+            )  # fmt: skip
             dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
             if i_d == 0:
                 tl.store(delta + offset + c + ot, dl, mask=rows)
-            fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
-            r = dot(tl.trans(fq), dd, r, PRECISION)
+            r = fold(fq, dd, r, PRECISION)
             rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
     states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
     tl.store(states + od[:, None] * V + ov[None, :], r, mask=(od < D)[:, None] & (ov < V)[None, :])
@@ -159,11 +165,11 @@ def dq_kernel(
         z = tl.zeros([BD], tl.float32)
     causal = ot[:, None] >= ot[None, :]
     for c in range(start, end, BT):
-        rows = c + ot < end
+        rows = rows_before(end, c, ot)
         # [BT, BV]
         dd = load_operand(do + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
         dl = tl.load(delta + c + ot, mask=rows, other=0.0)
-        acc = product(dd, operand(s, dd.dtype, PRECISION), PRECISION)
+        acc = read(dd, s, PRECISION)
         acc -= dl[:, None] * z[None, :]
         if CAUSAL:
             _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
@@ -173,9 +179,8 @@ def dq_kernel(
             fk = load_features(
                 k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
             )
-            p = tl.where(causal, product(dd, tl.trans(vv), PRECISION) - dl[:, None], 0.0)
-            acc = dot(operand(p, dd.dtype, PRECISION), fk, acc, PRECISION)
-            s = dot(tl.trans(vv), fk, s, PRECISION)
+            acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION)
+            s = fold(vv, fk, s, PRECISION)
             z += tl.sum(fk.to(tl.float32), 0)
         # [BT, BD]
         x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
@@ -238,11 +243,11 @@ def dk_kernel(
     chunks = tl.cdiv(end - start, BT)
     for i in range(0, chunks):
         c = start + (chunks - 1 - i) * BT
-        rows = c + ot < end
+        rows = rows_before(end, c, ot)
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
         # [BT, BV]
         vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
-        acc = product(vv, operand(r, vv.dtype, PRECISION), PRECISION)
+        acc = read(vv, r, PRECISION)
         acc += rz[None, :]
         if CAUSAL:
             for g in range(G):
@@ -252,13 +257,13 @@ def dk_kernel(
                     do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
                 )
                 # [BT, BD]
-                x = load_tile(q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
-                w = 1.0 / tl.load(den + i_h * T + c + ot, mask=rows, other=1.0)
+                fq = weighted_queries(
+                    q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], den + i_h * T + c + ot, rows, od < D,
+                    EXACT_D, MAP, PRECISION, PIN,
+                )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
-                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
-                p = tl.where(causal, product(vv, tl.trans(dd), PRECISION) - dl[None, :], 0.0)
-                acc = dot(operand(p, x.dtype, PRECISION), fq, acc, PRECISION)
-                r = dot(tl.trans(dd), fq, r, PRECISION)
+                acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION)
+                r = fold(dd, fq, r, PRECISION)
                 rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
         # [BT, BD]
         x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
@@ -319,28 +324,178 @@ def dv_kernel(
     chunks = tl.cdiv(end - start, BT)
     for i in range(0, chunks):
         c = start + (chunks - 1 - i) * BT
-        rows = c + ot < end
+        rows = rows_before(end, c, ot)
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
         # [BT, BD]
         fk = load_features(k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
-        acc = product(fk, operand(r, fk.dtype, PRECISION), PRECISION)
+        acc = read(fk, r, PRECISION)
         if CAUSAL:
             for g in range(G):
                 i_h = (i_hk * G + g).to(tl.int64)
                 # [BT, BD]
-                x = load_tile(q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+                fq = weighted_queries(
+                    q + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], den + i_h * T + c + ot, rows, od < D,
+                    EXACT_D, MAP, PRECISION, PIN,
+                )  # fmt: skip
                 # [BT, BV]
                 dd = load_operand(
                     do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
                 )
-                w = 1.0 / tl.load(den + i_h * T + c + ot, mask=rows, other=1.0)
-                fq = rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
-                p = tl.where(causal, product(fk, tl.trans(fq), PRECISION), 0.0)
-                acc = dot(operand(p, x.dtype, PRECISION), dd, acc, PRECISION)
-                r = dot(tl.trans(fq), dd, r, PRECISION)
+                acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION)
+                r = fold(fq, dd, r, PRECISION)
         if MASKED:
             acc = tl.where(counts[:, None], acc, 0.0)
         store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)
+
+
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "d_b", "m_b"])
+def stored_dq_kernel(
+    q, k, v, mask, do, den, delta, dq, starts, parts, table,
+    T, L, NSEG, delay, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, d_b, m_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write dq of BT queries, from their segment's start and its keys so far."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    i_hk = i_h // G
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    c = start + i_t * BT
+    if c >= end:
+        return
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    dq += row * dq_b + i_h.to(tl.int64) * dq_h + c * dq_t
+    do += row * do_b + i_h.to(tl.int64) * do_h + c * do_t
+    den += row * d_b + i_h.to(tl.int64) * T + c
+    delta += row * d_b + i_h.to(tl.int64) * T + c
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    v += row * v_b + i_hk.to(tl.int64) * v_h
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        v -= delay.to(tl.int64) * v_t
+        if MASKED:
+            mask -= delay
+    rows = rows_before(end, c, ot)
+    # [BT, BV]
+    dd = load_operand(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
+    dl = tl.load(delta + ot, mask=rows, other=0.0)
+    sh = i_s.to(tl.int64) * (H // G) + i_hk
+    # [BD, BV]
+    s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
+    acc = product(dd, tl.trans(s), PRECISION)
+    acc -= dl[:, None] * whole_z(parts + sh * (D * 4), od, D)[None, :]
+    for j in range(start, tl.minimum(c + BT, end), BN):
+        _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
+        # [BN, BV]
+        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        # [BN, BD]
+        fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
+        visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
+        acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION)
+    # [BT, BD]
+    x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
+    w = 1.0 / tl.load(den + ot, mask=rows, other=1.0)
+    acc = acc * w[:, None] * derivative(x, MAP)
+    store_tile(dq, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
+
+
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
+def stored_dkv_kernel(
+    q, k, v, mask, do, den, delta, dk, dv, starts, parts, table,
+    T, S, L, NSEG, delay, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, d_b, m_b,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_hk = pid % HKV
+    i_t = (pid // HKV) % tl.cdiv(L, BT)
+    i_s = pid // HKV // tl.cdiv(L, BT)
+    _n, row, first, start, end = segment_bounds(table, i_s, S, L, NSEG, VARLEN)
+    j = start + i_t * BT
+    if j >= end:
+        return
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    k += row * k_b + i_hk.to(tl.int64) * k_h + j * k_t
+    v += row * v_b + i_hk.to(tl.int64) * v_h + j * v_t
+    dk += row * dk_b + i_hk.to(tl.int64) * dk_h + j * dk_t
+    dv += row * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        v -= delay.to(tl.int64) * v_t
+        dk -= delay.to(tl.int64) * dk_t
+        dv -= delay.to(tl.int64) * dv_t
+        if MASKED:
+            mask -= delay
+    q += row * q_b
+    do += row * do_b
+    den += row * d_b
+    delta += row * d_b
+    there, counts = key_rows(mask, j, rows_before(end, j, ot), ot, first, delay, MASKED, DELAYED)
+    sh = i_s.to(tl.int64) * HKV + i_hk
+    # [BD, BV]
+    r = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
+    if OF_K:
+        # [BT, BV]
+        vv = load_operand(v, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        acc_k = product(vv, tl.trans(r), PRECISION)
+        acc_k += whole_z(parts + sh * (D * 4), od, D)[None, :]
+    if OF_V:
+        # [BT, BD]
+        fk = load_features(k, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
+        acc_v = product(fk, r, PRECISION)
+    for g in range(G):
+        i_h = (i_hk * G + g).to(tl.int64)
+        for c in range(start + i_t * BT // BN * BN, end, BN):
+            rows = rows_before(end, c, on)
+            # [BN, BD]
+            fq = weighted_queries(
+                q + i_h * q_h + c * q_t, on[:, None] * q_t + od[None, :], den + i_h * T + c + on, rows, od < D,
+                EXACT_D, MAP, PRECISION, PIN,
+            )  # fmt: skip
+            # [BN, BV]
+            dd = load_operand(
+                do + i_h * do_h + c * do_t, on[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
+            )
+            visible = (c - j).to(tl.int32) + on[None, :] >= ot[:, None]
+            if OF_V:
+                acc_v, _p = attend(fk, fq, dd, 0.0, visible, acc_v, PRECISION)
+            if OF_K:
+                dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
+                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION)
+    if OF_K:
+        # [BT, BD]
+        x = load_tile(k, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+        acc_k = acc_k * derivative(x, MAP)
+        if MASKED:
+            acc_k = tl.where(counts[:, None], acc_k, 0.0)
+        store_tile(dk, ot[:, None] * dk_t + od[None, :], acc_k, there, od < D, EXACT_D)
+    if OF_V:
+        if MASKED:
+            acc_v = tl.where(counts[:, None], acc_v, 0.0)
+        store_tile(dv, ot[:, None] * dv_t + ov[None, :], acc_v, there, ov < V, EXACT_V)
 
 
 class Saved(NamedTuple):
@@ -351,52 +506,17 @@ class Saved(NamedTuple):
         den: Guarded normalisers ``[B, H, T]``, fp32.
         kv: Final state ``[B or N, HKV, D, V]`` where not causal.
         z: Its normaliser.
-        prefixes: Where dq walks segments, what they start from: ``[segments, HKV, D V + D]`` of packed sequences,
-            else ``[B, segments - 1, HKV, D V + D]``, since the first one starts from the initial state.
     """
 
     o: Tensor
     den: Tensor
     kv: Tensor | None
     z: Tensor | None
-    prefixes: Tensor | None
-
-
-def query_segments(p: Problem) -> Segments:
-    """Cut the sequences for dq: where causal, at some of the forward's cuts, since there prefixes are known."""
-    tokens = p.q.shape[2]
-    if not p.causal:
-        return p.segments("dq", tokens)
-    forwards = p.segments("forward", tokens)
-    return p.coarser("dq", tokens, forwards) if forwards.split else forwards
 
 
 def save(p: Problem, out: Forward) -> Saved:
-    """Pick what the backward needs; dq has more programs per segment than the forward, so it needs fewer prefixes."""
-    if not p.causal:
-        return Saved(out.o, out.den, out.kv, out.z, None)
-    coarse = query_segments(p)
-    prefixes: Tensor | None = None
-    if coarse.split:
-        fine = p.segments("forward", p.q.shape[2])
-        if coarse.table is None or coarse.bounds is None or fine.bounds is None:
-            every = coarse.length // fine.length
-            prefixes = out.prefixes.unflatten(0, (p.rows, fine.per_row))[:, every::every].contiguous()
-        else:
-            n, first, start, _ = coarse.table.unbind(1)
-            index = fine.bounds[n] + (start - first) // fine.length
-            prefixes = out.prefixes[index.clamp_(max=fine.count - 1)]
-    return Saved(out.o, out.den, None, None, prefixes)
-
-
-def query_starts(p: Problem, prefixes: Tensor) -> Tensor:
-    """Return what each of dq's segments starts from, ``[segments, HKV, D V + D]``."""
-    if p.cu_seqlens is not None:
-        return prefixes
-    first = torch.zeros_like(prefixes[:, 0])
-    if p.kv0 is not None and p.z0 is not None:
-        torch.cat([p.kv0.flatten(2), p.z0], 2, out=first)
-    return torch.cat([first[:, None], prefixes], 1).flatten(0, 1)
+    """Pick what the backward needs; states that segments start from are summed anew."""
+    return Saved(out.o, out.den, *((None, None) if p.causal else (out.kv, out.z)))
 
 
 class Wanted(NamedTuple):
@@ -454,6 +574,23 @@ def delta_launch(chosen: Tile, o: Tensor, do: Tensor, delta: Tensor) -> Launch:
     return Launch("delta", delta_kernel, -(-rows // chosen.tokens), arguments, chosen, (o, do), (delta,))
 
 
+def reverse_state_launch(p: Problem, saved: Saved, do: Tensor, delta: Tensor, segments: Segments) -> Launch:
+    """Plan the sums over each segment's queries, and delta."""
+    q, o, den, chosen = p.q, saved.o, saved.den, p.tile("reverse_state")
+    arguments = {
+        **{"q": q, "o": o, "do": do, "den": den, "delta": delta, "states": p.states(segments)},
+        **{"T": q.shape[2], "HKV": p.k.shape[1], "d_b": den.stride(0), "G": p.group},
+        **strides("q", q),
+        **strides("o", o),
+        **strides("do", do),
+        **{"BD": chosen.width, "BV": padded(p.v.shape[3]), "BT": chosen.tokens},
+        **p.sizes(),
+        **walk(segments),
+    }
+    programs = segments.count * p.k.shape[1] * -(-p.k.shape[3] // chosen.width)
+    return Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,))
+
+
 def backward_launches(
     p: Problem, saved: Saved, do: Tensor, dkv: Tensor | None, dz: Tensor | None, wanted: Wanted = EVERY
 ) -> tuple[Backward, list[Launch]]:
@@ -470,81 +607,137 @@ def backward_launches(
     Returns:
         The gradients, allocated but not computed, and the launches that compute them, in order.
     """
-    q, k, v, o, den = p.q, p.k, p.v, saved.o, saved.den
-    (_, H, T, D), (_, HKV, S, V), G = q.shape, v.shape, p.group
     out = allocate_backward(p, wanted)
-    delta = torch.empty_like(den)
-    # dv has the fewest programs per segment of the two that walk keys.
-    of_keys = p.segments("dv", S)
-    launches = []
-    states: Tensor | None = None
+    delta = torch.empty_like(saved.den)
+    of_keys = wanted.k or wanted.v or wanted.state
+    cut = dkv_cut(p)
+    segments = p.segments(p.k.shape[2], cut.length)
+    ends = Starts()
+    launches: list[Launch] = []
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz
-    of_key_side = wanted.k or wanted.v or wanted.state
-    if of_key_side and (of_keys.split or not p.causal):
-        chosen = p.tile("reverse_state")
-        summed = of_keys if p.causal else p.segments("reverse_state", T)
-        states = p.states(summed)
-        arguments = {
-            **{"q": q, "o": o, "do": do, "den": den, "delta": delta, "states": states, "T": T, "HKV": HKV},
-            **strides("q", q),
-            **strides("o", o),
-            **strides("do", do),
-            **{"d_b": den.stride(0), "G": G, "BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
-            **p.sizes(),
-            **walk(summed),
-        }
-        programs = summed.count * HKV * -(-D // chosen.width)
-        launches += [
-            Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,)),
-            scan_launch(p, states, summed, seed, (out.dkv0, out.dz0), reverse=True),
-        ]
+    if of_keys and (cut.stored or segments.split or not p.causal):
+        summing = segments if p.causal else p.segments(p.q.shape[2], lone_cut(p, "reverse_state").length)
+        sums = reverse_state_launch(p, saved, do, delta, summing)
+        ends, launches = summed(p, sums, summing, seed, (out.dkv0, out.dz0), reverse=True, stored=cut.stored)
         if not p.causal:
             seed = out.dkv0, out.dz0
     elif wanted.q or wanted.k or wanted.state:
-        launches.append(delta_launch(p.tile("delta"), o, do, delta))
-
+        launches.append(delta_launch(p.tile("delta"), saved.o, do, delta))
     shared = {
-        **{"q": q, "k": k, "do": do, "den": den, "T": T, "d_b": den.stride(0), "CAUSAL": p.causal},
-        **strides("q", q),
-        **strides("k", k),
+        **{"q": p.q, "k": p.k, "do": do, "den": saved.den, "T": p.q.shape[2], "d_b": saved.den.stride(0)},
+        **strides("q", p.q),
+        **strides("k", p.k),
         **strides("do", do),
         **p.sizes(),
         **p.keys(),
     }
-    errors = (do, den, delta)
+    errors = do, saved.den, delta
     if wanted.q:
-        chosen = p.tile("dq")
-        of_queries = query_segments(p)
-        kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
-        starts = None if saved.prefixes is None else query_starts(p, saved.prefixes)
+        launches += dq_launches(p, saved, errors, out, shared)
+    shared |= {"S": p.k.shape[2], "HKV": p.k.shape[1], "G": p.group, **walk(segments)}
+    if of_keys and cut.stored:
+        launches += stored_key_launches(p, errors, out, wanted, shared, ends)
+    elif of_keys:
+        shared["SOURCE"] = "segment" if ends.states is not None else "none" if seed[0] is None else "sequence"
+        shared |= {"kv1": seed[0], "states": ends.states, "CAUSAL": p.causal}
+        launches += key_launches(p, errors, out, wanted, shared, seed[1], segments)
+    return out, launches
+
+
+Errors = tuple[Tensor, Tensor, Tensor]
+"""The gradient of o, the normalisers, and delta."""
+
+
+def dq_launches(p: Problem, saved: Saved, errors: Errors, out: Backward, shared: dict[str, Any]) -> list[Launch]:
+    """Plan dq and what its segments start from."""
+    q, k, v = p.q, p.k, p.v
+    (_, H, T, D), V = q.shape, v.shape[3]
+    cut = dq_cut(p)
+    segments = p.segments(T, cut.length)
+    starts = Starts()
+    launches: list[Launch] = []
+    if p.causal and (cut.stored or segments.split):
+        initial, unread = (p.kv0, p.z0), allocate_state(p)
+        sums = state_launch(p, segments)
+        starts, launches = summed(p, sums, segments, initial, unread, reverse=False, stored=cut.stored)
+    arguments = {
+        **shared,
+        **{"v": v, "delta": errors[2], "dq": out.dq, "H": H, "G": p.group, "BV": padded(V)},
+        **strides("v", v),
+        **strides("dq", out.dq),
+        **walk(segments),
+    }
+    reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
+    if cut.stored:
+        chosen = p.tile("stored_dq")
+        arguments |= {"starts": starts.states, "parts": starts.parts}
+        arguments |= {"BD": padded(D), "BT": chosen.tokens, "BN": chosen.width}
+        programs = segments.count * -(-cut.length // chosen.tokens) * H
+        return [*launches, Launch("stored_dq", stored_dq_kernel, programs, arguments, chosen, reads, (out.dq,))]
+    chosen = p.tile("dq")
+    kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
+    arguments |= {
+        **{"kv0": kv0, "z0": z0, "states": starts.states, "BD": chosen.width, "BT": chosen.tokens},
+        **{"CAUSAL": p.causal},
+        "SOURCE": "segment" if starts.states is not None else "none" if kv0 is None else "sequence",
+    }
+    programs = segments.count * H * -(-D // chosen.width)
+    return [*launches, Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,))]
+
+
+def stored_key_launches(
+    p: Problem, errors: Errors, out: Backward, wanted: Wanted, shared: dict[str, Any], ends: Starts
+) -> list[Launch]:
+    """Plan dk and dv from stored states: in one launch where the table says that they fit into one."""
+    q, k, v = p.q, p.k, p.v
+    roles = [role for role, asked in (("stored_dk", wanted.k), ("stored_dv", wanted.v)) if asked]
+    if len(roles) == 2 and p.has("stored_dkv"):
+        roles = ["stored_dkv"]
+    launches: list[Launch] = []
+    for role in roles:
+        chosen, of_k, of_v = p.tile(role), "k" in role[7:], "v" in role[7:]
         arguments = {
             **shared,
-            **{"v": v, "delta": delta, "dq": out.dq, "kv0": kv0, "z0": z0, "states": starts, "H": H, "G": G},
+            **{"v": v, "delta": errors[2], "dk": out.dk, "dv": out.dv, "starts": ends.states, "parts": ends.parts},
             **strides("v", v),
-            **strides("dq", out.dq),
-            **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens},
-            **walk(of_queries),
-            "SOURCE": "segment" if starts is not None else "none" if kv0 is None else "sequence",
+            **strides("dk", out.dk if of_k else k),
+            **strides("dv", out.dv if of_v else v),
+            **{"BD": padded(k.shape[3]), "BV": padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width},
+            **{"OF_K": of_k, "OF_V": of_v},
         }
-        reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
-        programs = of_queries.count * H * -(-D // chosen.width)
-        launches.append(Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,)))
+        programs = shared["table"].shape[0] if p.cu_seqlens is not None else p.rows * shared["NSEG"]
+        programs *= -(-shared["L"] // chosen.tokens) * k.shape[1]
+        writes = (*((out.dk,) if of_k else ()), *((out.dv,) if of_v else ()))
+        reads: tuple[Tensor, ...] = (q, k, v, *errors) if of_k else (q, k, *errors[:2])
+        launches.append(Launch(role, stored_dkv_kernel, programs, arguments, chosen, reads, writes))
+    return launches
 
-    split = p.causal and of_keys.split
-    shared |= {"S": S, "HKV": HKV, "G": G, "kv1": seed[0], "states": states, **walk(of_keys)}
-    shared["SOURCE"] = "segment" if split else "none" if seed[0] is None else "sequence"
-    final = p.causal and not split and wanted.state
+
+def key_launches(
+    p: Problem,
+    errors: Errors,
+    out: Backward,
+    wanted: Wanted,
+    shared: dict[str, Any],
+    dz: Tensor | None,
+    segments: Segments,
+) -> list[Launch]:
+    """Plan dk and dv with states in registers; where sequences are whole, dk ends with the initial state's gradient."""
+    q, k, v = p.q, p.k, p.v
+    D, V = k.shape[3], v.shape[3]
+    launches: list[Launch] = []
+    final = p.causal and not segments.split and wanted.state
     if wanted.k or final:
         chosen = p.tile("dk")
         arguments = {
             **shared,
-            **{"v": v, "delta": delta, "dk": out.dk, "z1": seed[1], "dkv0": out.dkv0, "dz0": out.dz0},
+            **{"v": v, "delta": errors[2], "dk": out.dk, "z1": dz, "dkv0": out.dkv0, "dz0": out.dz0},
             **strides("v", v),
             **strides("dk", out.dk),
             **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": final},
         }
-        reads = (k, v, q, *errors) if p.causal else (k, v)
-        programs = of_keys.count * HKV * -(-D // chosen.width)
+        reads: tuple[Tensor, ...] = (k, v, q, *errors) if p.causal else (k, v)
+        programs = segments.count * k.shape[1] * -(-D // chosen.width)
         launches.append(Launch("dk", dk_kernel, programs, arguments, chosen, reads, (out.dk,)))
     if wanted.v:
         chosen = p.tile("dv")
@@ -554,7 +747,7 @@ def backward_launches(
             **strides("dv", out.dv),
             **{"BD": padded(D), "BV": chosen.width, "BT": chosen.tokens},
         }
-        reads = (k, q, do, den) if p.causal else (k,)
-        programs = of_keys.count * HKV * -(-V // chosen.width)
+        reads = (k, q, *errors[:2]) if p.causal else (k,)
+        programs = segments.count * k.shape[1] * -(-V // chosen.width)
         launches.append(Launch("dv", dv_kernel, programs, arguments, chosen, reads, (out.dv,)))
-    return out, launches
+    return launches

@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
+from hf_linear_attn.ops.linear_attention.triton.steps import attend, fold, guarded, read
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
-    dot,
     key_rows,
     load_features,
     load_operand,
@@ -32,6 +33,7 @@ from hf_linear_attn.ops.triton.primitives import (
     phi,
     product,
     rounded,
+    rows_before,
     segment_bounds,
     store_tile,
 )
@@ -70,14 +72,14 @@ def segment_state_kernel(
     s = tl.zeros([BD, BV], tl.float32)
     z = tl.zeros([BD], tl.float32)
     for c in range(start, end, BT):
-        _, counts = key_rows(mask, c, c + ot < end, ot, first, delay, MASKED, DELAYED)
+        _, counts = key_rows(mask, c, rows_before(end, c, ot), ot, first, delay, MASKED, DELAYED)
         # [BT, BD]
         fk = load_features(
             k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, D % BD == 0, MAP, PRECISION, PIN
         )
         # [BT, BV]
         vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, V % BV == 0, PRECISION)
-        s = dot(tl.trans(fk), vv, s, PRECISION)
+        s = fold(fk, vv, s, PRECISION)
         z += tl.sum(fk.to(tl.float32), 0)
     states += (i_s.to(tl.int64) * HKV + i_h) * (D * V + D)
     tl.store(states + od[:, None] * V + ov[None, :], s, mask=(od < D)[:, None] & (ov < V)[None, :])
@@ -87,12 +89,18 @@ def segment_state_kernel(
 
 @triton.jit(do_not_specialize=["NSEG"])
 def segment_scan_kernel(
-    states, kv0, z0, kv, z, bounds,
+    sums, kv0, z0, starts, parts, kv, z, bounds,
     NSEG, HKV,
-    DV: tl.constexpr, D: tl.constexpr, BE: tl.constexpr,
-    VARLEN: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, PREFIX: tl.constexpr,
+    DV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    VARLEN: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, STARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's sums by the sums of all before it (after it where REVERSE), in a fixed order."""
+    """Write the sum of all segments before each one (after it where REVERSE), in a fixed order, and that of all.
+
+    BN segments are read at a time, since a read is waited for longer than it takes. STARTS says for which walk: one
+    that carries its state gets it in fp32, with z behind it; one that reads it gets it as products take it, and z as
+    three numbers of that kind whose sum it is.
+    """
     E: tl.constexpr = DV + D
     NE: tl.constexpr = (E + BE - 1) // BE
     pid = tl.program_id(0)
@@ -105,6 +113,7 @@ def segment_scan_kernel(
         a = n.to(tl.int64) * NSEG
         b = a + NSEG
     oe = (pid % NE) * BE + tl.arange(0, BE)
+    on = tl.arange(0, BN)
     in_kv = oe < DV
     in_z = (oe >= DV) & (oe < E)
     nh = n.to(tl.int64) * HKV + i_h
@@ -112,15 +121,31 @@ def segment_scan_kernel(
     if INITIAL:
         acc = tl.load(kv0 + nh * DV + oe, mask=in_kv, other=0.0)
         acc += tl.load(z0 + nh * D + oe - DV, mask=in_z, other=0.0)
-    for j in range(0, b - a):
-        i = a + j
+    # Row m of a tile is what segment c + m starts from; it takes in the segment before, so that none sees itself.
+    for c in range(0, b - a + 1, BN):
+        i = a + c + on
+        before = i - 1
         if REVERSE:
-            i = b - 1 - j
-        pointer = states + (i * HKV + i_h) * E + oe
-        x = tl.load(pointer, mask=oe < E, other=0.0)
-        if PREFIX:
-            tl.store(pointer, acc, mask=oe < E)
-        acc += x
+            i = b - 1 - c - on
+            before = i + 1
+        there = (before >= a) & (before < b)
+        # [BN, BE]
+        x = tl.load(sums + ((before * HKV + i_h) * E)[:, None] + oe[None, :], mask=there[:, None] & (oe < E), other=0.0)
+        if STARTS != "none":
+            y = acc[None, :] + tl.cumsum(x, 0)
+            row = (i * HKV + i_h)[:, None]
+            inside = ((i >= a) & (i < b))[:, None]
+            if STARTS == "carried":
+                tl.store(starts + row * E + oe[None, :], y, mask=inside & (oe < E))
+            else:
+                tl.store(starts + row * DV + oe[None, :], y.to(starts.dtype.element_ty), mask=inside & in_kv)
+                part = parts + (row * D + oe[None, :] - DV) * 4
+                for _ in tl.static_range(3):
+                    high = operand(y, parts.dtype.element_ty, PRECISION)
+                    tl.store(part, high, mask=inside & in_z)
+                    y -= high.to(tl.float32)
+                    part += 1
+        acc += tl.sum(x, 0)
     tl.store(kv + nh * DV + oe, acc, mask=in_kv)
     tl.store(z + nh * D + oe - DV, acc, mask=in_z)
 
@@ -176,7 +201,7 @@ def forward_kernel(
         z = tl.zeros([BD], tl.float32)
     causal = ot[:, None] >= ot[None, :]
     for c in range(start, end, BT):
-        rows = c + ot < end
+        rows = rows_before(end, c, ot)
         if CAUSAL:
             _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
             # [BT, BD]
@@ -188,18 +213,14 @@ def forward_kernel(
         # [BT, BD]
         x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
         fq = rounded(phi(x, MAP), x.dtype, PRECISION, PIN)
-        acc = product(fq, operand(s, x.dtype, PRECISION), PRECISION)
+        acc = read(fq, s, PRECISION)
         total = tl.sum(fq.to(tl.float32) * z[None, :], 1)
         if CAUSAL:
-            p = tl.where(causal, product(fq, tl.trans(fk), PRECISION), 0.0)
+            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION)
             total += tl.sum(p, 1)
-            acc = dot(operand(p, x.dtype, PRECISION), vv, acc, PRECISION)
-            s = dot(tl.trans(fk), vv, s, PRECISION)
+            s = fold(fk, vv, s, PRECISION)
             z += tl.sum(fk.to(tl.float32), 0)
-        if SIGNED:
-            total = tl.where(total < 0, total - eps, total + eps)
-        else:
-            total += eps
+        total = guarded(total, eps, SIGNED)
         acc = acc * (1.0 / total)[:, None]
         store_tile(o + c * o_t, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
         if i_v == 0:
@@ -211,6 +232,69 @@ def forward_kernel(
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
 
 
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
+def stored_forward_kernel(
+    q, k, v, mask, o, den, starts, parts, table,
+    T, L, NSEG, delay, eps, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs and normalisers of BT queries, from their segment's start and its keys so far."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    i_hk = i_h // G
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    c = start + i_t * BT
+    if c >= end:
+        return
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
+    den += row * d_b + i_h.to(tl.int64) * T + c
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    v += row * v_b + i_hk.to(tl.int64) * v_h
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        v -= delay.to(tl.int64) * v_t
+        if MASKED:
+            mask -= delay
+    rows = rows_before(end, c, ot)
+    # [BT, BD]
+    fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
+    sh = i_s.to(tl.int64) * (H // G) + i_hk
+    # [BD, BV]
+    s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
+    acc = product(fq, s, PRECISION)
+    # [BD, 16], of which three have z: so narrow a product costs less than sums of fp32.
+    o3 = tl.arange(0, 16)
+    z = load_tile(parts + sh * (D * 4), od[:, None] * 4 + o3[None, :], od < D, o3 < 3, False)
+    total = tl.sum(product(fq, z, PRECISION), 1)
+    for j in range(start, tl.minimum(c + BT, end), BN):
+        _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
+        # [BN, BD]
+        fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
+        # [BN, BV]
+        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
+        acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION)
+        total += tl.sum(p, 1)
+    total = guarded(total, eps, SIGNED)
+    acc = acc * (1.0 / total)[:, None]
+    store_tile(o, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
+    tl.store(den + ot, total, mask=rows)
+
+
 class Forward(NamedTuple):
     """What the forward leaves behind.
 
@@ -219,73 +303,98 @@ class Forward(NamedTuple):
         den: Guarded normalisers ``[B, H, T]``, fp32.
         kv: Final state ``[B or N, HKV, D, V]``, fp32.
         z: Its normaliser.
-        prefixes: What each segment starts from, ``[segments, HKV, D V + D]``; empty where sequences are whole.
     """
 
     o: Tensor
     den: Tensor
     kv: Tensor
     z: Tensor
-    prefixes: Tensor
 
 
-def allocate_forward(p: Problem, segments: Segments) -> Forward:
+def allocate_forward(p: Problem) -> Forward:
     """Allocate the results of the forward."""
-    q, k, v = p.q, p.k, p.v
-
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(sizes, dtype=torch.float32, device=q.device)
-
-    return Forward(
-        empty_like_tokens(q, v.shape[3]),
-        empty(*q.shape[:3]),
-        empty(p.rows, k.shape[1], k.shape[3], v.shape[3]),
-        empty(p.rows, k.shape[1], k.shape[3]),
-        p.states(segments) if p.causal and segments.split else empty(0),
-    )
+    den = torch.empty(p.q.shape[:3], dtype=torch.float32, device=p.q.device)
+    return Forward(empty_like_tokens(p.q, p.v.shape[3]), den, *allocate_state(p))
 
 
-def scan_launch(
+def allocate_state(p: Problem) -> tuple[Tensor, Tensor]:
+    """Allocate a state per sequence."""
+    sizes = p.rows, p.k.shape[1], p.k.shape[3]
+    kv = torch.empty(*sizes, p.v.shape[3], dtype=torch.float32, device=p.q.device)
+    return kv, torch.empty(sizes, dtype=torch.float32, device=p.q.device)
+
+
+class Starts(NamedTuple):
+    """What each segment starts from.
+
+    Attributes:
+        states: For walks that carry them ``[segments, HKV, D V + D]``, fp32; for walks that read them
+            ``[segments, HKV, D, V]`` in the dtype of products.
+        parts: The normaliser for the latter, ``[segments, HKV, D, 4]``: the first three sum up to it.
+    """
+
+    states: Tensor | None = None
+    parts: Tensor | None = None
+
+
+def summed(
     p: Problem,
-    states: Tensor,
+    sums: Launch,
     segments: Segments,
     initial: tuple[Tensor | None, Tensor | None],
     final: tuple[Tensor, Tensor],
     *,
     reverse: bool,
-) -> Launch:
-    """Plan the scan over segments."""
+    stored: bool,
+) -> tuple[Starts, list[Launch]]:
+    """Plan the scan over segments.
+
+    Args:
+        p: The problem.
+        sums: The launch that sums each segment.
+        segments: The segments.
+        initial: State before the first segment, or None.
+        final: Where the state after the last is written.
+        reverse: Whether the last segment is the first.
+        stored: Whether walks read their states from memory.
+
+    Returns:
+        What each segment starts from, nothing where attention is not causal, and both launches.
+    """
     D, V = p.k.shape[3], p.v.shape[3]
     chosen = p.tile("scan")
     block = min(chosen.width, padded(D * V + D))
+    starts = Starts()
+    if p.causal:
+        sizes = segments.count, p.k.shape[1]
+        if stored:
+            # Products take fp16 as tf32.
+            dtype = torch.float32 if p.q.dtype == torch.float16 else p.q.dtype
+            states, parts = (torch.empty(*sizes, D, n, dtype=dtype, device=p.q.device) for n in (V, 4))
+            starts = Starts(states, parts)
+        else:
+            starts = Starts(p.states(segments))
     arguments = {
-        "states": states,
-        "kv0": initial[0],
-        "z0": initial[1],
-        "kv": final[0],
-        "z": final[1],
-        "bounds": segments.bounds,
-        "NSEG": segments.per_row,
-        "HKV": p.k.shape[1],
-        "DV": D * V,
-        "D": D,
-        "BE": block,
+        **{"sums": sums.arguments["states"], "kv0": initial[0], "z0": initial[1], "kv": final[0], "z": final[1]},
+        **{"starts": starts.states, "parts": starts.parts, "bounds": segments.bounds, "NSEG": segments.per_row},
+        **{"HKV": p.k.shape[1], "DV": D * V, "D": D, "BN": chosen.tokens, "BE": block},
         # A table of whole sequences has one segment each, as dense rows do.
         "VARLEN": segments.bounds is not None,
         "REVERSE": reverse,
         "INITIAL": initial[0] is not None,
-        "PREFIX": p.causal,
+        "STARTS": "none" if not p.causal else "stored" if stored else "carried",
+        "PRECISION": p.sizes()["PRECISION"],
     }
     programs = p.rows * p.k.shape[1] * -(-(D * V + D) // block)
-    return Launch("scan", segment_scan_kernel, programs, arguments, chosen)
+    return starts, [sums, Launch("scan", segment_scan_kernel, programs, arguments, chosen)]
 
 
-def state_launch(p: Problem, states: Tensor, segments: Segments) -> Launch:
+def state_launch(p: Problem, segments: Segments) -> Launch:
     """Plan the sums over each segment's keys."""
     k, v, chosen = p.k, p.v, p.tile("state")
     wide = min(chosen.width, padded(v.shape[3]))
     arguments = {
-        **{"k": k, "v": v, "states": states, "T": k.shape[2], "HKV": k.shape[1]},
+        **{"k": k, "v": v, "states": p.states(segments), "T": k.shape[2], "HKV": k.shape[1]},
         **strides("k", k),
         **strides("v", v),
         **p.sizes(),
@@ -308,38 +417,49 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     Returns:
         The results, allocated but not computed, and the launches that compute them, in order.
     """
-    q, k, v, chosen = p.q, p.k, p.v, p.tile("forward")
-    segments = p.segments("forward", q.shape[2])
-    out = allocate_forward(p, segments)
-    launches = []
+    q, k, v = p.q, p.k, p.v
+    cut = forward_cut(p)
+    segments = p.segments(q.shape[2], cut.length)
+    out = allocate_forward(p)
+    launches: list[Launch] = []
     kv0, z0 = p.kv0, p.z0
-    split = p.causal and segments.split
-    if split:
-        launches.append(state_launch(p, out.prefixes, segments))
-        launches.append(scan_launch(p, out.prefixes, segments, (kv0, z0), (out.kv, out.z), reverse=False))
+    starts = Starts()
+    if p.causal and (cut.stored or segments.split):
+        starts, launches = summed(
+            p, state_launch(p, segments), segments, (kv0, z0), (out.kv, out.z), reverse=False, stored=cut.stored
+        )
     elif not p.causal:
-        of_keys = p.segments("state", k.shape[2])
-        states = p.states(of_keys)
-        launches.append(state_launch(p, states, of_keys))
-        launches.append(scan_launch(p, states, of_keys, (kv0, z0), (out.kv, out.z), reverse=False))
+        of_keys = p.segments(k.shape[2], lone_cut(p, "state").length)
+        _, launches = summed(
+            p, state_launch(p, of_keys), of_keys, (kv0, z0), (out.kv, out.z), reverse=False, stored=False
+        )
         kv0, z0 = out.kv, out.z
     arguments = {
-        **{"q": q, "k": k, "v": v, "o": out.o, "den": out.den, "kv0": kv0, "z0": z0, "kv": out.kv},
-        **{"z_out": out.z, "states": out.prefixes, "T": q.shape[2], "H": q.shape[1], "G": p.group, "eps": eps},
+        **{"q": q, "k": k, "v": v, "o": out.o, "den": out.den},
+        **{"T": q.shape[2], "H": q.shape[1], "G": p.group, "eps": eps, "d_b": out.den.stride(0)},
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),
         **strides("o", out.o),
-        **{"d_b": out.den.stride(0), "BD": padded(k.shape[3]), "BV": chosen.width, "BT": chosen.tokens},
         **p.sizes(),
         **p.keys(),
         **walk(segments),
-        "SIGNED": not elementwise_map(p.phi).non_negative,
-        "CAUSAL": p.causal,
-        "SOURCE": "segment" if split else "none" if kv0 is None else "sequence",
-        "FINAL": p.causal and not split,
+        **{"BD": padded(k.shape[3]), "SIGNED": not elementwise_map(p.phi).non_negative},
+    }
+    reads = (q, k, v) if p.causal else (q,)
+    if cut.stored:
+        chosen = p.tile("stored_forward")
+        arguments |= {"starts": starts.states, "parts": starts.parts, "BV": padded(v.shape[3])}
+        arguments |= {"BT": chosen.tokens, "BN": chosen.width}
+        programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
+        last = Launch("stored_forward", stored_forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
+        return out, [*launches, last]
+    chosen = p.tile("forward")
+    source = "segment" if starts.states is not None else "none" if kv0 is None else "sequence"
+    arguments |= {
+        **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
+        **{"BV": chosen.width, "BT": chosen.tokens, "CAUSAL": p.causal},
+        **{"SOURCE": source, "FINAL": p.causal and not segments.split},
     }
     programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
-    reads = (q, k, v) if p.causal else (q,)
-    launches.append(Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den)))
-    return out, launches
+    return out, [*launches, Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))]

@@ -17,7 +17,7 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
-from hf_linear_attn.ops.triton.run import as_int64, contiguous, planned, target_for
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
 
 
 def linear_attention_triton(
@@ -36,7 +36,7 @@ def linear_attention_triton(
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
     refuse_functional("triton", q, k, v, kv0, z0)
-    o, _, kv, z, _ = triton_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    o, _, kv, z = _attend(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
     return o, LinearAttentionState(kv, z)
 
 
@@ -80,8 +80,8 @@ def triton_forward(
     causal: bool,
     delay: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return o, the guarded normaliser, the final ``kv`` and ``z``, and the prefixes of the segments."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
     return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
 
 
@@ -92,10 +92,9 @@ def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
 
 
 @triton_forward.register_fake
-def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *of_problem, _ = inputs
-    problem = _problem(q, *of_problem)
-    return allocate_forward(problem, problem.segments("forward", q.shape[2]))
+    return allocate_forward(_problem(q, *of_problem))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
@@ -114,7 +113,6 @@ def triton_backward(
     den: Tensor,
     kv: Tensor | None,
     z: Tensor | None,
-    prefixes: Tensor | None,
     phi: str,
     causal: bool,
     delay: int,
@@ -124,13 +122,13 @@ def triton_backward(
     of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
-    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay
-    return _gradients(do, dkv, dz, *inputs, o, den, kv, z, prefixes, of_q, of_k, of_v, of_state)
+    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, o, den, kv, z
+    return _gradients(do, dkv, dz, *inputs, phi, causal, delay, of_q, of_k, of_v, of_state)
 
 
 @planned
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    problem, saved, wanted = _problem(*inputs[:10]), Saved(*inputs[10:15]), Wanted(*inputs[15:])
+    problem, saved, wanted = _problem(*inputs[:7], *inputs[11:14]), Saved(*inputs[7:11]), Wanted(*inputs[14:])
     return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
@@ -144,7 +142,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # The final state is rarely part of a loss: its gradient is not even filled with zeros.
     ctx.set_materialize_grads(False)
     q, k, v, _, cu_seqlens, kv0, z0 = tensors
-    # For its shapes and cuts alone: nothing is copied into a layout that kernels read.
     p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
     ctx.save_for_backward(*tensors, *save(p, Forward(*output)))
 
@@ -155,7 +152,6 @@ def _backward(
     dden: Tensor | None,
     dkv: Tensor | None,
     dz: Tensor | None,
-    dprefixes: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad
@@ -168,7 +164,7 @@ def _backward(
         dkv = dz.new_zeros(*dz.shape, v.shape[3])
     elif dz is None and dkv is not None:
         dz = dkv.new_zeros(dkv.shape[:3])
-    found = triton_backward(
+    found = _derive(
         do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay, *wanted
     )
     asked = (*wanted, wanted.state)
@@ -177,4 +173,6 @@ def _backward(
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
+_attend = directly(triton_forward, _forward, _save, _backward)
+_derive = directly(triton_backward, _gradients)
 refuse_transforms("triton", triton_forward, backward=triton_backward)

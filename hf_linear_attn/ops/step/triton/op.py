@@ -2,12 +2,13 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import planned, target_for
+from hf_linear_attn.ops.triton.run import directly, planned, target_for
 
 
 def decode_step_triton_(
@@ -22,7 +23,7 @@ def decode_step_triton_(
 ) -> Tensor:
     """Run one decode step in place; see :func:`hf_linear_attn.ops.step.decode_step_`."""
     kv, z = state
-    o: Tensor = triton_decode_(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
+    o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
     return o
 
 
@@ -32,6 +33,15 @@ def triton_decode_(
 ) -> Tensor:
     """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
     return _step(q, k, v, key_mask, kv, z, phi, eps)
+
+
+def _changing(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+) -> Tensor:
+    """Run a step and tell autograd, as the op does, that the state has changed."""
+    o = _step(q, k, v, key_mask, kv, z, phi, eps)
+    increment_version([x for x in (kv, z) if not x.is_inference()])
+    return o
 
 
 @planned
@@ -49,3 +59,4 @@ def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: T
 
 
 refuse_vmap("triton", triton_decode_)
+_fold = directly(triton_decode_, _changing)

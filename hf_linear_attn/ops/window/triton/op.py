@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, planned, target_for
+from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.triton.kernels import (
     WindowBackward,
@@ -41,7 +41,7 @@ def window_attention_triton(
         of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
     refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries)
-    o: Tensor = triton_window(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
+    o: Tensor = _attend(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
     return o
 
 
@@ -170,7 +170,7 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
     of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, of_before, of_bias, of_weight, *_ = ctx.needs_input_grad
     _, k, _, _, sink_k, sink_v, *_, bias, weight = ctx.saved_tensors[4:]
     wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v)
-    found = triton_window_backward(do, *ctx.saved_tensors, ctx.window, ctx.scaling, *wanted)
+    found = _derive(do, *ctx.saved_tensors, ctx.window, ctx.scaling, *wanted)
     dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
     # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
@@ -185,4 +185,6 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
 
 
 torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)
+_attend = directly(triton_window, _forward, _save_window, _window_backward)
+_derive = directly(triton_window_backward, _gradients)
 refuse_transforms("triton", triton_window, backward=triton_window_backward)

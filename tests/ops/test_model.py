@@ -1,0 +1,151 @@
+"""The model of clocks and bytes: what it chooses, and how far it is from what the compiler makes."""
+
+import pytest
+import torch
+
+from hf_linear_attn.ops.linear_attention.triton import model
+from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.linear_attention.triton.model import Costs, Cut, microseconds
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target
+
+H200 = Target("sm_90", 132)
+
+
+def problem(
+    T: int,
+    *,
+    B: int = 1,
+    H: int = 32,
+    HKV: int = 8,
+    D: int = 128,
+    V: int = 128,
+    phi: str = "elu",
+    target: Target = H200,
+    lengths: tuple[int, ...] = (),
+) -> Problem:
+    def empty(heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(B, T, heads, dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
+    return Problem(target, empty(H, D), empty(HKV, D), empty(HKV, V), None, cu_seqlens, None, None, phi, True, 0)
+
+
+def launches(p: Problem) -> tuple[list[Launch], list[Launch]]:
+    out, forward = forward_launches(p, 1e-6)
+    return forward, backward_launches(p, save(p, out), torch.empty_like(out.o), out.kv, out.z)[1]
+
+
+# Instructions that the compiled kernels issue per head and token, times warps over four schedulers: Triton 3.9.0,
+# sm_90, bf16, four query heads per key head, segments of 256 tokens; features wider than values are the identity's,
+# masked and delayed, others elu's.
+COMPILED = [
+    (64, 64, "state", 8.9),
+    (64, 64, "forward", 19.1),
+    (64, 64, "dq", 17.1),
+    (64, 64, "stored_forward", 30.1),
+    (64, 64, "stored_dq", 31.0),
+    (64, 64, "stored_dkv", 35.7),
+    (128, 64, "stored_forward", 23.6),
+    (128, 64, "stored_dq", 24.7),
+    (128, 64, "stored_dkv", 37.8),
+    (128, 128, "state", 15.9),
+    (128, 128, "reverse_state", 24.3),
+    (128, 128, "stored_forward", 46.8),
+    (128, 128, "stored_dq", 45.4),
+    (128, 128, "stored_dkv", 50.8),
+    (256, 128, "state", 16.2),
+    (256, 128, "stored_forward", 33.1),
+    (256, 128, "stored_dq", 35.8),
+    (256, 128, "stored_dk", 36.1),
+    (256, 128, "stored_dv", 31.0),
+]
+
+
+@pytest.mark.parametrize(("D", "V", "role", "compiled"), COMPILED)
+def test_clocks_are_near_those_of_compiled_kernels(D: int, V: int, role: str, compiled: float) -> None:
+    T, length = 65_536, 256
+    p = problem(T, D=D, V=V, phi="elu" if D == V else "identity")
+    costs = Costs(p)
+    if role in ("state", "reverse_state"):
+        work, heads = costs.state(role, T, length), 32 if role == "reverse_state" else 8
+    elif role.startswith("stored"):
+        work, heads = costs.stored(role, T, length), 32
+    else:
+        work, heads = costs.carried(role, T, T), 32
+    issued = (work.clocks - model.ROUND) * work.programs / (heads * T)
+    assert 1 / 1.7 < issued / compiled < 1.7
+
+
+def seconds_of(p: Problem, cut: Cut) -> tuple[float, float]:
+    costs = Costs(p)
+    return microseconds(p.target, costs.forward(cut)), sum(
+        microseconds(p.target, part) for part in (costs.dq(cut), costs.dkv(cut))
+    )
+
+
+def chosen_us(p: Problem) -> tuple[float, float]:
+    costs = Costs(p)
+    forward = microseconds(p.target, costs.forward(model.forward_cut(p)))
+    backward = (costs.dq(model.dq_cut(p)), costs.dkv(model.dkv_cut(p)))
+    return forward, sum(microseconds(p.target, part) for part in backward)
+
+
+def test_short_sequences_gain_and_long_ones_do_not_lose() -> None:
+    """Against segments of no fewer than 1024 tokens, as they were once cut."""
+    forward, backward = chosen_us(problem(2_048))
+    former = seconds_of(problem(2_048), Cut(False, 1_024))
+    assert former[0] > 2 * forward
+    assert former[1] > 3 * backward
+    for T in (8_192, 32_768, 131_072):
+        now = chosen_us(problem(T))
+        for length in (1_024, T // 4, T):
+            then = seconds_of(problem(T), Cut(False, length))
+            assert now[0] <= then[0]
+            assert now[1] <= then[1]
+
+
+@pytest.mark.parametrize(
+    ("H", "HKV", "D", "V"), [(32, 8, 128, 128), (32, 32, 128, 128), (32, 8, 256, 128), (14, 2, 64, 64)]
+)
+@pytest.mark.parametrize("T", [2_048, 4_096, 32_768])
+def test_programs_for_every_processor(H: int, HKV: int, D: int, V: int, T: int) -> None:
+    """Nearly: 2048 tokens of eight key heads are 128 tiles of keys on 132 processors."""
+    for launch in (x for part in launches(problem(T, H=H, HKV=HKV, D=D, V=V)) for x in part):
+        floor = 128 if T == 2_048 and HKV == 8 else 132
+        assert launch.programs >= min(floor, T * HKV // 128), launch.role
+
+
+@pytest.mark.parametrize("lengths", [(), (3_000, 0, 1_096)])
+@pytest.mark.parametrize("cut", [Cut(False, 4_096), Cut(False, 1_024), Cut(True, 256)])
+def test_works_are_the_launches_of_the_plan(
+    cut: Cut, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(4_096, lengths=lengths)
+    monkeypatch.setattr(model, "cuts", lambda *_: iter([cut]))
+    costs = Costs(p)
+    forward, backward = launches(p)
+    assert [(x.role, x.programs) for x in costs.forward(cut)] == [(x.role, x.programs) for x in forward]
+    works = {x.role: x.programs for x in (*costs.dq(cut), *costs.dkv(cut))}
+    for launch in backward:
+        if launch.role != "delta":
+            assert works[launch.role] == launch.programs, launch.role
+
+
+def test_a_batch_that_fills_the_device_is_not_cut() -> None:
+    """Its bytes are what it takes, and a cut reads keys and values twice."""
+    assert model.forward_cut(problem(8_192, B=8, HKV=32, D=64, V=64)) == Cut(False, 8_192)
+
+
+def test_narrow_heads_carry_their_states_and_wide_features_read_them() -> None:
+    assert not model.forward_cut(problem(65_536, B=4, D=64, V=64)).stored
+    assert not model.dq_cut(problem(65_536, B=4, D=64, V=64)).stored
+    for cut in (model.forward_cut, model.dq_cut, model.dkv_cut):
+        assert cut(problem(65_536, D=256)).stored
+
+
+def test_slower_processors_take_longer() -> None:
+    p = problem(8_192)
+    works = Costs(p).forward(Cut(False, 1_024))
+    assert microseconds(Target("sm_80", 108), works) > microseconds(H200, works)
+    assert microseconds(Target("sm_90", 66), works) > microseconds(H200, works)
