@@ -194,7 +194,7 @@ def compiled(peer: Peer, D: int, arch: str, tuning: tuple[int, int, int, int]) -
             types[name] = "constexpr"
             values[(i,)] = constants.get(name, False if parameter.is_constexpr else None)
     source = ASTSource(function, types, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     try:
         found = triton.compile(source, target=gpu_target(arch), options=options)
     # Some tunings do not fit; compilers have no error in common.
