@@ -15,13 +15,26 @@ endif
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test lint format kernels-check kernels-check-oldest sweep clean
+.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
 
 test: $(INSTALLED) lint
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
+
+# What to run before every commit: the linters, and tests of each part that take a second or two. Under 90 seconds.
+QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py tests/docs/test_prose.py \
+	tests/docs/test_front.py tests/docs/test_files.py tests/feature_maps/test_registry.py tests/ops/test_oracle.py \
+	tests/ops/test_dispatch.py tests/patching/test_saved.py tests/patching/test_errors.py tests/golden \
+	tests/distill/test_settings.py tests/distill/test_losses.py tests/evaluation/test_settings.py \
+	tests/evaluation/test_statistics.py
+
+quick: $(INSTALLED)
+	$(MAKE) --no-print-directory -j 2 lint quick-tests
+
+quick-tests: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not gpu and not optional and not sweep" $(QUICK)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -32,6 +45,27 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# The site, in build/site: every link, name and page is checked. NO_MKDOCS_2_WARNING silences an advertisement.
+docs: $(INSTALLED)-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# README's pictures and table from docs/results, and the outputs of README and tutorial, which takes minutes.
+front: $(INSTALLED)
+	$(RUN) -m tools.front
+	OMP_NUM_THREADS=1 $(RUN) -m tools.snippets README.md docs/tutorial.md
+
+# Build wheel and source, and try the wheel without the repository. TAG=v1.2.3 checks what a release needs besides.
+release-check: $(INSTALLED)-release
+	rm -rf dist
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	$(RUN) -m tools.release dist $(if $(TAG),--tag $(TAG))
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(RUN) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 # Compile the sizes that matter for six GPU architectures, without one, and hold them to benchmarks/compile_budget.json.
 kernels-check: $(INSTALLED)
@@ -54,5 +88,9 @@ endif
 	$(RUN) -m pip install --quiet $(CONSTRAIN) --editable ".[dev,report]"
 	mkdir -p $(dir $@) && touch $@
 
+$(INSTALLED)-docs $(INSTALLED)-release: $(INSTALLED)-%: $(INSTALLED)
+	$(RUN) -m pip install --quiet $(CONSTRAIN) --editable ".[$*]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

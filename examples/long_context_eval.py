@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_linear_attn.errors import one_line_errors
 from hf_linear_attn.evaluation.cli import main
+from hf_linear_attn.shell import shell
 
 TEACHER = Path(__file__).parent / "teacher"
 STUDENT = Path("runs/quickstart/student")
@@ -24,9 +24,12 @@ SMALL_RUN = {
     "num_samples": 10,
     "batch_size": 5,
     # In one forward, as `generate` reads: softmax attention after a cached piece takes a slower way.
-    "prefill_chunk": 4096,
+    "prefill_chunk": 16384,
     "max_text_tokens": 16384,
-    "repeats": 5,
+    "latency_lengths": (1024, 4096, 16384),
+    "latency_batch_size": 1,
+    "repeats": 3,
+    "warmups": 1,
     "output_dir": "runs/evaluation",
     "overwrite": True,
 }
@@ -41,5 +44,5 @@ def small_models() -> dict[str, Any]:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    with one_line_errors("long_context_eval.py"):
+    with shell("long_context_eval.py"):
         main(arguments, prog="long_context_eval.py", defaults={} if arguments else SMALL_RUN | small_models())

@@ -6,54 +6,79 @@ other causal language model, a folder or a hub name, takes its place with --mode
 
 import copy
 import shutil
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from hf_linear_attn import patch_model
+from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.models import load_teacher
 from hf_linear_attn.distill.settings import RECOMMENDED
-from hf_linear_attn.errors import ArgumentError, one_line_errors
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
-from hf_linear_attn.evaluation.settings import accept_none
+from hf_linear_attn.evaluation.report import headlines
 from hf_linear_attn.loading import load_tokenizer, make_folder
+from hf_linear_attn.shell import next_step, shell
 
 TEACHER = Path(__file__).parent / "teacher"
+EXAMPLE = """
+python examples/quickstart.py
+python examples/quickstart.py --model your/model --window 128 --lengths 512,2048 --output-dir runs/mine
+"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arguments:
-    """What to convert, how long to distil, and what to measure."""
+    """What to convert, how long to distil, and what to measure.
 
-    model: str = field(default=str(TEACHER), metadata={"help": "Softmax checkpoint: a folder or a hub name."})
-    output_dir: str = field(default="runs/quickstart", metadata={"help": "Where report, results and student go."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace what an earlier run left there."})
-    feature_map: str = field(default=RECOMMENDED.feature_map, metadata={"help": "See `hf-linear-attn maps`."})
-    window: int | None = field(
-        default=RECOMMENDED.window, metadata={"help": "Last tokens that are attended to exactly."}
-    )
-    sinks: int = field(default=RECOMMENDED.sinks, metadata={"help": "First tokens that are attended to exactly."})
-    transfer_steps: int = field(default=60, metadata={"help": "Steps of attention transfer."})
-    distill_steps: int = field(default=480, metadata={"help": "Steps of logit distillation."})
-    rows: int = field(default=4, metadata={"help": "Sequences of that length per step; longer ones are fewer."})
-    block_tokens: int = field(default=512, metadata={"help": "Tokens of the shortest sequences."})
-    lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "Context lengths to evaluate."}
-    )
-    samples: int = field(default=10, metadata={"help": "Retrieval samples per length and depth."})
-    seed: int = field(default=0, metadata={"help": "Of everything random."})
+    Args:
+        model: Softmax checkpoint: a folder or a hub name.
+        output_dir: Where report, results and student go.
+        overwrite: Replace what an earlier run left there.
+        feature_map: One of those that `hf-linear-attn maps` lists.
+        window: Last tokens that are attended to exactly.
+        sinks: First tokens that are attended to exactly.
+        transfer_steps: Steps of attention transfer.
+        distill_steps: Steps of logit distillation.
+        rows: Sequences of that length per step; longer ones are fewer.
+        block_tokens: Tokens of the shortest sequences.
+        lengths: Context lengths to evaluate.
+        speed_lengths: Context lengths to time, one prompt at a time.
+        samples: Retrieval samples per length and depth.
+        seed: Of everything random.
+    """
+
+    model: str = str(TEACHER)
+    output_dir: str = "runs/quickstart"
+    overwrite: bool = False
+    feature_map: str = RECOMMENDED.feature_map
+    window: int | None = RECOMMENDED.window
+    sinks: int = RECOMMENDED.sinks
+    transfer_steps: int = 60
+    distill_steps: int = 480
+    rows: int = 4
+    block_tokens: int = 512
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048)
+    speed_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    samples: int = 10
+    seed: int = 0
+
+
+def read_arguments() -> Arguments:
+    """Read the flags."""
+    line = CommandLine("quickstart.py", str(__doc__), example=EXAMPLE, positional="config")
+    line.add("settings", settings_of(Arguments))
+    return Arguments(**line.read(sys.argv[1:]).values)
 
 
 def main() -> None:
-    """Run the four steps: load, distil, distil the baseline, evaluate."""
-    parser = HfArgumentParser(Arguments, description=__doc__)
-    accept_none(parser, Arguments)
-    arguments: Arguments = parser.parse_args_into_dataclasses()[0]
+    """Run the three steps: distil, distil the baseline, evaluate."""
+    arguments = read_arguments()
     logging.disable_progress_bar()
     folder = make_folder(arguments.output_dir)
     if any(folder.iterdir()) and not arguments.overwrite:
@@ -75,17 +100,7 @@ def main() -> None:
     # The earlier report is whole until this one is ready to take its place.
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
-    evaluation = EvaluationSettings(
-        tasks=("passkey", "kv_recall"),
-        lengths=tuple(arguments.lengths),
-        num_samples=arguments.samples,
-        batch_size=8,
-        max_text_tokens=16384,
-        repeats=3,
-        decode_tokens=16,
-        seed=arguments.seed,
-        output_dir=str(fresh),
-    )
+    evaluation = evaluation_settings(arguments, fresh)
     check_evaluation(evaluation, model=patched, tokenizer=tokenizer, teacher=teacher)
     data = load_data(settings, tokenizer)
 
@@ -118,10 +133,33 @@ def main() -> None:
     tokenizer.save_pretrained(fresh / "student")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
-    print(f"Read {folder / 'report.html'}; the student is in {folder / 'student'}.")
+    for one in headlines(results):
+        print(f"{one.figure:>6}  {one.label} ({one.detail})")
+    print(f"Report: {folder / 'report.html'}\nStudent: {folder / 'student'}")
+    next_step("open the report; `python examples/long_context_eval.py` measures the student at longer context.")
+
+
+def evaluation_settings(arguments: Arguments, folder: Path) -> EvaluationSettings:
+    """Return what is measured: quality in batches at lengths that the teacher knows, speed one prompt at a time."""
+    return EvaluationSettings(
+        tasks=("passkey", "kv_recall"),
+        lengths=arguments.lengths,
+        num_samples=arguments.samples,
+        batch_size=8,
+        max_text_tokens=16384,
+        # In one forward, as `generate` reads: softmax attention after a cached piece takes a slower way.
+        prefill_chunk=max(*arguments.lengths, *arguments.speed_lengths),
+        latency_lengths=arguments.speed_lengths,
+        latency_batch_size=1,
+        warmups=1,
+        repeats=3,
+        decode_tokens=16,
+        seed=arguments.seed,
+        output_dir=str(folder),
+    )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(min(torch.get_num_threads(), 2))
-    with one_line_errors("quickstart.py"):
+    with shell("quickstart.py", interrupted="Nothing of an earlier run was changed."):
         main()

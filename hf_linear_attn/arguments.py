@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 import yaml
 
-from hf_linear_attn.checks import check_type
+from hf_linear_attn.checks import NAMES, PLURALS, check_type
 from hf_linear_attn.errors import ArgumentError
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
@@ -104,10 +104,10 @@ def _wanted(kind: Any) -> str:
     """Name a type for a message."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (list, tuple):
-        return f"a list, each {_wanted(inner[0])}"
+        return f"a list of {PLURALS.get(inner[0], 'values')}"
     if dict in (origin, kind) or Mapping in (origin, kind):
         return "a JSON object"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
+    return "true or false" if kind is bool else NAMES.get(kind, "a text")
 
 
 def _from_words(value: Any, kind: Any) -> Any:
@@ -166,7 +166,7 @@ def _documented(cls: type) -> dict[str, str]:
             name, found[entry[1]] = entry[1], entry[2]
         elif name:
             found[name] += " " + line.strip()
-    return {key: text.replace("``", "`") for key, text in found.items()}
+    return {key: re.sub(r":\w+:`", "`", text.replace("``", "`")) for key, text in found.items()}
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
@@ -202,6 +202,22 @@ def read_file(path: str | Path, argument: str = "config") -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
+def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[str, Any]:
+    """Read what a YAML or JSON file has for some settings.
+
+    Raises:
+        ArgumentError: If the file cannot be read, a name is unknown, or a value cannot be used.
+        ArgumentTypeError: If a value has another type than its setting.
+    """
+    known = {setting.name: setting for setting in settings}
+    values = read_file(path)
+    for name in values:
+        if name not in known:
+            remedy = _meant(name, known) or "Remove it, or use one of those"
+            raise ArgumentError("config", "hold known settings only", name, remedy, available=known)
+    return {name: known[name].read(value) for name, value in values.items()}
+
+
 class Given(NamedTuple):
     """What a user named: settings that are not here keep their defaults."""
 
@@ -228,7 +244,7 @@ class CommandLine:
     def __init__(
         self, program: str, summary: str, *, example: str, positional: str | None = None, config: bool = True
     ) -> None:
-        self.program, self.summary, self.example = program, textwrap.dedent(summary).strip(), example
+        self.program, self.summary, self.example = program, " ".join(summary.split()), example
         self.positional = positional
         self.groups: dict[str, list[Setting]] = {}
         self._config = Setting("config", str | None, None, "YAML or JSON file of settings.") if config else None
@@ -259,20 +275,8 @@ class CommandLine:
         words = self._words(argv)
         flags = {name: settings[name].read(value) for name, value in words.items()}
         path = flags.pop("config", None)
-        return Given({} if path is None else self.check_names(read_file(path)), flags)
-
-    def check_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a file has for this command's settings.
-
-        Raises:
-            ArgumentError: If a name is unknown, or a value cannot be used.
-        """
-        settings = {name: setting for name, setting in self.settings.items() if setting is not self._config}
-        for name in values:
-            if name not in settings:
-                remedy = _meant(name, settings) or "Remove it, or use one of those"
-                raise ArgumentError("config", "hold known settings only", name, remedy, available=settings)
-        return {name: settings[name].read(value) for name, value in values.items()}
+        declared = [setting for setting in settings.values() if setting is not self._config]
+        return Given({} if path is None else read_settings_file(path, declared), flags)
 
     def _words(self, argv: Sequence[str]) -> dict[str, Any]:
         """Return the words that each setting was given."""
@@ -298,19 +302,25 @@ class CommandLine:
         return found | self._loose(loose, found)
 
     def _loose(self, words: list[str], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was given without a flag: the positional setting, and a file of settings."""
+        given: dict[str, Any] = {}
+        if self._config is not None and self.positional != "config":
+            files = [word for word in words if word.endswith((".yaml", ".yml"))]
+            given |= {"config": files[0]} if len(files) == 1 and "config" not in found else {}
+            words = [word for word in words if word not in given.values()]
         if not words:
-            return {}
+            return given
         name = self.positional
         if name is None or name in found or (len(words) > 1 and not self.settings[name].is_list):
             remedy = f"`{self.program} --help` lists the flags."
             raise ArgumentError("arguments", "be flags and their values", words[0 if name is None else -1], remedy)
-        return {name: words if self.settings[name].is_list else words[0]}
+        return given | {name: words if self.settings[name].is_list else words[0]}
 
     def help(self) -> str:
         """Return the help: an example first, then the settings in groups."""
         width = min(shutil.get_terminal_size((100, 24)).columns, 110)
         word = {None: "", "config": "[FILE] "}.get(self.positional, f"{(self.positional or '').upper()} ")
-        parts = [f"usage: {self.program} {word}[--setting value ...]", self.summary]
+        parts = [f"usage: {self.program} {word}[--setting value ...]", textwrap.fill(self.summary, width)]
         parts.append("example:\n" + textwrap.indent(textwrap.dedent(self.example).strip(), "  "))
         for title, settings in self.groups.items():
             parts.append(f"{title}:\n" + "\n".join(_entry(setting, width) for setting in settings))
@@ -348,7 +358,7 @@ def _entry(setting: Setting, width: int) -> str:
         choices = [str(choice) for choice in setting._choices() if choice is not None]
         kind = setting.kinds[0]
         inner = get_args(kind)[0] if setting.is_list else kind
-        one = "|".join(choices) or {int: "N", float: "X", Path: "PATH"}.get(inner, "TEXT")
+        one = "|".join(choices) or {int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(inner, "JSON")
         head = f"{setting.flag} {one}" + (f",{one},..." if setting.is_list else "")
     text = " ".join(filter(None, [setting.help, _default(setting)]))
     body = textwrap.wrap(text, width - 28) or [""]
@@ -356,11 +366,15 @@ def _entry(setting: Setting, width: int) -> str:
     return "\n".join([*lines, *(" " * 28 + line for line in body[1:])]).rstrip()
 
 
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _default(setting: Setting) -> str:
     default = setting.default
     if setting.is_switch or default is dataclasses.MISSING or default in (None, "", (), [], {}):
         shown = "on" if setting.is_switch and default is True else None
     else:
-        shown = ",".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        shown = ",".join(map(_short, default)) if isinstance(default, list | tuple) else _short(default)
     none = "`none` for none." if setting.takes_none and default not in (None, dataclasses.MISSING) else ""
     return " ".join(filter(None, [f"Default: {shown}." if shown else "", none]))

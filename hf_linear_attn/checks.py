@@ -1,8 +1,9 @@
 """Checks of types and numbers that settings and operations share."""
 
+import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -12,6 +13,9 @@ SMALLEST_EPS, LARGEST_EPS = 1e-37, 1e37
 """Bounds of what is added to a normaliser: float32, in which it is added, has neither smaller nor larger ones."""
 
 NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+LARGEST = 2**62
+"""Largest whole number of a setting."""
+
 PLURALS = {int: "whole numbers", float: "numbers", bool: "truth values", str: "texts"}
 
 
@@ -44,6 +48,22 @@ def check_type(argument: str, value: Any, kind: Any, *, where: str | None = None
     return float(value) if takes_float and isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def check_types(settings: Any) -> None:
+    """Refuse a dataclass's settings of other types than it declares, and whole numbers of more than 62 bits.
+
+    Raises:
+        ArgumentTypeError: If a type is another one.
+        ArgumentError: If a whole number is so large that no tensor could have that size.
+    """
+    hints = get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = check_type(field.name, getattr(settings, field.name), hints[field.name])
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(number, int) and abs(number) > LARGEST:
+                raise ArgumentError(field.name, "be a number below 2**62", number, "Lower it.")
+        object.__setattr__(settings, field.name, value)
+
+
 def check_eps(eps: Any) -> float:
     """Return what is added to a normaliser, if it can be.
 
@@ -62,8 +82,8 @@ def check_eps(eps: Any) -> float:
 def _fits(value: Any, kind: Any) -> bool:
     # Plain types first: a compiler traces checks of numbers, and cannot take types apart.
     if kind is float:
-        # A whole number beyond the largest float cannot become one.
-        return isinstance(value, float) or (_fits(value, int) and abs(value) < 2**1000)
+        # NaN is none, and a whole number beyond the largest float cannot become one.
+        return value == value if isinstance(value, float) else _fits(value, int) and abs(value) < 2**1000
     if kind is int:
         # What stands for a whole number while a graph is traced is one, too.
         return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

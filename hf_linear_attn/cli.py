@@ -1,12 +1,16 @@
 """The ``hf-linear-attn`` command: one subcommand for each thing that the package does."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import NamedTuple
 
-from hf_linear_attn.errors import one_line_errors
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.shell import next_step, shell
+
+PROGRAM = "hf-linear-attn"
 
 
 class Command(NamedTuple):
@@ -15,62 +19,119 @@ class Command(NamedTuple):
     module: str
     function: str
     help: str
+    goes_on: bool = True
 
 
 COMMANDS = {
-    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps"),
+    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps", goes_on=False),
     "check": Command(
-        "hf_linear_attn.diagnostics.check", "main", "check what this machine runs, and that it computes right"
+        "hf_linear_attn.diagnostics.check",
+        "main",
+        "check what this machine runs, and that it computes right",
+        goes_on=False,
     ),
     "inspect": Command(
-        "hf_linear_attn.diagnostics.cli", "main", "see how well feature maps stand in for a model's softmax"
+        "hf_linear_attn.diagnostics.cli",
+        "main",
+        "see how well feature maps stand in for a model's softmax",
+        goes_on=False,
     ),
     "plan": Command(
-        "hf_linear_attn.distill.cli", "plan", "compute what distilling a model needs, from its config alone"
+        "hf_linear_attn.distill.cli",
+        "plan",
+        "compute what distilling a model needs, from its config alone",
+        goes_on=False,
     ),
     "teacher-logits": Command(
         "hf_linear_attn.distill.cli", "teacher_logits", "run a teacher once and keep its logits on disk"
     ),
     "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it"),
     "evaluate": Command("hf_linear_attn.evaluation.cli", "main", "evaluate a model at long context"),
-    "compare": Command("hf_linear_attn.evaluation.cli", "compare", "lay several evaluations side by side"),
+    "compare": Command(
+        "hf_linear_attn.evaluation.cli", "compare", "lay several evaluations side by side", goes_on=False
+    ),
 }
+
+
+@dataclass(frozen=True)
+class MapsSettings:
+    """Settings of the list of maps.
+
+    Args:
+        feature_map_file: Python file that registers feature maps of your own.
+    """
+
+    feature_map_file: str | None = None
 
 
 def list_maps(argv: Sequence[str]) -> None:
     """Print each registered feature map with its formula."""
+    from hf_linear_attn.arguments import CommandLine, settings_of
     from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class
 
-    parser = argparse.ArgumentParser(prog="hf-linear-attn maps", description="List the feature maps.")
-    parser.add_argument("--feature-map-file", help="Python file that registers feature maps of your own")
-    arguments = parser.parse_args(argv)
-    if arguments.feature_map_file is not None:
+    line = CommandLine(f"{PROGRAM} maps", "List the feature maps.", example=f"{PROGRAM} maps", config=False)
+    line.add("settings", settings_of(MapsSettings))
+    settings = MapsSettings(**line.read(argv).values)
+    if settings.feature_map_file is not None:
         from hf_linear_attn.loading import load_users_maps
 
-        load_users_maps(arguments.feature_map_file)
+        load_users_maps(settings.feature_map_file)
     for name in available_feature_maps():
         cls = feature_map_class(name)
         learned = "learned" if cls.learned else ""
         sys.stdout.write(f"{name:16} {learned:8} {cls.formula}  [{cls.paper}]\n")
+    next_step(f"`{PROGRAM} inspect MODEL --text-file TEXT` compares them with a model's softmax.")
+
+
+def _help() -> str:
+    listed = "\n".join(f"  {name:<16}{command.help}" for name, command in COMMANDS.items())
+    return (
+        f"usage: {PROGRAM} COMMAND [--setting value ...]\n\n"
+        "Turn softmax Transformers into linear-attention models.\n\n"
+        "example:\n"
+        f"  {PROGRAM} distill --model your/model --output-dir runs/student\n"
+        f"  {PROGRAM} evaluate --model runs/student --teacher your/model --output-dir runs/evaluation\n\n"
+        f"commands:\n{listed}\n\n"
+        f"`{PROGRAM} COMMAND --help` explains one; --version says which version this is.\n"
+    )
+
+
+def _named(argv: Sequence[str]) -> str:
+    """Return the command that is named first.
+
+    Raises:
+        ArgumentError: If it is none.
+    """
+    name = argv[0] if argv else None
+    known = (name or "").replace("_", "-")
+    if known in COMMANDS:
+        return known
+    near = get_close_matches(known, COMMANDS, 1)
+    remedy = f"Did you mean {near[0]}?" if near else "Use one of those"
+    raise ArgumentError("command", "be known", name, remedy, available=COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the subcommand that ``argv`` names; exit with status 2 where an argument is wrong or a run cannot go on.
+    """Run the subcommand that ``argv`` names; exit as :func:`hf_linear_attn.shell.shell` says.
 
     Args:
         argv: Arguments without the program's name; those of the process where None.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="hf-linear-attn", description="Turn softmax Transformers into linear-attention models."
-    )
-    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        choices.add_parser(name, help=command.help, add_help=False)
-    chosen = parser.parse_args(argv[:1]).command
+    if argv[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(_help())
+        return
+    if argv[:1] == ["--version"]:
+        from hf_linear_attn import __version__
+
+        sys.stdout.write(f"{PROGRAM} {__version__}\n")
+        return
+    with shell(PROGRAM):
+        chosen = _named(argv)
     command = COMMANDS[chosen]
-    function: Callable[[Sequence[str]], object] = getattr(importlib.import_module(command.module), command.function)
-    with one_line_errors(f"hf-linear-attn {chosen}"):
+    with shell(f"{PROGRAM} {chosen}", **({} if command.goes_on else {"interrupted": ""})):
+        module = importlib.import_module(command.module)
+        function: Callable[[Sequence[str]], object] = getattr(module, command.function)
         function(argv[1:])
 
 

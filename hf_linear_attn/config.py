@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import Any, Literal, Self, get_args
 
-from hf_linear_attn.checks import check_eps, check_type
+from hf_linear_attn.checks import check_eps, check_types
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 
 FORMAT_VERSION = 1
@@ -13,7 +13,8 @@ FORMAT_VERSION = 1
 
 
 LATER = {"update_rule": "additive"}
-"""Settings that older code does not know: they are written only where they are not what that code does."""
+"""Settings that the first version of the saved form did not have, with what it did: what was saved of a model then is
+still that model's."""
 
 _checks: list[Callable[["LinearAttentionConfig"], None]] = []
 
@@ -80,8 +81,7 @@ class LinearAttentionConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, check_type(name, getattr(self, name), kind))
+        check_types(self)
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:
@@ -106,9 +106,6 @@ class LinearAttentionConfig:
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
-        for name, default in LATER.items():
-            if values[name] == default:
-                del values[name]
         return values
 
     @classmethod

@@ -68,6 +68,11 @@ class TrainingError(HFLinearAttnError, RuntimeError):
     """A training run cannot go on."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that says anything."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def explain(
     argument: str,
     rule: str,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+import transformers
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -21,17 +26,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line
 from hf_linear_attn.feature_maps import load_feature_maps
+from hf_linear_attn.folder import check_folder, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
 
+_POOLER = re.compile(r"(^|\.)pooler\.")
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
-_LOADING_ERRORS = (OSError, ValueError, SafetensorError, StrictDataclassError)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that says anything."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def load_config(name: str, argument: str = "model", *, local_files_only: bool = False) -> PreTrainedConfig:
@@ -43,34 +44,63 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
         local_files_only: Never reach for a network.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or it is not to be trusted, see :func:`check_folder`.
     """
+    check_folder(name, argument, local_files_only=local_files_only)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
-    except _LOADING_ERRORS as error:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name, local_files_only=local_files_only, trust_remote_code=False
+        )
+    except Exception as error:  # whatever Transformers raises of values that none of its own configs has
         raise CheckpointError(
-            argument,
-            "be a folder or hub name with a model's config.json",
-            name,
-            f"Loading it failed: {first_line(error)}",
+            argument, "be a folder or hub name with a model's config.json", name, why_not_loaded(name, error)
         ) from error
     return config
+
+
+def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTrainedModel:
+    """Build a causal language model without weights, on the meta device.
+
+    Args:
+        config: Its config.
+        argument: What the caller calls it, for messages.
+
+    Raises:
+        ArgumentError: If the config is not a causal language model's, or no model can be built of it.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            return model
+    except Exception as error:  # whatever a model's class raises of sizes that do not fit
+        raise ArgumentError(
+            argument, "be a causal language model's", type(config).__name__, first_line(error)
+        ) from error
+
+
+Kind = Literal["causal", "encoder"]
+
+CALLED: dict[Kind, str] = {"causal": "a causal language model", "encoder": "an encoder"}
+"""What messages call the kinds of models."""
 
 
 def load_model(
     name: str,
     argument: str = "model",
     *,
+    kind: Kind = "causal",
     attention: Literal["softmax", "linear", "any"] = "any",
     remedy: str = "Check the path.",
     local_files_only: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a causal language model, patched if it was saved patched.
+    """Load a model with all its weights, patched if it was saved patched.
 
     Args:
         name: A folder or hub name.
         argument: What the caller calls it, for messages.
+        kind: ``causal`` loads a causal language model; ``encoder`` the class that the checkpoint names, so that a head
+            that was trained stays, or the model without a head.
         attention: What is asked for: loaded by Transformers, a patched folder would be a softmax model of worthless
             weights.
         remedy: What to do with a model of the other kind.
@@ -79,23 +109,49 @@ def load_model(
 
     Raises:
         ArgumentError: If the model is of another kind than asked for.
-        CheckpointError: If there is no causal language model, or it is damaged.
+        CheckpointError: If there is no model of that kind, or it is damaged, or weights are missing in it: those would
+            be drawn at random, and nothing can be learned from them or measured.
     """
-    patched = bool(getattr(load_config(name, argument, local_files_only=local_files_only), "linear_attention", None))
+    config = load_config(name, argument, local_files_only=local_files_only)
+    patched = bool(getattr(config, "linear_attention", None))
     if patched and attention == "softmax":
         raise ArgumentError(argument, "be a softmax model, and this one is patched", name, remedy)
     if not patched and attention == "linear":
         raise ArgumentError(argument, "be a patched model, and this one is softmax", name, remedy)
-    load = from_pretrained if patched else AutoModelForCausalLM.from_pretrained
+    auto: Any = AutoModelForCausalLM if kind == "causal" else _named_class(config)
+    load: Any = from_pretrained if patched else auto.from_pretrained
+    options |= {"local_files_only": local_files_only, "output_loading_info": True}
+    options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
-        return load(name, local_files_only=local_files_only, **options)
-    except _LOADING_ERRORS as error:
+        model, info = load(name, **options)
+        if kind == "encoder" and info["missing_keys"] and all(_POOLER.search(key) for key in info["missing_keys"]):
+            # Nothing reads it.
+            model, info = load(name, **options, add_pooling_layer=False)
+    except HFLinearAttnError:
+        raise
+    except Exception as error:  # whatever Transformers raises of a folder that is none of its own
+        raise CheckpointError(
+            argument, f"be {CALLED[kind]} that can be loaded", name, why_not_loaded(name, error)
+        ) from error
+    drawn = sorted({*map(str, info["missing_keys"]), *(str(key[0]) for key in info["mismatched_keys"])})
+    if drawn:
+        more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
         raise CheckpointError(
             argument,
-            "be a causal language model that can be loaded",
+            f"hold all weights of {CALLED[kind]}",
             name,
-            f"Loading it failed: {first_line(error)}",
-        ) from error
+            f"It lacks {', '.join(drawn[:3])}{more}, which would be drawn at random: name a checkpoint with them.",
+            where=type(model).__name__,
+        )
+    found: PreTrainedModel = model
+    return found
+
+
+def _named_class(config: PreTrainedConfig) -> Any:
+    """Return the class of an encoder that a config names, or the one without a head."""
+    name = next(iter(config.architectures or ()), "")
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
 
 
 def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -105,14 +161,36 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
         CheckpointError: If there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
-    except _LOADING_ERRORS as error:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    except Exception as error:  # whatever Transformers raises of files that are none of its own
         raise CheckpointError(
             "tokenizer",
             "be loadable from the model's folder",
             name,
             f"Save it there; loading it failed: {first_line(error)}",
         ) from error
+
+
+def process_state() -> PartialState:
+    """Return which of how many processes this is, and its device; started by any of Accelerate's launchers or alone.
+
+    Raises:
+        ArgumentError: If a launcher was asked for several processes, and this one is alone or does not know the others.
+    """
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu)
+    if state.num_processes == 1:
+        asked = int(os.environ.get("WORLD_SIZE") or 1)
+        # For one process Accelerate's launcher names no address.
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+        if asked > 1 or (launched and "RANK" not in os.environ):
+            raise ArgumentError(
+                "num_processes",
+                "be what the launcher starts",
+                asked if asked > 1 else "several, and one runs",
+                "Start them with `torchrun --nproc-per-node N`, or with `accelerate launch` and a config file.",
+            )
+    return state
 
 
 def find_device(name: str, argument: str = "device") -> torch.device:
@@ -163,14 +241,19 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
         raise ArgumentError(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.") from error
 
 
-def load_users_maps(file: str | Path) -> None:
-    """Run the Python file that `--feature-map-file` names.
+@contextmanager
+def users_code(file: str | Path, argument: str) -> Iterator[None]:
+    """Say in one line what is wrong with a Python file of the user's that runs within the block.
+
+    Args:
+        file: The file.
+        argument: What the caller calls it, for messages.
 
     Raises:
-        ArgumentError: If it fails, or registers no feature map.
+        ArgumentError: If it fails.
     """
     try:
-        load_feature_maps(file)
+        yield
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever a user's code may raise
@@ -181,11 +264,30 @@ def load_users_maps(file: str | Path) -> None:
         ]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
         raise ArgumentError(
-            "feature_map_file",
+            argument,
             "run without an error",
             str(file),
             f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
         ) from error
+
+
+def trained_positions(model: PreTrainedModel) -> int | None:
+    """Return the length of the longest texts that a rotary model was trained on, as its config declares it.
+
+    Beyond it such a model computes on, at rotations that it never saw. None where nothing is declared.
+    """
+    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(declared) if declared and declared > 0 else None
+
+
+def load_users_maps(file: str | Path) -> None:
+    """Run the Python file that `--feature-map-file` names.
+
+    Raises:
+        ArgumentError: If it fails, or registers no feature map.
+    """
+    with users_code(file, "feature_map_file"):
+        load_feature_maps(file)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
@@ -193,7 +295,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
     # Towers for images and sound have positions of their own.
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     tables = [
-        module.num_embeddings
+        # RoBERTa keeps the rows up to padding's for itself.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in decoder.named_modules()
         if isinstance(module, nn.Embedding) and _POSITION_TABLE.search(name)
     ]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_linear_attn.errors import BackendError, HFLinearAttnError, TrainingError
+from hf_linear_attn.errors import HFLinearAttnError, TrainingError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: what ran has failed; what was asked cannot be done; Ctrl-C."""
@@ -27,7 +27,7 @@ def shell(program: str, *, interrupted: str = "The same command goes on where it
     """
     try:
         yield
-    except (TrainingError, BackendError) as error:
+    except TrainingError as error:
         _end(program, str(error), FAILED, error)
     except HFLinearAttnError as error:
         _end(program, str(error), REFUSED, error)

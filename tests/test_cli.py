@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+import hf_linear_attn
 from hf_linear_attn import available_feature_maps
 from hf_linear_attn.cli import COMMANDS, main
-from hf_linear_attn.distill.cli import parse
+from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
@@ -58,8 +59,7 @@ def test_every_command_explains_itself(command, capsys):
 
 
 def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
 
@@ -69,6 +69,33 @@ def test_an_unknown_command_is_refused_with_the_list(capsys):
         main(["transmogrify"])
     assert stop.value.code == 2
     assert "evaluate" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"hf-linear-attn {hf_linear_attn.__version__}\n"
+
+
+def test_commands_take_underscores_and_a_slip_is_understood(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["teacher_logits", "--help"])
+    assert stop.value.code == 0
+    with pytest.raises(SystemExit):
+        main(["evalaute"])
+    assert "Did you mean evaluate?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "said"), [("evaluate", "The same command goes on where it was."), ("maps", "")])
+def test_ctrl_c_is_one_line_and_status_130(command, said, monkeypatch, capsys):
+    def stopped(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_linear_attn.evaluation.cli.main", stopped)
+    monkeypatch.setattr("hf_linear_attn.cli.list_maps", stopped)
+    with pytest.raises(SystemExit) as stop:
+        main([command])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == f"hf-linear-attn {command}: stopped. {said}".strip() + "\n"
 
 
 def test_errors_are_one_line_and_status_2(capsys, tmp_path):
@@ -98,7 +125,7 @@ def files(tmp_path_factory):
     return folder
 
 
-DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --output-dir {out}"
+DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --output-dir {out}"
 INSPECT = "inspect {model} --text-file {text.txt} --output-dir {out}"
 EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file {text.txt} --output-dir {out}"
 
@@ -108,16 +135,16 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
     [
         ("inspect /nope --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {empty} --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
-        ("inspect {model} --text-file {binary}", "`--text-file` must be a readable UTF-8 text"),
-        (f"{INSPECT} --device cuda", "`--device` must be a device that can be used here, got 'cuda'"),
-        (f"{INSPECT} --device banana", "`--device` must be a device that can be used here, got 'banana'"),
-        (f"{INSPECT} --output-dir /proc/x", "`--output-dir` must be a folder that can be written, got '/proc/x'"),
+        ("inspect {model} --text-file {binary}", "`text_file` must be a readable UTF-8 text"),
+        (f"{INSPECT} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
+        (f"{INSPECT} --device banana", "`device` must be a device that can be used here, got 'banana'"),
+        (f"{INSPECT} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
         (f"{INSPECT} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
         ("maps --feature-map-file {maps.py}", "SyntaxError in line 3"),
         ("maps --feature-map-file {fails.py}", "AttributeError in line 3: module 'torch' has no attribute 'nothing'"),
-        ("plan /nope", "`config` must be a folder or hub name with a model's config.json, got '/nope'"),
-        ("plan {empty}", "`config` must be a folder or hub name with a model's config.json"),
-        ("plan {script.sh}", "`config` must be a folder or hub name with a model's config.json"),
+        ("plan /nope", "`model` must be a folder or hub name with a model's config.json, got '/nope'"),
+        ("plan {empty}", "`model` must be a folder or hub name with a model's config.json"),
+        ("plan {script.sh}", "`model` must be a folder or hub name with a model's config.json"),
         (f"{EVALUATE} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
         (f"{EVALUATE} --device banana", "`device` must be a device that can be used here, got 'banana'"),
         (f"{EVALUATE} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
@@ -135,10 +162,10 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{DISTILL} --shard", "`shard` must be False for a process alone"),
         (f"{DISTILL} --dataset {{broken.jsonl}}", "Loading it failed: JSON parse error"),
         (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Loading it failed: JSON parse error"),
-        (f"{DISTILL} --dataset {{numbers.jsonl}}", "`text_column` must hold texts, got 5. Name the column"),
-        (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`text_column` must hold texts, got 5. Name the column"),
+        (f"{DISTILL} --dataset {{numbers.jsonl}}", "`columns` must name texts, got 5 (row 1 of "),
+        (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
-        ("distill --config {recipe.yaml}", "`config` must be a YAML or JSON file"),
+        ("distill --config {recipe.yaml}", "`config` must be a readable YAML or JSON file"),
         ("teacher-logits --model {model} --teacher-logits /proc/x --dataset {text.txt} --block-tokens 16 --rows 1",
          "`teacher_logits` must be a folder that can be written, got '/proc/x'"),
     ],
@@ -158,29 +185,28 @@ def test_what_a_user_gets_wrong_is_said_in_one_line(files, tmp_path, capsys, com
 
 
 def test_what_is_not_the_users_fault_keeps_its_traceback(monkeypatch, files):
-    monkeypatch.setattr("hf_linear_attn.distill.plan.plan", None)
+    monkeypatch.setattr("hf_linear_attn.distill.cli.compute_plan", None)
     with pytest.raises(TypeError):
         main(["plan", str(files / "model")])
 
 
 def test_flags_of_optional_settings_take_none():
     flags = ["--window", "none", "--sinks", "0", "--layers", "none", "--map-lr", "None"]
-    settings = parse(flags, None, {"output_dir": "x"})
+    line = command_line("distill", "", "")
+    settings = settings_from(line.read(flags), {"output_dir": "x"})
     assert (settings.window, settings.layers, settings.map_lr, settings.output_dir) == (None, None, None, "x")
     assert settings.given == {"window", "sinks", "layers", "map_lr", "output_dir"}
-    assert parse(["--layers", "0", "2"], None, {}).layers == (0, 2)
+    assert settings_from(line.read(["--layers", "0", "2"])).layers == (0, 2)
     found = parse_arguments(["--stride", "none", "--device", "none", "--model", "m"], defaults={"stride": 3})
     assert (found.stride, found.device, found.model) == (None, None, "m")
 
 
-@pytest.mark.parametrize("command", ["distill", "evaluate"])
-def test_help_says_which_flags_take_none(command, capsys):
+def test_help_says_which_flags_take_none(capsys):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main(["distill", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    flag = "--window WINDOW" if command == "distill" else "--stride STRIDE"
-    after = shown.split(flag)[-1].split(" --")[0]
-    assert "Takes `none`." in after
-    with pytest.raises(SystemExit):
-        main([command, f"--{flag.split()[1].lower()}", "wide"])
-    assert "invalid int value: 'wide'" in capsys.readouterr().err
+    assert "none" in shown.split("--window ")[-1].split(" --")[0]
+    for command in ("distill --window", "evaluate --stride"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "wide"])
+        assert "wide" in capsys.readouterr().err

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, GPTJConfig, LlamaConfig, OPTConfig
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError
@@ -61,7 +62,42 @@ def test_configs_that_are_none_are_refused_in_one_line(tmp_path, content):
 
 
 def test_a_name_that_can_be_no_folder_is_refused():
-    with pytest.raises(
-        CheckpointError, match=r"`teacher` must be a folder or hub name .*got '/nope'. Loading it failed"
-    ):
+    with pytest.raises(CheckpointError, match=r"`teacher` must be a folder or hub name .*got '/nope'. There is none."):
         load_model("/nope", "teacher")
+
+
+def test_a_mistyped_folder_is_told_from_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "student").mkdir(parents=True)
+    for name in ("runs/studnet", "./runs/studnet", str(tmp_path / "runs" / "studnet")):
+        with pytest.raises(CheckpointError, match=r"got '.*studnet'\. (There is none|No folder of that name.*)\. Did"):
+            load_config(name, local_files_only=True)
+    with pytest.raises(CheckpointError, match=r"got 'runs/other'\. No folder of that name is here\. Loading it failed"):
+        load_config("runs/other", local_files_only=True)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_checkpoint_without_its_head_is_refused(tmp_path, patched):
+    model = tiny_linear() if patched else tiny_llama()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"`model` must hold all weights of a causal language model, .*It lacks lm_head.weight"
+    ):
+        load_model(str(tmp_path))
+    # A backbone alone is a checkpoint of the same model type.
+    backbone = {name.removeprefix("model."): x for name, x in tensors.items()}
+    save_file(backbone, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError):
+        load_model(str(tmp_path))
+    save_file(tensors | {"lm_head.weight": head[:10]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError):
+        load_model(str(tmp_path))
+
+
+def test_weights_that_are_tied_are_not_missing(tmp_path):
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    load_model(str(tmp_path))

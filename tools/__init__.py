@@ -1,0 +1,1 @@
+"""What keeps the front door true: README, site and release. Not part of the package."""

@@ -116,7 +116,11 @@ def unexplained(text: str, among: list[Term]) -> list[str]:
     found = []
     for term in among:
         link = re.search(rf"\[(?:[^\[\]]*)\]\([^)\s]*glossary\.md#{re.escape(term.anchor)}\)", body)
-        first = term.pattern.search(free)
+        longer = [other for other in among if other.name != term.name and term.pattern.search(other.name)]
+        alone = free
+        for other in longer:
+            alone = other.pattern.sub(lambda found: " " * len(found[0]), alone)
+        first = term.pattern.search(alone)
         if first and (link is None or first.start() < link.start()):
             around = body[max(0, first.start() - 30) : first.end() + 20].replace("\n", " ")
             found.append(f"{term.name}: ...{around}...")

@@ -1,9 +1,9 @@
-"""A converted attention module beside the softmax module that it was, on one thread: a token's time, a step's, and both passes.
+"""A converted attention module beside the softmax module that it was: a token's time, forward and backward, a step's.
 
     python benchmarks/run.py --suite layer
 
-A Llama-shaped attention module, hidden size 512, 8 heads of 64, 2 key heads, fp32, projections and rotation included, as
-a model calls it. Softmax is PyTorch's scaled_dot_product_attention. Everything is measured in turn in one process, as
+A Llama-shaped attention module, hidden size 512, 8 heads of 64, 2 key heads, fp32, with projections and rotation, as a
+model calls it. Softmax is PyTorch's scaled_dot_product_attention. Everything is measured in turn in one process, as
 processor time of one thread, and medians are compared; a step is that of a one-layer model with its cache.
 """
 

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
-from hf_linear_attn.evaluation.latency import cache_bytes, peak_memory_mib, timed
+from hf_linear_attn.evaluation.meters import cache_bytes, peak_memory_mib, timed
 from hf_linear_attn.patching import is_patched
 
 LONGEST = 2**20

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer
-from hf_linear_attn.patching.attention import Geometry
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = {"window": 64, "sinks": 4}
@@ -69,16 +68,16 @@ class Counter(TorchDispatchMode):
         return 0 if storage.data_ptr() in self.parameters else min(x.nbytes, storage.nbytes())
 
 
-def count(settings: dict[str, Any], backend: str, geometry: Geometry, tokens: int) -> dict[str, Any]:
+def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> dict[str, Any]:
     """Count one layer's passes over ``tokens`` tokens, and a step of generation after them."""
     config = LinearAttentionConfig(**settings, backend=backend)
-    layer = LinearAttention(config, geometry, "layer").to(DEVICE)
+    layer = LinearAttention(config, sizes, "layer").to(DEVICE)
 
     def draw(heads: int) -> Tensor:
-        x = torch.randn(1, tokens, heads, geometry.head_dim, device=DEVICE, dtype=torch.bfloat16)
+        x = torch.randn(1, tokens, heads, sizes.head_dim, device=DEVICE, dtype=torch.bfloat16)
         return x.transpose(1, 2)
 
-    q, k, v = draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads)
+    q, k, v = draw(sizes.num_heads), draw(sizes.num_kv_heads), draw(sizes.num_kv_heads)
     row: dict[str, Any] = {}
     with torch.no_grad(), Counter(layer) as found:
         layer(q, k, v)
@@ -87,12 +86,12 @@ def count(settings: dict[str, Any], backend: str, geometry: Geometry, tokens: in
     with Counter(layer) as found:
         layer(*leaves).backward(torch.randn_like(q))
     row["forward and backward, U"] = found.bytes / q.nbytes
-    layer.cache = LinearAttentionCacheLayer()
+    call = Call(state=State())
     with torch.no_grad():
-        layer(q, k, v)
+        layer(q, k, v, call)
         for _ in range(2):
             with Counter(layer) as found:
-                layer(*(x[:, :, :1] for x in (q, k, v)))
+                layer(*(x[:, :, :1] for x in (q, k, v)), call)
     return row | {"operations of a step": found.operations}
 
 
@@ -108,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         sys.exit("Without a GPU `--suite traffic` needs Triton's interpreter: set TRITON_INTERPRET=1.")
-    geometry = Geometry(arguments.head_dim, *arguments.heads, 1 / math.sqrt(arguments.head_dim))
+    sizes = Sizes(arguments.head_dim, *arguments.heads, 1 / math.sqrt(arguments.head_dim))
     rows = []
     for name, settings in LAYERS.items():
-        plain, kernels = (count(settings, backend, geometry, arguments.tokens) for backend in ("torch", "triton"))
+        plain, kernels = (count(settings, backend, sizes, arguments.tokens) for backend in ("torch", "triton"))
         row: dict[str, Any] = {"layer": name}
         for what, number in plain.items():
             row |= {f"{what}: PyTorch": number, f"{what}: kernels": kernels[what]}

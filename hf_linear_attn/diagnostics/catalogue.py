@@ -21,14 +21,19 @@ A feature map decides what linear attention can do: `phi(q).phi(k)` stands in fo
 word away:
 
 ```python
+from transformers import AutoModelForCausalLM
+from hf_linear_attn import patch_model, unpatch_model
+
+model = AutoModelForCausalLM.from_pretrained("your/model")
 model = patch_model(model, feature_map="norm_preserving")
+model = unpatch_model(model)
 model = patch_model(model, feature_map="performer", feature_map_options={"num_features": 512})
 ```
 
 See how near each comes to softmax on *your* model, before you train anything:
 
 ```sh
-hf-linear-attn inspect MODEL --text-file FILE
+hf-linear-attn inspect your/model --text-file your.txt
 ```
 
 Maps that run inside the kernels cost no memory for features; of the others, features are computed first, `F` numbers

@@ -1,15 +1,16 @@
 """``hf-linear-attn inspect``."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings
 from hf_linear_attn.diagnostics.inspection import inspect_model
-from hf_linear_attn.diagnostics.report import summary_table
+from hf_linear_attn.diagnostics.report import can_draw, summary_table
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import available_feature_maps
 from hf_linear_attn.loading import (
@@ -20,59 +21,100 @@ from hf_linear_attn.loading import (
     make_folder,
     read_text,
 )
+from hf_linear_attn.patching import is_patched
+from hf_linear_attn.shell import next_step
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@dataclass(frozen=True)
+class InspectSettings:
+    """Settings of an inspection.
+
+    Args:
+        model: Folder or hub name of a causal language model, softmax or patched.
+        text_file: UTF-8 text to look at.
+        output_dir: Where the report goes.
+        maps: Feature maps to compare; all where it is left out.
+        feature_map_file: Python file that registers feature maps of your own.
+        max_tokens: Most tokens of the text; 1024, or the model's positions where they are fewer, where it is left out.
+        window: Report attention beyond this many tokens.
+        sinks: Report attention on this many first tokens.
+        dtype: Dtype of the model.
+        device: Device of the model.
+    """
+
+    model: str | None = None
+    text_file: str | None = None
+    output_dir: str = "inspection"
+    maps: tuple[str, ...] | None = None
+    feature_map_file: str | None = None
+    max_tokens: int | None = None
+    window: int = ApproximationSettings.window
+    sinks: int = ApproximationSettings.sinks
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+def main(argv: Sequence[str]) -> None:
     """Inspect a model: how well feature maps stand in for its softmax, or what its branches do if it is patched.
 
     Args:
-        argv: Arguments without the program's name; those of the process where None.
+        argv: Arguments without the program's name.
 
     Raises:
         ArgumentError: If an argument does not fit.
         CheckpointError: If the model or its tokenizer cannot be loaded.
-        UnsupportedError: If the model's attention cannot be observed, or matplotlib is missing.
+        UnsupportedError: If the model's attention cannot be observed.
     """
-    defaults = ApproximationSettings()
-    parser = argparse.ArgumentParser(
-        prog="hf-linear-attn inspect",
-        description="See how well feature maps stand in for the softmax of a model, layer by layer, before any "
-        "training. Of a patched model, see what window, sinks and linear branch contribute.",
-    )
-    parser.add_argument("model", help="folder or hub name of a causal language model, softmax or patched")
-    parser.add_argument("--text-file", type=Path, required=True, help="UTF-8 text to look at")
-    parser.add_argument("--output-dir", type=Path, default=Path("inspection"), help="where the report goes")
-    parser.add_argument("--maps", nargs="+", metavar="NAME", help="feature maps to compare; all by default")
-    parser.add_argument("--feature-map-file", type=Path, help="Python file that registers feature maps of your own")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="most tokens of the text (%(default)s)")
-    parser.add_argument(
-        "--window", type=int, default=defaults.window, help="report attention beyond this many tokens (%(default)s)"
-    )
-    parser.add_argument(
-        "--sinks", type=int, default=defaults.sinks, help="report attention on this many first tokens (%(default)s)"
-    )
-    parser.add_argument("--dtype", default="float32", help="dtype of the model (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="device of the model (%(default)s)")
-    arguments = parser.parse_args(argv)
-
-    if arguments.feature_map_file is not None:
-        load_users_maps(arguments.feature_map_file)
-    for name in arguments.maps or ():
+    settings = _settings(argv)
+    if settings.feature_map_file is not None:
+        load_users_maps(settings.feature_map_file)
+    for name in settings.maps or ():
         if name not in available_feature_maps():
-            raise ArgumentError("--maps", "be registered names", name, "Use those", available=available_feature_maps())
-    text = read_text(arguments.text_file, "--text-file")
-    dtype = getattr(torch, arguments.dtype, None)
+            raise ArgumentError("maps", "be registered names", name, "Use those", available=available_feature_maps())
+    text = read_text(str(settings.text_file))
+    dtype = getattr(torch, settings.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ArgumentError("--dtype", "be a floating dtype of torch", arguments.dtype, "Use 'bfloat16'.")
-    device = find_device(arguments.device, "--device")
-    make_folder(arguments.output_dir, "--output-dir")
+        raise ArgumentError("dtype", "be a floating dtype of torch", settings.dtype, "Use 'bfloat16'.")
+    device = find_device(settings.device)
+    folder = make_folder(settings.output_dir)
+    name = str(settings.model)
+    model = load_model(name, dtype=dtype)
     results = inspect_model(
-        load_model(arguments.model, dtype=dtype).to(device),  # type: ignore[arg-type]
-        load_tokenizer(arguments.model),
+        model.to(device),  # type: ignore[arg-type]
+        load_tokenizer(name),
         text,
-        arguments.output_dir,
-        maps=arguments.maps,
-        max_tokens=arguments.max_tokens,
-        settings=ApproximationSettings(window=arguments.window, sinks=arguments.sinks),
+        folder,
+        maps=settings.maps,
+        max_tokens=settings.max_tokens,
+        settings=ApproximationSettings(window=settings.window, sinks=settings.sinks),
     )
-    sys.stdout.write(f"{summary_table(results)}\nReport: {arguments.output_dir / 'report.html'}\n")
+    sys.stdout.write(f"{summary_table(results)}\nReport: {Path(folder, 'report.html')}\n")
+    if not can_draw():
+        sys.stderr.write("The report has tables alone: pip install 'hf_linear_attn[report]' brings its pictures.\n")
+    if is_patched(model):
+        next_step(f"`hf-linear-attn evaluate --model {name}` measures what that is worth at long context.")
+    else:
+        best = next(iter(results["summary"]["maps"]))
+        next_step(
+            f"`hf-linear-attn distill --model {name} --feature-map MAP --output-dir FOLDER` trains one; {best} is "
+            "nearest to softmax before training, learned maps get nearer."
+        )
+
+
+def _settings(argv: Sequence[str]) -> InspectSettings:
+    line = CommandLine(
+        "hf-linear-attn inspect",
+        "See how well feature maps stand in for the softmax of a model, layer by layer, before any training. Of a "
+        "patched model, see what window, sinks and linear branch contribute.",
+        example="hf-linear-attn inspect your/model --text-file text.txt --maps elu,hedgehog",
+        positional="model",
+    )
+    declared = {setting.name: setting for setting in settings_of(InspectSettings)}
+    model = ("model", "feature_map_file", "dtype", "device")
+    line.add("the model", (declared[name] for name in model))
+    line.add("what is looked at", (setting for name, setting in declared.items() if name not in model))
+    settings = InspectSettings(**line.read(argv).values)
+    for name in ("model", "text_file"):
+        if getattr(settings, name) is None:
+            raise ArgumentError(name, "be given", None, f"An example: {line.example}.")
+    return settings

@@ -14,16 +14,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings, Attention, first_matrices, measure_layer
 from hf_linear_attn.diagnostics.branches import branch_usage
 from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
-from hf_linear_attn.diagnostics.report import EXACT, Pictures, check_report, summary_table, write_report
+from hf_linear_attn.diagnostics.report import EXACT, Pictures, summary_table, write_report
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
+from hf_linear_attn.files import write_atomic
+from hf_linear_attn.loading import position_limit
 from hf_linear_attn.patching import attention_layers, is_patched
 
 logger = logging.getLogger(__name__)
 
 PICTURED_LAYERS = 4
 PICTURED_TOKENS = 64
+DEFAULT_TOKENS = 1024
+"""Most tokens that are looked at, unless told otherwise."""
 
 
 def inspect_model(
@@ -33,7 +37,7 @@ def inspect_model(
     output_dir: str | Path | None = None,
     *,
     maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
-    max_tokens: int = 1024,
+    max_tokens: int | None = None,
     settings: ApproximationSettings | None = None,
 ) -> dict[str, Any]:
     """Compare feature maps with a softmax model's attention, or see what each branch of a patched model does.
@@ -44,9 +48,10 @@ def inspect_model(
         model: A Transformers causal language model, softmax or patched.
         tokenizer: Its tokenizer.
         text: Text to look at; what goes beyond ``max_tokens`` is left out.
-        output_dir: Where ``report.html``, ``inspection.json`` and ``table.md`` are written; None for nowhere.
+        output_dir: Where ``report.html``, ``inspection.json`` and ``table.md`` are written; None for nowhere. Without
+            matplotlib the report has no pictures.
         maps: Registered names, or names with the options of each; defaults to all maps. Softmax models only.
-        max_tokens: Most tokens, >= 2.
+        max_tokens: Most tokens, >= 2; None for 1024, or the model's positions where they are fewer.
         settings: What is measured, and in how much memory; softmax models only.
 
     Returns:
@@ -56,20 +61,29 @@ def inspect_model(
 
     Raises:
         ArgumentError: If an argument is out of range, a map unknown, or the text too short.
-        UnsupportedError: If the model's attention cannot be observed, or matplotlib is missing.
+        UnsupportedError: If the model's attention cannot be observed.
 
     Example:
         >>> from hf_linear_attn.diagnostics import inspect_model
         >>> report = inspect_model(model, tokenizer, text, "inspection", maps=["elu", "hedgehog"])  # doctest: +SKIP
     """
+    positions = position_limit(model)
+    if max_tokens is None:
+        max_tokens = min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS)
     if max_tokens < 2:
-        raise ArgumentError("max_tokens", "be at least 2", max_tokens, "The default is 1024.")
-    if output_dir is not None:
-        check_report()
+        raise ArgumentError("max_tokens", "be at least 2", max_tokens, f"The default is {DEFAULT_TOKENS}.")
     # A token is a few characters: tokenising a whole book to look at its first page would take minutes.
     ids = tokenizer(text[: 20 * max_tokens], return_tensors="pt").input_ids[:, :max_tokens]
     if ids.shape[1] < 2:
         raise ArgumentError("text", "have at least 2 tokens", text, "Pass more text.")
+    if positions is not None and ids.shape[1] > positions:
+        raise ArgumentError(
+            "max_tokens",
+            f"be at most {positions}, for which the model has positions",
+            max_tokens,
+            "Lower it, or leave it out.",
+            where=type(model).__name__,
+        )
     device = model.get_input_embeddings().weight.device
     results: dict[str, Any] = {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
@@ -96,8 +110,8 @@ def inspect_model(
     if output_dir is not None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "inspection.json").write_text(json.dumps(results, indent=1) + "\n")
-        (folder / "table.md").write_text(summary_table(results))
+        write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
+        write_atomic(folder / "table.md", summary_table(results))
         write_report(results, pictures, folder / "report.html")
     return results
 

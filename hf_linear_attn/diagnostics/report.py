@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,15 +66,9 @@ class Pictures:
     tokens: int
 
 
-def check_report() -> None:
-    """Raise an UnsupportedError if matplotlib is missing, before hours of work that would end in that."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError(
-            "output_dir",
-            "be None without matplotlib",
-            "a folder",
-            "Install it: pip install 'hf_linear_attn[report]'.",
-        )
+def can_draw() -> bool:
+    """Tell whether matplotlib is there, without which a report has tables alone."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _number(value: float | None) -> str:
@@ -133,12 +127,13 @@ def write_report(results: Mapping[str, Any], pictures: Pictures, path: Path) -> 
     parts = _branch_parts(results) if "branches" in results else _approximation_parts(results, pictures)
     title = f"Attention of {html.escape(str(results['model']))}"
     facts = f"{html.escape(results['architecture'])}, {results['tokens']} tokens."
-    path.write_text(
+    write_atomic(
+        path,
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1><p>{facts}</p>"
         + "\n".join(parts)
-        + "</body></html>\n"
+        + "</body></html>\n",
     )
 
 
@@ -162,6 +157,19 @@ def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list
         f"<p>{html.escape(notes)}. Window {settings['window']}, first tokens {settings['sinks']}. "
         "Learned maps as they start, before training.</p>",
         _html_table(*_rows(results)),
+        *(_drawn(results, pictures) if can_draw() else ()),
+    ]
+    head = ["layer", *(title for key, (title, _) in COLUMNS.items() if key in results["layers"][0]["exact"])]
+    rows = [
+        [layer["name"], *(_number(fmean(values)) for key, values in _ordered(layer["exact"]))]
+        for layer in results["layers"]
+    ]
+    return [*parts, "<h2>Softmax by layer, mean over heads</h2>", _html_table(head, rows)]
+
+
+def _drawn(results: Mapping[str, Any], pictures: Pictures) -> list[str]:
+    """Return the parts that are pictures."""
+    parts = [
         "<h2>Error by layer and head</h2>",
         _figure(
             _by_layer(results),
@@ -184,12 +192,7 @@ def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list
                 "to it, in the spikiest head of some layers; every row is scaled by softmax's largest weight there.",
             ),
         ]
-    head = ["layer", *(title for key, (title, _) in COLUMNS.items() if key in results["layers"][0]["exact"])]
-    rows = [
-        [layer["name"], *(_number(fmean(values)) for key, values in _ordered(layer["exact"]))]
-        for layer in results["layers"]
-    ]
-    return [*parts, "<h2>Softmax by layer, mean over heads</h2>", _html_table(head, rows)]
+    return parts
 
 
 def _ordered(statistics: Mapping[str, list[float]]) -> list[tuple[str, list[float]]]:

@@ -12,6 +12,7 @@ from peft import PeftModel
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.settings import CONVERSION
+from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 
 if TYPE_CHECKING:
     from hf_linear_attn.distill.run import DistillResult
@@ -26,8 +27,7 @@ tags:
 
 # {name} with linear attention
 
-Distilled from {teacher} by hf_linear_attn: time grows linearly with the context, and the generation state has a
-constant size. {kind} Load it so:
+Distilled from {teacher} by hf_linear_attn: {gain}. {kind} Load it so:
 
 ```python
 {recipe}
@@ -50,10 +50,23 @@ mixing weights have {feature_maps:,}. Data: {data}.
 
 ## Limits
 
+{limits}
+"""
+
+OF_LANGUAGE_MODELS = """\
 A linear branch keeps a sum over all keys, whose size does not grow with the context: with more to remember than it
 holds, recall degrades, and no figure above says anything about contexts longer than those measured. Where the figures
-with the linear branch off are as good as those with it, the model answers from its window alone.
-"""
+with the linear branch off are as good as those with it, the model answers from its window alone."""
+
+OF_ENCODERS = """\
+No figure above says anything about texts longer than those measured, or of another kind. A vector index that was made
+with the teacher's embeddings has to be made anew: the student's are near to them, not the same."""
+
+GAIN = {
+    False: "time grows linearly with the context, and the generation state has a constant size",
+    True: "time grows linearly with the text",
+}
+"""What is won, of language models and of encoders."""
 
 WHOLE = """\
 Without that package the folder loads as a softmax model again, with a report of unexpected weights, and its answers are
@@ -87,7 +100,7 @@ def loading_recipe(result: DistillResult) -> str:
     else:
         base = settings.model or result.student.config._name_or_path or "the/softmax/model"
         defaults = LinearAttentionConfig().to_dict()
-        changed = [name for name in CONVERSION if config[name] != defaults[name]]
+        changed = [name for name in CONVERSION if name in config and config[name] != defaults.get(name)]
         options = "".join(f"    {name}={config[name]!r},\n" for name in changed)
         lines += ["from peft import PeftModel", "from transformers import AutoModelForCausalLM", ""]
         lines += ["from hf_linear_attn import patch_model", ""]
@@ -106,12 +119,14 @@ def write_card(result: DistillResult, folder: Path) -> None:
         CARD.format(
             name=type(student).__name__,
             teacher=f"`{settings.model}`" if settings.model else "a softmax model",
+            gain=GAIN[settings.encoder],
+            limits=OF_ENCODERS if settings.encoder else OF_LANGUAGE_MODELS,
             kind=ADAPTER if isinstance(result.student, PeftModel) else WHOLE,
             recipe=loading_recipe(result),
             figures=figures_table(result.metrics),
             tokens=result.tokens,
             minutes=result.elapsed_s / 60,
-            data=settings.dataset or "the source text of Python's standard library",
+            data=", ".join(settings.dataset or ["the source text of Python's standard library"]),
             settings=json.dumps(changed, indent=2),
             **result.trainable_parameters,
         )
@@ -123,6 +138,8 @@ def figures_table(metrics: dict[str, Any]) -> str:
     if not metrics:
         return "Nothing was measured (`heldout_rows=0`)."
     columns = dict(metrics)
+    if "cosine_mean" in metrics["student"]:
+        return embedding_table(metrics)
     if metrics["student"]["linear_off"]:
         columns["student, linear branch off"] = metrics["student"]["linear_off"]
     rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
@@ -133,6 +150,22 @@ def figures_table(metrics: dict[str, Any]) -> str:
         rows.append((f"recall of one of {pairs} pairs", partial(_recall, pairs=pairs)))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(show(m) for m in columns.values()) + " |" for name, show in rows]
+    return "\n".join(lines)
+
+
+def embedding_table(metrics: dict[str, Any]) -> str:
+    """Return measured figures of encoders as a Markdown table."""
+    student, teacher = metrics["student"], metrics["teacher"]
+    lines = [
+        f"On {student['texts']} held-out texts:",
+        "",
+        "| | student | teacher | teacher, different texts |",
+        "| --- | --- | --- | --- |",
+        f"| mean cosine to the teacher | {student['cosine_mean']:.4f} | 1 | {student['between_texts']:.4f} |",
+        f"| the same, worst {LOW_PERCENT}% | {student[f'cosine_p{LOW_PERCENT:02d}']:.4f} | 1 | |",
+    ]
+    for name, title in (("mean_reciprocal_rank", "mean reciprocal rank"), ("top1", "found first")):
+        lines.append(f"| second half of a text by its first, {title} | {student[name]:.4f} | {teacher[name]:.4f} | |")
     return "\n".join(lines)
 
 

@@ -1,128 +1,153 @@
 """The command lines of distillation: `hf-linear-attn distill`, `plan`, `teacher-logits`, and examples/distill.py."""
 
-import argparse
+import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import HfArgumentParser
 
-from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.arguments import CommandLine, Given, Setting, settings_of
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.models import fit_positions, load_teacher, model_name
-from hf_linear_attn.distill.plan import main as plan
+from hf_linear_attn.distill.plan import H100_TFLOPS, Plan
+from hf_linear_attn.distill.plan import plan as compute_plan
 from hf_linear_attn.distill.run import DistillResult, distill
 from hf_linear_attn.distill.settings import (
+    CONVERSION,
     DistillationSettings,
     available_presets,
-    known_settings,
+    declared_settings,
     preset,
-    read_settings,
 )
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.settings import accept_none
-from hf_linear_attn.loading import load_tokenizer
+from hf_linear_attn.loading import load_config, load_tokenizer, process_state
+from hf_linear_attn.shell import next_step
 
-__all__ = ["main", "plan", "teacher_logits"]
+logger = logging.getLogger(__name__)
 
-
-def make_parser(
-    description: str | None,
-    others: Sequence[argparse.ArgumentParser],
-    command: str | None,
-) -> tuple[HfArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of all settings and others, and one of the two flags that change its defaults."""
-    first = argparse.ArgumentParser(add_help=False)
-    start = first.add_mutually_exclusive_group()
-    start.add_argument("--preset", choices=available_presets(), help="start from a named recipe")
-    start.add_argument("--config", help="start from the settings in a YAML or JSON file")
-    hints = known_settings()
-    defaults = DistillationSettings().to_dict() | {"feature_map_options": "{}"}
-    # Of a table of values a flag takes JSON, of several values a list.
-    types = {"feature_map_options": str, "layers": list[int] | None}
-    described = [
-        (
-            name,
-            types.get(name, hint),
-            field(default_factory=defaults[name].copy)
-            if isinstance(defaults[name], list)
-            else field(default=defaults[name]),
-        )
-        for name, hint in hints.items()
-    ]
-    flags = make_dataclass("Settings", described)
-    parser = HfArgumentParser(
-        flags,  # type: ignore[arg-type]
-        prog=command,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[first, *others],
-    )
-    documented = setting_help()
-    for action in parser._actions:
-        if action.option_strings and action.option_strings[0].startswith("--no_"):
-            action.help = f"The opposite of --{action.dest}."
-        elif action.dest in documented:
-            # argparse formats help texts with %.
-            action.help = documented[action.dest].replace("%", "%%")
-    accept_none(parser, flags)
-    return parser, first
+PROGRAM = "hf-linear-attn distill"
+EXAMPLE = (
+    "hf-linear-attn distill --model your/model --dataset your.jsonl --output-dir runs/student\n"
+    "hf-linear-attn distill recipe.yaml --model your/model --rows 8"
+)
+GROUPS = {
+    "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir"),
+    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget"),
+    "data": (
+        "data",
+        "dataset",
+        "text",
+        "streaming",
+        "pack",
+        "recall",
+        "answer",
+        "block",
+        "length",
+        "rows",
+        "accumulation",
+    ),
+    "stages": ("stages", "transfer", "distill", "extend"),
+    "the run": ("seed", "heldout", "log", "checkpoint", "keep", "trackers", "progress"),
+}
+"""Headings of the help, with the settings below each, or the words that their names begin with."""
 
 
-def parse(
-    arguments: Sequence[str] | None,
-    description: str | None,
-    defaults: Mapping[str, Any],
+@dataclass(frozen=True)
+class LogitsSettings:
+    """What storing a teacher's logits takes beside the settings of the distillation.
+
+    Args:
+        top_k: Next tokens kept per token.
+        processes: Processes of the distillation.
+    """
+
+    top_k: int = TOP_K
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan takes beside the settings of the distillation.
+
+    Args:
+        tokens: Training tokens per stage.
+        gpus: Accelerators that everything is sharded over.
+        tflops: Peak of one in bf16, in TFLOP/s.
+        utilisation: Share of it that is reached.
+        lora: Train adapters instead of all weights, as ``--trainable lora`` does.
+    """
+
+    tokens: float = 20e6
+    gpus: int = 8
+    tflops: float = H100_TFLOPS
+    utilisation: float = 0.4
+    lora: bool = False
+
+
+def _heading(name: str) -> str:
+    for heading, words in GROUPS.items():
+        if name in words or (heading != "conversion" and name.split("_")[0] in words):
+            return heading
+    return "training"
+
+
+def command_line(
+    program: str,
+    summary: str,
+    example: str,
+    *,
+    defaults: Mapping[str, Any] | None = None,
     start: str = "recommended",
-    others: Sequence[argparse.ArgumentParser] = (),
-    command: str | None = None,
+    positional: str = "config",
+    others: Mapping[str, type] | None = None,
+) -> CommandLine:
+    """Return what a command of distillation takes: its own settings, and those of a distillation in groups.
+
+    Args:
+        program: Its name.
+        summary: What it does.
+        example: Commands to begin with.
+        defaults: Defaults to show in place of the settings' own.
+        start: Preset to start from where none is named.
+        positional: The setting that may be given without its flag.
+        others: Dataclasses of settings of its own, by heading.
+    """
+    line = CommandLine(program, summary, example=example, positional=positional)
+    names = Setting("preset", Literal[available_presets()], start, "Named recipe to start from.")
+    for heading, cls in (others or {}).items():
+        line.add(heading, settings_of(cls))
+    declared = declared_settings({**preset(start), **(defaults or {})})
+    headings = [_heading(setting.name) for setting in declared]
+    for heading in [*(heading for heading in GROUPS if heading in headings[:-1]), "training"]:
+        line.add(heading, (one for one, place in zip(declared, headings, strict=True) if place == heading))
+        if heading == "models":
+            line.add("models", [names])
+    return line
+
+
+def settings_from(
+    given: Given, defaults: Mapping[str, Any] | None = None, start: str = "recommended"
 ) -> DistillationSettings:
-    """Read settings from flags, over those of a file or preset, over ``defaults``; ``start`` is the usual preset."""
-    parser, first = make_parser(description, others, command)
-    known, _ = first.parse_known_args(arguments)
-    named = read_settings(known.config) if known.config is not None else preset(known.preset or start)
-    # What nobody names is left to the dataclass, which treats its defaults otherwise than what was asked for.
-    settings = known_settings()
-    for action in parser._actions:
-        if action.dest in settings:
-            action.default = argparse.SUPPRESS
-    parser.set_defaults(**(dict(defaults) | named))
-    values = vars(parser.parse_args(arguments))
-    # Of a list each word is read by itself.
-    found: dict[str, Any] = {
-        name: None if value == [None] else value for name, value in values.items() if name in settings
-    }
-    return DistillationSettings(**found)
-
-
-def setting_help() -> dict[str, str]:
-    """Read the settings' descriptions off the docstrings of their dataclasses, their one place."""
-    described = _described(DistillationSettings)
-    of_conversion = _described(LinearAttentionConfig)
-    return {name: described.get(name, of_conversion.get(name, "")) for name in known_settings()}
-
-
-def _described(settings: type) -> dict[str, str]:
-    lines = (settings.__doc__ or "").split("Args:\n")[1].split("\n\n")[0].splitlines()
-    found: dict[str, str] = {}
-    name = ""
-    for line in lines:
-        head, colon, rest = line.strip().partition(": ")
-        if colon and head.isidentifier() and line.startswith(" " * 8) and not line.startswith(" " * 9):
-            name, found[head] = head, rest
-        else:
-            found[name] += " " + line.strip()
-    return {key: text.replace("``", "") for key, text in found.items()}
+    """Return the settings of what a user named: flags over the file, that over a preset, that over ``defaults``."""
+    values = given.values
+    named = preset(values.pop("preset", start))
+    known = {setting.name for setting in declared_settings()}
+    return DistillationSettings(
+        **{**(defaults or {}), **named, **{name: value for name, value in values.items() if name in known}}
+    )
 
 
 def main(
     arguments: Sequence[str] | None = None,
     *,
-    description: str | None = "Distil a softmax model into a linear-attention model.",
+    description: str = "Convert a softmax model to linear attention, and teach it what the original knew. A run that "
+    "was stopped goes on where it was when the same command is given again.",
+    example: str = EXAMPLE,
     defaults: Mapping[str, Any] | None = None,
     start: str = "recommended",
 ) -> DistillResult:
@@ -130,9 +155,10 @@ def main(
 
     Args:
         arguments: Flags; defaults to those of the process, which is a script then.
-        description: Shown by ``--help``.
+        description: What ``--help`` says that it does.
+        example: Commands that ``--help`` begins with.
         defaults: Settings that apply where neither flags nor a file or preset name them.
-        start: Preset to start from where the flags name none.
+        start: Preset to start from where none is named.
 
     Returns:
         The result.
@@ -141,37 +167,47 @@ def main(
         ArgumentError: If a setting cannot be used, or no folder is named.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    command = None if arguments is None else "hf-linear-attn distill"
-    settings = parse(arguments, description, defaults or {}, start, command=command)
+    program = Path(sys.argv[0]).name if arguments is None else PROGRAM
+    line = command_line(program, description, example, defaults=defaults, start=start)
+    given = line.read(sys.argv[1:] if arguments is None else arguments)
+    settings = settings_from(given, defaults, start)
     if settings.output_dir is None:
         raise ArgumentError("output_dir", "be the folder to write", None, "Pass --output-dir.")
+    values = settings.to_dict()
+    recipe = {name: values[name] for name in sorted(settings.given)}
+    if process_state().is_main_process:
+        logger.info("settings that are not the defaults: %s", json.dumps(recipe, default=str))
     result = distill(settings)
-    logging.getLogger(__name__).info("student saved in %s", settings.output_dir)
+    if process_state().is_main_process:
+        sys.stdout.write(f"Student: {settings.output_dir}\n")
+        beside = f" --teacher {settings.model}" if settings.model else ""
+        next_step(
+            f"`hf-linear-attn evaluate --model {settings.output_dir}{beside} --output-dir "
+            f"{Path(settings.output_dir, 'evaluation')}` measures what was kept and what was gained."
+        )
     return result
 
 
-def teacher_logits(arguments: Sequence[str] | None = None) -> None:
+def teacher_logits(arguments: Sequence[str]) -> None:
     """Run a distillation's teacher once, and keep its likeliest next tokens on disk.
 
     Args:
-        arguments: Flags; defaults to those of the process.
+        arguments: Flags.
 
     Raises:
         ArgumentError: If a setting cannot be used, or no folder is named.
         CheckpointError: If the folder cannot be written.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--top-k", type=int, default=TOP_K, help="next tokens kept per token; default %(default)s")
-    own.add_argument("--processes", type=int, default=1, help="of the distillation; default %(default)s")
-    settings = parse(
-        arguments,
-        "Run the teacher over what a distillation with the same flags will read, and keep its likeliest next\n"
-        "tokens in the folder that --teacher-logits names.",
-        {},
-        others=[own],
-        command="hf-linear-attn teacher-logits",
+    line = command_line(
+        "hf-linear-attn teacher-logits",
+        "Run the teacher over what a distillation with the same flags will read, and keep its likeliest next tokens in "
+        "the folder that --teacher-logits names.",
+        "hf-linear-attn teacher-logits --model your/model --dataset your.jsonl --teacher-logits runs/logits",
+        others={"what is kept": LogitsSettings},
     )
-    flags = own.parse_known_args(arguments)[0]
+    given = line.read(arguments)
+    settings = settings_from(given)
+    flags = LogitsSettings(**{name: given.values[name] for name in ("top_k", "processes") if name in given.values})
     if settings.teacher_logits is None:
         raise ArgumentError(
             "teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill."
@@ -184,3 +220,48 @@ def teacher_logits(arguments: Sequence[str] | None = None) -> None:
     settings = fit_positions(settings, teacher)
     data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
     write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
+    next_step(f"`hf-linear-attn distill` with the same settings, --teacher-logits {folder} among them.")
+
+
+def plan(arguments: Sequence[str]) -> Plan:
+    """Print the plan of a distillation.
+
+    Args:
+        arguments: Flags.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ArgumentError: If a setting cannot be used, or no model is named.
+        CheckpointError: If there is no such config.
+    """
+    # Without a recipe, what large models are trained with.
+    usual = {"rows": 1, "block_tokens": 1024, "mixed_precision": "bf16", "gradient_checkpointing": True}
+    line = command_line(
+        "hf-linear-attn plan",
+        "Compute memory and hours of a distillation, sharded over GPUs, from the model's config alone.",
+        "hf-linear-attn plan your/model --gpus 8\nhf-linear-attn plan recipe.yaml --model your/model --gpus 1 --lora",
+        defaults=usual,
+        positional="model",
+        others={"the machine": PlanSettings},
+    )
+    given = line.read(arguments)
+    of_plan = {setting.name for setting in settings_of(PlanSettings)}
+    own = PlanSettings(**{name: value for name, value in given.values.items() if name in of_plan})
+    if own.lora:
+        given.flags["trainable"] = "lora"
+    settings = settings_from(given, {} if given.file else usual)
+    if settings.model is None:
+        raise ArgumentError("model", "be given", None, "Name a folder, a config.json or a hub name.")
+    found = compute_plan(
+        load_config(settings.model, "model"),
+        settings,
+        tokens=own.tokens,
+        gpus=own.gpus,
+        tflops=own.tflops,
+        utilisation=own.utilisation,
+    )
+    sys.stdout.write(found.table() + "\n")
+    next_step("`hf-linear-attn distill` with the same settings runs it.")
+    return found

@@ -57,7 +57,7 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfi
         target_modules=sorted(targets),
         modules_to_save=["linear_attention"],
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in found.values()),
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION",
     )
 
 

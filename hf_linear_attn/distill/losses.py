@@ -63,6 +63,25 @@ def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
     return (error * weights).sum() / softmax.var().clamp_min(torch.finfo(torch.float32).tiny)
 
 
+def hidden_loss(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
+    """Return ``mean_t ||h_student - h_teacher||^2 / (D var(h_teacher))`` over a text's tokens.
+
+    Divided by the variance, layers whose hidden states are large do not drown the others, and 1 is what the mean hidden
+    state would score.
+
+    Args:
+        student: A layer's hidden states ``[B, T, D]``.
+        teacher: The same of the teacher.
+        real: ``[B, T]`` bool, False in padding.
+
+    Returns:
+        The error of each text, ``[B]`` fp32.
+    """
+    teacher = teacher.float()
+    error = (student.float() - teacher).square().mean(-1) * real
+    return error.sum(1) / real.sum(1) / teacher[real].var(0).mean().clamp_min(torch.finfo(torch.float32).tiny)
+
+
 def weights_loss(student: Tensor, softmax: Tensor, weights: Tensor, floor: float = 1e-6) -> Tensor:
     """Sum ``-w sum_j p_ij log a_ij`` over queries i and average over heads (Hedgehog, Zhang et al., 2024).
 

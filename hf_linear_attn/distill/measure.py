@@ -1,5 +1,6 @@
-"""The scale-free numbers of a student: held-out nats, KL, and recall, with and without its linear branch."""
+"""The scale-free numbers of a student: held-out nats and recall, with and without its linear branch; embeddings."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.distill.data import Data
-from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
+from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
+from hf_linear_attn.encoders import Frame, Pooling
+from hf_linear_attn.evaluation.embedding import compare_embeddings
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from hf_linear_attn.patching import disable_branch
 
@@ -33,15 +36,18 @@ def heldout_loss(model: nn.Module, data: Data, rows: int, length: int, *, batch:
     Returns:
         ``loss_nats`` per token, and ``late_loss_nats`` over the second half of the positions.
     """
-    device = next(model.parameters()).device
+    device, predictor = next(model.parameters()).device, Predictor(model)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
     for start in range(0, rows, batch):
         texts = [data.text_row(number, length) for number in range(start, min(start + batch, rows))]
         found = data.collate(texts, length).to(device)
-        ids = found.input_ids
-        logits = model(**model_inputs(found)).logits[:, :-1].float()
-        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none"))
+        states, targets = predictor.states(found)[:, :-1].flatten(0, 1), found.input_ids[:, 1:].flatten()
+        pieces = [
+            torch.nn.functional.cross_entropy(predictor.logits(states[which]).float(), targets[which], reduction="none")
+            for which in predictor.pieces(states)
+        ]
+        losses.append(torch.cat(pieces).view(len(texts), -1))
         weights.append(found.weights[:, 1:])
     loss, weight = torch.cat(losses), torch.cat(weights)
 
@@ -84,7 +90,7 @@ def recall_accuracy(
     task = get_task("kv_recall", pairs=pairs)
     if task.min_length(tokenizer) > length:
         return None
-    device = next(model.parameters()).device
+    device, predictor = next(model.parameters()).device, Predictor(model)
     right = 0
     rows: list[tuple[list[int], int]] = []
     for index in range(samples):
@@ -98,7 +104,9 @@ def recall_accuracy(
         ids = torch.zeros(len(part), width, dtype=torch.long, device=device)
         for index, (row, _) in enumerate(part):
             ids[index, : len(row)] = torch.tensor(row)
-        best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+        states = predictor.states(Batch(ids, ids, ids)).flatten(0, 1)
+        best = torch.cat([predictor.logits(states[which]).argmax(-1) for which in predictor.pieces(states)])
+        best = best.view(ids.shape)
         for index, (row, size) in enumerate(part):
             end = len(row)
             right += bool((best[index, end - size - 1 : end - 1] == ids[index, end - size : end]).all())
@@ -158,3 +166,34 @@ def measure(
         result["linear_off"] = once() if has_branches else None
     model.train(training)
     return result
+
+
+def measure_encoders(
+    models: Mapping[str, nn.Module],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    pooling: Pooling,
+    *,
+    rows: int,
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """Measure encoders on held-out texts of all lengths.
+
+    Args:
+        models: ``teacher``, ``student`` or both.
+        data: Held-out data.
+        tokenizer: Their tokenizer.
+        pooling: Makes an embedding of hidden states.
+        rows: Number of texts.
+        lengths: Their tokens, special ones included, in turn.
+
+    Returns:
+        As :func:`compare_embeddings` returns it.
+    """
+    frame = Frame.of(tokenizer)
+    texts = []
+    for number in range(rows):
+        row, index = divmod(number, len(lengths))
+        ids = data.text_row(row, lengths[index]).input_ids
+        texts.append(ids[len(frame.begin) : len(ids) - len(frame.end)])
+    return compare_embeddings(dict(models), texts, frame, pooling, pad=data.pad)

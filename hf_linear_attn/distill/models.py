@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, head_dim_of
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, conversion_values, head_dim_of
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_model, position_limit
+from hf_linear_attn.loading import Kind, load_model, position_limit, trained_positions
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,9 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
         ArgumentError: If another was asked for.
     """
     conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
-    asked = settings.conversion_for(head_dim_of(student.config)).to_dict()
+    asked = conversion_values(settings.conversion_for(head_dim_of(student.config)))
     # Its softmax layers were chosen when it was made.
-    own = {**conversion.to_dict(), "softmax_budget": 0.0}
+    own = {**conversion_values(conversion), "softmax_budget": 0.0}
     for name in settings.given & {*CONVERSION, "softmax_budget"}:
         value = getattr(settings, name) if name == "softmax_budget" else asked[name]
         if name == "layers":
@@ -52,6 +53,37 @@ def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> Dis
         longest = max(fitting.factors()) * settings.block_tokens
         logger.info("the model has %d positions, so the longest sequences have %d tokens", limit, longest)
     return fitting
+
+
+def check_lengths(settings: DistillationSettings, model: PreTrainedModel) -> None:
+    """Refuse sequences of which the linear branch sees nothing; warn of positions that the model never saw.
+
+    Raises:
+        ArgumentError: If the longest sequences end within the window and its sinks.
+    """
+    longest, window = settings.trained_length(), settings.conversion.window
+    near = (window or 0) + settings.conversion.sinks
+    if longest <= near and settings.conversion.mix != "window":
+        raise ArgumentError(
+            "block_tokens",
+            f"reach beyond the window and its sinks, {near} tokens",
+            longest,
+            "The linear branch would see nothing and learn nothing: raise it, or lower `window`.",
+        )
+    if settings.block_tokens <= near and settings.conversion.mix != "window":
+        logger.warning(
+            "sequences of %d tokens end within the window and its sinks: only longer ones teach the linear branch",
+            settings.block_tokens,
+        )
+    positions = trained_positions(model)
+    if positions is not None and longest > positions:
+        logger.warning(
+            "sequences of %d tokens reach beyond the %d positions that %s was trained on: what it says there, and what "
+            "is learned from it, is not to be trusted",
+            longest,
+            positions,
+            type(model).__name__,
+        )
 
 
 def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
@@ -83,20 +115,36 @@ def model_name(settings: DistillationSettings) -> str:
 
 def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
     remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
-    return load_model(model_name(settings), attention="softmax", remedy=remedy, **options)
+    kind: Kind = "encoder" if settings.encoder else "causal"
+    return load_model(model_name(settings), kind=kind, attention="softmax", remedy=remedy, **options)
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
     """Load the student that the settings name, or else patch a copy of the teacher, loaded anew where None."""
     if settings.student is not None:
-        return load_model(settings.student, "student", attention="linear", remedy="Pass it as `model` to convert it.")
+        kind: Kind = "encoder" if settings.encoder else "causal"
+        remedy = "Pass it as `model` to convert it."
+        return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
     student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
-    if settings.mixed_precision != "no":
-        # Mixed precision keeps master weights in fp32.
-        student.to(dtype=torch.float32)  # type: ignore[call-arg]
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)
+
+
+def check_direction(settings: DistillationSettings, model: PreTrainedModel) -> None:
+    """Refuse to teach an encoder to predict next tokens, which it sees.
+
+    Raises:
+        ArgumentError: If the stages ask for it.
+    """
+    if is_encoder(model) and not settings.encoder:
+        raise ArgumentError(
+            "stages",
+            "be an encoder's, `transfer` and `embed`",
+            settings.stages,
+            "Use the preset `encoder`.",
+            where=type(model).__name__,
+        )
 
 
 def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

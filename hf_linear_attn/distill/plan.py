@@ -1,19 +1,15 @@
 """What a distillation will need, on paper: memory by part and hours, from a model's config alone."""
 
-import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import projections
 from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_config, position_limit
+from hf_linear_attn.loading import empty_model, position_limit
 
 GIB = 2**30
 H100_TFLOPS = 989.0
@@ -109,13 +105,7 @@ def plan(
     for name, value in (("tokens", tokens), ("gpus", gpus), ("tflops", tflops), ("utilisation", utilisation)):
         if not value > 0 or (name == "utilisation" and value > 1):
             raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
-    try:
-        with torch.device("meta"):
-            student = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise ArgumentError(
-            "config", "be a causal language model's", type(config).__name__, str(error).splitlines()[0]
-        ) from error
+    student = empty_model(config)
     settings = settings.within(position_limit(student))
     parameters = sum(p.numel() for p in student.parameters())
     text = config.get_text_config()
@@ -174,36 +164,3 @@ def _activations(config: PreTrainedConfig, tokens: int, layers: int, features: f
     # Norms, q, k, v, o and the residual twice: about 10 hidden; three of the MLP; features of q and k in fp32.
     one_layer = 2 * (10 * hidden + 3 * intermediate) + 4 * 2 * features
     return tokens * (2 * hidden * layers + one_layer)
-
-
-def main(arguments: Sequence[str] | None = None) -> Plan:
-    """Print the plan of a distillation.
-
-    Args:
-        arguments: Flags; defaults to those of the process.
-
-    Returns:
-        The plan.
-    """
-    parser = argparse.ArgumentParser(
-        prog="hf-linear-attn plan", description="Say what distilling a model needs, from its config alone."
-    )
-    parser.add_argument("config", help="folder, config.json or hub name of the softmax model")
-    parser.add_argument("--tokens", type=float, default=20e6, help="training tokens per stage; default %(default)g")
-    parser.add_argument("--gpus", type=int, default=8, help="default %(default)s")
-    parser.add_argument("--tflops", type=float, default=H100_TFLOPS, help="bf16 peak of a GPU; default %(default)s")
-    parser.add_argument("--utilisation", type=float, default=0.4, help="share of it reached; default %(default)s")
-    parser.add_argument("--rows", type=int, default=1, help="sequences per GPU; default %(default)s")
-    parser.add_argument("--block-tokens", type=int, default=1024, help="their length; default %(default)s")
-    parser.add_argument("--lora", action="store_true", help="train adapters instead of all weights")
-    values: dict[str, Any] = vars(parser.parse_args(arguments))
-    settings = DistillationSettings(
-        rows=values.pop("rows"),
-        block_tokens=values.pop("block_tokens"),
-        trainable="lora" if values.pop("lora") else "full",
-        mixed_precision="bf16",
-        gradient_checkpointing=True,
-    )
-    found = plan(load_config(values.pop("config"), "config"), settings, **values)
-    sys.stdout.write(found.table() + "\n")
-    return found

@@ -19,8 +19,10 @@ from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Data, load_data
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
-from hf_linear_attn.distill.measure import measure
+from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import (
+    check_direction,
+    check_lengths,
     check_pair,
     fit_positions,
     load_student,
@@ -29,16 +31,19 @@ from hf_linear_attn.distill.models import (
     with_own_conversion,
 )
 from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
+from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
+from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.files import write_atomic
-from hf_linear_attn.loading import load_tokenizer, load_users_maps
+from hf_linear_attn.files import whole_folder, write_atomic
+from hf_linear_attn.loading import load_tokenizer, load_users_maps, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +103,12 @@ def distill(
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
     """
     check_trackers(settings)
+    process_state()
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
-    if accelerator.mixed_precision not in ("no", settings.mixed_precision):
+    if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
+        accelerator.mixed_precision != "bf16" or settings.mixed_precision != "auto"
+    ):
         raise ArgumentError(
             "mixed_precision",
             f"be the launcher's, {accelerator.mixed_precision!r}",
@@ -127,8 +135,11 @@ def distill(
         tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
         student = student or fresh_student(settings)
         check_pair(teacher, student, tokenizer)
+        check_direction(settings, student)
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
-        if settings.pack and not takes(student, "position_ids"):
+        settings = resolve(settings, student, accelerator.mixed_precision)
+        check_lengths(settings, student)
+        if settings.pack and not settings.encoder and not takes(student, "position_ids"):
             raise ArgumentError(
                 "pack",
                 f"be False for {type(student).__name__}",
@@ -144,14 +155,16 @@ def distill(
             student.to(accelerator.device)
             teacher.to(accelerator.device)
             student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
+        dtypes = dtypes_of(student)
+        if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
+            # What is sharded is sharded in the dtype that it is kept in.
+            raise_precision(student.parameters())
         for model in (student, teacher):
             if model is not None:
                 # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
                 if settings.shard and not is_sharded(model):
                     shard(model, settings.mixed_precision)
                 model.to(accelerator.device)
-        if settings.gradient_checkpointing:
-            recompute_activations(student)
         source: Teacher | None = None if teacher is None else LiveTeacher(teacher)
         if settings.teacher_logits is not None:
             source = TeacherLogits(Path(settings.teacher_logits))
@@ -162,6 +175,8 @@ def distill(
         distilled: PreTrainedModel = (
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
+        restore_precision(distilled, dtypes)
+        let_autocast_cast(distilled, autocast=False)
         distilled.train(False).requires_grad_(True)
         known = student.config.linear_attention
         known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
@@ -175,18 +190,9 @@ def distill(
             output_dir=folder,
         )
         if settings.heldout_rows:
-            result.metrics = {
-                name: measure(
-                    model,
-                    heldout,
-                    tokenizer,
-                    rows=settings.heldout_rows,
-                    length=settings.block_tokens,
-                    seed=settings.seed,
-                )
-                for name, model in (("teacher", teacher), ("student", distilled))
-                if model is not None
-            }
+            models = {"teacher": teacher, "student": distilled}
+            known_models = {name: model for name, model in models.items() if model is not None}
+            result.metrics = measure_all(settings, known_models, heldout, tokenizer)
         if settings.trackers:
             accelerator.end_training()
         # Gathering a sharded model takes all processes.
@@ -195,6 +201,24 @@ def distill(
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
     return result
+
+
+def measure_all(
+    settings: DistillationSettings,
+    models: dict[str, PreTrainedModel],
+    heldout: Data,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Measure teacher and student on held-out data, each kind of model by what it is for."""
+    rows, length = settings.heldout_rows, settings.block_tokens
+    if settings.encoder:
+        pooling = pooling_of(settings.model, settings.pooling)
+        lengths = [factor * length for factor in settings.factors()]
+        return measure_encoders(models, heldout, tokenizer, pooling, rows=rows, lengths=lengths)
+    return {
+        name: measure(model, heldout, tokenizer, rows=rows, length=length, seed=settings.seed)
+        for name, model in models.items()
+    }
 
 
 def check_trackers(settings: DistillationSettings) -> None:
@@ -238,7 +262,9 @@ def keep_softmax(
         rows = range(0, settings.heldout_rows or 8, settings.rows)
         batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
         batches = [batch.to(teacher.device) for batch in batches]
-        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
+        selection = select_layers(
+            student, LiveTeacher(teacher), batches, settings.softmax_budget, progress=settings.progress
+        )
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
@@ -248,22 +274,28 @@ def keep_softmax(
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
-    """Put LoRA into the student before the first stage that trains more than feature maps."""
-    if settings.trainable == "full" or stage == "transfer" or isinstance(student, PeftModel):
+    """Put LoRA into the student before the first stage that trains it; recompute activations where there are any."""
+    kind: type[Stage] = stage_class(stage)
+    if settings.gradient_checkpointing:
+        recompute_activations(student, kind.recomputes)
+    if settings.trainable == "full" or not kind.lora or isinstance(student, PeftModel):
         return student
     # A resumed run draws the same adapters.
     torch.manual_seed(settings.seed)
     peft_student = add_lora(student, rank=settings.lora_rank, alpha=settings.lora_alpha)  # type: ignore[arg-type]
+    let_autocast_cast(peft_student, settings.mixed_precision == "bf16")
     trainable, total = peft_student.get_nb_trainable_parameters()
     logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
     return peft_student
 
 
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Make a model recompute activations in its backward pass."""
+def recompute_activations(model: nn.Module, enable: bool) -> None:
+    """Make a model recompute activations in its backward pass, or not."""
+    whole: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    verb = "enable" if enable else "disable"
     # Renamed in Transformers 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+    next(getattr(whole, name) for name in names if hasattr(whole, name))()
 
 
 def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
@@ -294,9 +326,16 @@ def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
 def save_result(
     result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
 ) -> None:
-    """Save the student with its tokenizer, figures, loss picture and model card."""
-    result.student.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
+    """Save the student with its tokenizer, figures, loss picture and model card.
+
+    Raises:
+        CheckpointError: If writing the model fails, as on a full disk; the folder then holds no part of it.
+    """
+    with whole_folder(folder) as temporary:
+        result.student.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        if result.settings.encoder:
+            copy_sentence_files(result.settings.model, temporary)
     draw_losses({"student": result.history}, folder / "loss.svg")
     write_atomic(
         folder / "distillation.json",

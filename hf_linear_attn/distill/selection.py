@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import linear_attention_parts, predictions
-from hf_linear_attn.distill.losses import kl_loss
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, next_tokens, weighted
 from hf_linear_attn.distill.softmax import as_softmax
+from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import write_atomic
 
@@ -54,19 +54,21 @@ class Selection:
 
 
 @torch.no_grad()
-def mean_kl(student: nn.Module, batches: Iterable[Batch], teacher_logits: Iterable[Tensor]) -> float:
-    """Return the mean KL from the teacher over the batches' weighted tokens."""
+def mean_kl(student: nn.Module, batches: Iterable[Batch], divergences: Iterable[Divergence]) -> float:
+    """Return the mean divergence from the teacher over the batches' weighted tokens."""
+    predictor = Predictor(student)
     total = weight = 0.0
-    for batch, expected in zip(batches, teacher_logits, strict=True):
-        _, weights, logits = predictions(student, batch)
-        total += kl_loss(logits, expected, weights).item()
+    for batch, divergence in zip(batches, divergences, strict=True):
+        states, weights = weighted(batch, predictor.states(batch)), next_tokens(batch)[1]
+        pieces = predictor.pieces(states)
+        total += sum(divergence(predictor.logits(states[which]), weights[which], which).item() for which in pieces)
         weight += weights.sum().item()
     return total / weight
 
 
 @torch.no_grad()
 def select_layers(
-    student: nn.Module, teacher: nn.Module, batches: list[Batch], budget: float, *, progress: bool = False
+    student: nn.Module, teacher: Teacher, batches: list[Batch], budget: float, *, progress: bool = False
 ) -> Selection:
     """Find the converted layers that are worth keeping softmax.
 
@@ -75,7 +77,7 @@ def select_layers(
 
     Args:
         student: A patched model, best after attention transfer.
-        teacher: The softmax model.
+        teacher: The softmax model it was made from.
         batches: Held-out sequences.
         budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
         progress: Show a progress bar.
@@ -95,7 +97,7 @@ def select_layers(
             budget,
             "Lower it; with every layer softmax there is nothing to distil.",
         )
-    expected = [predictions(teacher, batch)[2] for batch in batches]
+    expected = [teacher.divergence(batch) for batch in batches]
     training = student.training
     student.train(False)
     runs = 1 + sum(len(parts) - n for n in range(max(count, 1)))

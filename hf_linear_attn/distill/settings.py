@@ -5,11 +5,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_linear_attn.arguments import Setting, read_settings_file, settings_of
+from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
@@ -18,6 +19,10 @@ from hf_linear_attn.patching import patch_model
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
+LossOn = Literal["answers", "all"]
+MixedPrecision = Literal["auto", "no", "bf16"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
+MasterWeights = Literal["fp32", "stochastic", "compensated"]
 
 REFERENCE_WIDTH = 4096
 """Hidden size at which :data:`REFERENCE_LR` is right."""
@@ -67,13 +72,17 @@ class DistillationSettings:
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
             measured KL, 0..1.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
-            nothing to transfer.
-        dataset: Hub name, or path of a text, JSONL or parquet file or of a folder of them; None for the source text
-            of Python's standard library.
-        dataset_config: Configuration of a hub dataset.
-        dataset_split: Split of a hub dataset.
-        text_column: Column that holds the text.
-        streaming: Read the dataset as it is needed instead of downloading it whole.
+            nothing to transfer. Of an encoder ``transfer``, ``embed``.
+        dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
+            source text of Python's standard library.
+        dataset_weights: How much is read of each dataset, as these numbers are to each other; None for as much of each.
+        dataset_config: Configuration of a hub dataset; one for all, or one for each.
+        dataset_split: Split of a hub dataset; one for all, or one for each.
+        columns: What columns of a dataset stand for, where their names do not tell, as in ``text=body`` or
+            ``prompt=question completion=answer``.
+        chat_template: File with the Jinja template that makes texts of conversations; None for the tokenizer's.
+        loss_on: What is learned of conversations and completions: ``answers``, or ``all`` of the text.
+        streaming: Read the datasets as they are needed instead of downloading them whole.
         block_tokens: Length T of the shortest training sequences.
         length_factors: Lengths of the sequences of ``transfer`` and ``distill`` as multiples of ``block_tokens``, taken
             in turn, step by step; divisors of ``rows * accumulation``, since every step reads as many tokens and longer
@@ -101,6 +110,11 @@ class DistillationSettings:
         distill_loss: ``kl``: Kullback-Leibler divergence from the teacher's full distribution; ``ce``: cross-entropy
             of the text.
         ce_share: Share of cross-entropy in a ``kl`` loss, 0..1.
+        embedding_share: Share of the embeddings' cosine in the loss of ``embed``, 0..1; the rest is the error of every
+            layer's hidden states.
+        pooling: How an encoder's embedding is made of its tokens: ``mean``, ``cls``, ``max``, ``lasttoken``,
+            ``weightedmean``, ``mean_sqrt_len_tokens``, or some joined by ``+``. None for what the model's folder says,
+            if sentence-transformers wrote it, else the mean.
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.
@@ -117,7 +131,14 @@ class DistillationSettings:
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
         gradient_checkpointing: Recompute activations in the backward pass.
-        mixed_precision: ``bf16`` runs forwards in bf16 over fp32 weights, ``no`` in the weights' own dtype.
+        mixed_precision: ``bf16`` computes forwards in bf16, ``no`` in fp32; ``auto`` is ``bf16`` for a checkpoint of 16
+            bits and ``no`` for others. Whichever it is, weights that are trained are kept in fp32, and saved in the
+            checkpoint's dtype.
+        optimizer: ``adamw``; ``adamw_8bit`` keeps its moments in 8 bits, ``paged_adamw_8bit`` bitsandbytes' in memory
+            that moves to the host where the GPU's runs out.
+        master_weights: ``fp32``; or, where memory is short, the checkpoint's own bf16 for all but feature maps and
+            adapters, rounded at random in ``stochastic``, with a second bf16 number for what is rounded off in
+            ``compensated``.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
         log_every: Steps between two log lines.
@@ -145,10 +166,13 @@ class DistillationSettings:
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
-    dataset: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    text_column: str = "text"
+    dataset: list[str] | None = None
+    dataset_weights: list[float] | None = None
+    dataset_config: list[str] | None = None
+    dataset_split: list[str] = field(default_factory=lambda: ["train"])
+    columns: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    loss_on: LossOn = "answers"
     streaming: bool = False
     block_tokens: int = 512
     length_factors: list[int] | None = None
@@ -166,6 +190,8 @@ class DistillationSettings:
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
+    embedding_share: float = 0.5
+    pooling: str | None = None
     window_dropout: float = 0.0
     trainable: Trainable = "full"
     train_feature_maps: bool = True
@@ -181,7 +207,9 @@ class DistillationSettings:
     max_grad_norm: float = 1.0
     shard: bool = False
     gradient_checkpointing: bool = False
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: MixedPrecision = "auto"
+    optimizer: Optimizer = "adamw"
+    master_weights: MasterWeights = "fp32"
     seed: int = 0
     heldout_rows: int = 32
     log_every: int = 10
@@ -214,6 +242,10 @@ class DistillationSettings:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _check(self) -> None:
+        for name in ("dataset", "dataset_config", "dataset_split", "columns"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, [getattr(self, name)])
+        check_types(self)
         for name, low in LEAST.items():
             value = getattr(self, name)
             if value < low:
@@ -233,6 +265,11 @@ class DistillationSettings:
             if value not in choices:
                 named = filter(None, choices)
                 raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
+        self._check_datasets()
+        for name in ("optimizer", "master_weights"):
+            value = getattr(self, name)
+            if self.shard and value not in ("adamw", "fp32"):
+                raise ArgumentError(name, "be the default where weights are sharded", value, "Leave it out.")
         forwards = self.rows * self.accumulation
         if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
             raise ArgumentError(
@@ -252,6 +289,52 @@ class DistillationSettings:
                     "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
                 )
             object.__setattr__(self, "stages", served)
+        self._check_encoder()
+
+    @property
+    def encoder(self) -> bool:
+        """Whether an encoder is distilled, by its hidden states, in place of a language model."""
+        return any(stage_class(stage).encoder for stage in self.stages)
+
+    def _check_encoder(self) -> None:
+        if not self.encoder:
+            return
+        if languages := [stage for stage in self.stages if stage_class(stage).encoder is False]:
+            remedy = "An encoder's are `transfer` and `embed`."
+            raise ArgumentError("stages", "all be an encoder's, or all a language model's", languages, remedy)
+        refused: dict[str, tuple[Any, str]] = {
+            "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
+            "softmax_budget": (0.0, "layers are ranked by next tokens"),
+            "teacher_logits": (None, "its hidden states are compared"),
+            "shard": (False, "one GPU holds an encoder"),
+        }
+        for name, (value, reason) in refused.items():
+            if getattr(self, name) != value:
+                if name in self.given:
+                    rule = f"be {value} for an encoder"
+                    raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
+                object.__setattr__(self, name, value)
+
+    def _check_datasets(self) -> None:
+        weights, count = self.dataset_weights, len(self.dataset or ())
+        if weights is not None and (len(weights) != count or not all(0 < weight < math.inf for weight in weights)):
+            raise ArgumentError(
+                "dataset_weights",
+                f"be one positive number for each of {count} datasets",
+                weights,
+                "They need not add up to 1. Leave out a dataset that is not to be read.",
+            )
+        for name in ("dataset_config", "dataset_split"):
+            values = getattr(self, name)
+            if values is not None and len(values) not in (1, count) and count:
+                rule = f"be one for all datasets, or one for each of the {count}"
+                raise ArgumentError(name, rule, values, "Write `none` for one that has none.")
+        for text in self.columns:
+            name, equal, column = text.partition("=")
+            if not (equal and column and name in COLUMNS):
+                raise ArgumentError(
+                    "columns", "say what a column stands for", text, "Write `text=body`", available=COLUMNS
+                )
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -275,8 +358,7 @@ class DistillationSettings:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
         values = asdict(self)
         del values["conversion"]
-        converted = self.conversion.to_dict()
-        return {name: converted[name] for name in CONVERSION} | values
+        return conversion_values(self.conversion) | values
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some settings changed."""
@@ -345,6 +427,21 @@ class DistillationSettings:
         return replace(self.conversion, feature_map_options=known)
 
 
+COLUMNS = (
+    "text",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "tools",
+)
+"""What columns may stand for."""
+
 LEAST: dict[str, float] = {
     "block_tokens": 8,
     "rows": 1,
@@ -362,14 +459,18 @@ LEAST: dict[str, float] = {
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
+    "seed": 0,
 }
-SHARES = ("softmax_budget", "recall_share", "ce_share", "window_dropout", "warmup_share")
+SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
     "teacher_dtype": Literal["float32", "bfloat16", "float16", None],
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
-    "mixed_precision": Literal["no", "bf16"],
+    "loss_on": LossOn,
+    "mixed_precision": MixedPrecision,
+    "optimizer": Optimizer,
+    "master_weights": MasterWeights,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -393,6 +494,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_factor": 1,
         "extend_steps": 200,
         "recall_share": 0.0,
+    },
+    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides.
+    "encoder": {
+        "window": None,
+        "sinks": 0,
+        "stages": ["transfer", "embed"],
+        "recall_share": 0.0,
+        "rows": 16,
+        "block_tokens": 32,
+        "length_factors": [1, 2, 4, 8],
     },
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {
@@ -447,41 +558,39 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read settings from a YAML or JSON file, without checking their values.
+    """Read settings from a YAML or JSON file, over those of the ``preset`` in it; their range is not checked.
 
     Raises:
         ArgumentError: If the file cannot be read, or holds unknown settings.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArgumentError("config", "be a YAML or JSON file", str(path), f"Reading it failed: {error}") from error
-    if not isinstance(values, dict):
-        raise ArgumentError("config", "hold a mapping of settings", str(path), "Write `name: value` lines.")
-    start = preset(values.pop("preset", "recommended"))
-    hints = known_settings()
-    if unknown := sorted(set(values) - hints.keys()):
-        raise ArgumentError("config", "hold known settings only", unknown, "Remove those", available=hints)
-    return start | {name: _number(name, value, hints[name]) for name, value in values.items()}
+    declared = [*declared_settings(), Setting("preset", str)]
+    values = read_settings_file(path, declared)
+    return preset(values.pop("preset", "recommended")) | values
 
 
-def _number(name: str, value: Any, hint: Any) -> Any:
-    """Return what a file has for a setting; YAML reads a number like 1e-3, without a point, as a word."""
-    if not isinstance(value, str) or float not in (hint, *get_args(hint)):
-        return value
-    try:
-        return float(value)
-    except ValueError as error:
-        raise ArgumentError(name, "be a number", value, "Write it as 0.001 or 1e-3.") from error
+def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
+    """Return the settings of a conversion as plain JSON values: all, where its ``to_dict`` leaves out later ones."""
+    values = asdict(conversion)
+    return dict(json.loads(json.dumps({name: values[name] for name in CONVERSION})))
+
+
+def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting]:
+    """Return all settings, the conversion's in its place.
+
+    Args:
+        defaults: Defaults to show in place of the settings' own.
+    """
+    shown = {**RECOMMENDED.to_dict(), **(defaults or {})}
+    of_conversion = [setting for setting in settings_of(LinearAttentionConfig, shown) if setting.name in CONVERSION]
+    found: list[Setting] = []
+    for setting in settings_of(DistillationSettings, defaults):
+        found += of_conversion if setting.name == "conversion" else [setting]
+    return found
 
 
 def known_settings() -> dict[str, Any]:
     """Return the names of all settings, the conversion's in its place, with their types."""
-    found: dict[str, Any] = {}
-    of_conversion = get_type_hints(LinearAttentionConfig)
-    for name, hint in get_type_hints(DistillationSettings).items():
-        found |= {name: of_conversion[name] for name in CONVERSION} if name == "conversion" else {name: hint}
-    return found
+    return {setting.name: setting.kind for setting in declared_settings()}
 
 
 def _conversion_value(name: str, value: Any) -> Any:

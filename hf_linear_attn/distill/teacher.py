@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import predictions
+from hf_linear_attn.distill.forward import Predictor, weighted
 from hf_linear_attn.distill.losses import kl_loss
 
 Divergence = Callable[[Tensor, Tensor, slice], Tensor]
@@ -36,6 +36,7 @@ class LiveTeacher(Teacher):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.predictor = Predictor(model)
 
     @contextmanager
     def running(self) -> Iterator[nn.Module]:
@@ -45,6 +46,12 @@ class LiveTeacher(Teacher):
 
     @override
     def divergence(self, batch: Batch) -> Divergence:
-        with self.running() as model:
-            expected = predictions(model, batch)[2]
-        return lambda logits, weights, which: kl_loss(logits, expected[which], weights)
+        with self.running():
+            expected = weighted(batch, self.predictor.states(batch))
+
+        def divergence(logits: Tensor, weights: Tensor, which: slice) -> Tensor:
+            with torch.no_grad():
+                of_teacher = self.predictor.logits(expected[which])
+            return kl_loss(logits, of_teacher, weights)
+
+        return divergence

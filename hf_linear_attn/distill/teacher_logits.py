@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import predictions
+from hf_linear_attn.distill.forward import Predictor, weighted
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -78,6 +78,7 @@ def write_teacher_logits(
     if top_k < 1:
         raise ArgumentError("top_k", "be at least 1", top_k, f"Keep {TOP_K} or so.")
     device = next(teacher.parameters()).device
+    predictor = Predictor(teacher)
     wanted = sequences(settings, settings.rows * settings.accumulation * processes)
     total = sum(len(numbers) for numbers in wanted.values())
     with (
@@ -96,7 +97,7 @@ def write_teacher_logits(
                 tensors: dict[str, Tensor] = {}
                 for first in numbers[::rows]:
                     some = range(first, min(first + rows, numbers.stop))
-                    tensors |= _top_logits(teacher, data.batch(some, length), some, top_k, device)
+                    tensors |= _top_logits(predictor, data.batch(some, length), some, top_k, device)
                     bar.update(len(some))
                 _save(path, tensors, top_k)
         firsts = {length: numbers.start for length, numbers in wanted.items()}
@@ -104,14 +105,19 @@ def write_teacher_logits(
 
 
 def _top_logits(
-    teacher: nn.Module, batch: Batch, numbers: range, top_k: int, device: torch.device
+    predictor: Predictor, batch: Batch, numbers: range, top_k: int, device: torch.device
 ) -> dict[str, Tensor]:
-    logits = predictions(teacher, batch.to(device))[2].float()
-    top = logits.topk(min(top_k, logits.shape[-1]))
-    log_p = top.values - logits.logsumexp(-1, keepdim=True)
+    batch = batch.to(device)
+    states = weighted(batch, predictor.states(batch))
+    tops: list[tuple[Tensor, Tensor]] = []
+    for which in predictor.pieces(states):
+        logits = predictor.logits(states[which]).float()
+        top = logits.topk(min(top_k, logits.shape[-1]))
+        tops.append((top.indices, top.values - logits.logsumexp(-1, keepdim=True)))
+    indices, log_p = (torch.cat(kept) for kept in zip(*tops, strict=True))
     counts = (batch.weights[:, 1:] > 0).sum(1).tolist()
     found: dict[str, Tensor] = {}
-    rows = zip(numbers, torch.split(top.indices, counts), torch.split(log_p, counts), strict=True)
+    rows = zip(numbers, torch.split(indices, counts), torch.split(log_p, counts), strict=True)
     for index, (name, tokens, kept) in enumerate(rows):
         found[f"{name}.tokens"] = tokens.to("cpu", torch.int32)
         found[f"{name}.log_p"] = kept.to("cpu", torch.float16)

@@ -20,6 +20,8 @@ from tqdm.auto import tqdm
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.optimizer import make_optimizer
+from hf_linear_attn.distill.precision import raise_precision
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import Stage, stage_class
@@ -101,6 +103,7 @@ class Trainer:
             reshard(self.student)
             stage: Stage = stage_class(name)(self.settings, self.student, self.teacher)
             steps = stage.steps(self.settings)
+            self._raise_precision(stage)
             self._remember_trained()
             if resumed is None or resumed.meta["stage"] == name:
                 self._run_stage(stage, steps, done, resumed)
@@ -109,9 +112,7 @@ class Trainer:
 
     def _run_stage(self, stage: Stage, steps: int, done: int, resumed: Checkpoint | None) -> None:
         settings, accelerator = self.settings, self.accelerator
-        optimizer = torch.optim.AdamW(
-            stage.groups, betas=(settings.betas[0], settings.betas[1]), weight_decay=settings.weight_decay
-        )
+        optimizer = make_optimizer(settings, stage.groups)
         peaks = [group["lr"] for group in optimizer.param_groups]
         first = 0
         if resumed is not None:
@@ -239,6 +240,12 @@ class Trainer:
                 file.flush()
 
             yield write
+
+    def _raise_precision(self, stage: Stage) -> None:
+        """Keep in fp32 what the stage trains; what is new is in any case."""
+        small = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
+        trained = [p for group in stage.groups for p in group["params"]]
+        raise_precision(p for p in trained if self.settings.master_weights == "fp32" or id(p) in small)
 
     def _remember_trained(self) -> None:
         # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.report import write_report
+from hf_linear_attn.evaluation.report import headlines, write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
-from hf_linear_attn.evaluation.subjects import process_state
+from hf_linear_attn.evaluation.suite import load_users_suites
+from hf_linear_attn.loading import process_state
+from hf_linear_attn.shell import next_step
 
 
 def main(
@@ -28,7 +31,7 @@ def main(
     """Run an evaluation and write `results.json`, `report.html` and `report.md`.
 
     Args:
-        argv: Flags, or the path of one YAML or JSON file, without the program's name.
+        argv: Flags, and the path of a YAML or JSON file if there is one, without the program's name.
         prog: The program's name in the help text.
         defaults: Settings that apply where `argv` does not name them.
 
@@ -38,13 +41,43 @@ def main(
     Raises:
         ArgumentError: If a setting cannot be used, or `output_dir` is not set.
     """
+    _load_suites(argv)
     settings = parse_arguments(argv, prog=prog, defaults=defaults)
     if settings.output_dir is None:
-        raise ArgumentError("output_dir", "be set", None, "Name the folder for the reports.")
-    results = evaluate(settings)
+        raise ArgumentError("output_dir", "be set", None, "Name the folder for the reports: --output-dir FOLDER.")
+    try:
+        results = evaluate(settings)
+    except KeyboardInterrupt:
+        if settings.overwrite:
+            raise KeyboardInterrupt("The same command without --overwrite goes on where it was.") from None
+        raise
     if process_state().is_main_process:
         _say(results, write_report(results, settings.output_dir, plots=settings.plots))
+        next_step(f"open the report; `hf-linear-attn compare {settings.output_dir} OTHER` lays runs side by side.")
     return results
+
+
+def _load_suites(argv: Sequence[str]) -> None:
+    """Register the suites of the user's own before the flags are read: they bring flags of their own."""
+    for at, word in enumerate(argv):
+        flag, _, value = word.partition("=")
+        if flag.replace("_", "-") == "--suite-file":
+            load_users_suites(value or "".join(argv[at + 1 : at + 2]))
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """Settings of a comparison.
+
+    Args:
+        results: results.json files, or the folders that hold one; the first one's model leads the report.
+        output_dir: Folder for the combined report.
+        plots: Draw the pictures.
+    """
+
+    results: tuple[str, ...]
+    output_dir: str
+    plots: bool = True
 
 
 def compare(argv: Sequence[str]) -> dict[str, Any]:
@@ -56,20 +89,26 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
     Returns:
         The combined results.
     """
-    parser = argparse.ArgumentParser(
-        prog="hf-linear-attn compare", description="Lay the results of several evaluations side by side."
+    line = CommandLine(
+        "hf-linear-attn compare",
+        "Lay the results of several evaluations side by side in one report.",
+        example="hf-linear-attn compare runs/a runs/b --output-dir runs/both",
+        positional="results",
     )
-    parser.add_argument("results", nargs="+", help="results.json files, or the folders that hold one")
-    parser.add_argument("--output-dir", "--output_dir", required=True, help="folder for the combined report")
-    parser.add_argument("--no-plots", "--no_plots", action="store_true", help="leave the pictures out")
-    arguments = parser.parse_args(argv)
-    results = compare_runs(arguments.results, arguments.output_dir, plots=not arguments.no_plots)
-    _say(results, Path(arguments.output_dir, "report.html"))
+    line.add("settings", settings_of(CompareSettings))
+    values = line.read(argv).values
+    for name in ("results", "output_dir"):
+        if name not in values:
+            raise ArgumentError(name, "be given", None, f"`{line.example}` is an example.")
+    settings = CompareSettings(**values)
+    results = compare_runs(settings.results, settings.output_dir, plots=settings.plots)
+    _say(results, Path(settings.output_dir, "report.html"))
+    next_step("open the report.")
     return results
 
 
 def _say(results: Mapping[str, Any], report: Path) -> None:
-    """Write the summary and the report's path for the person who started this."""
-    for sentence in [*results["summary"]["quality"], *results["summary"]["speed"]]:
-        tqdm.write(sentence, file=sys.stdout)
+    """Write the figures of the first screen and the report's path for the person who started this."""
+    for one in headlines(results):
+        tqdm.write(f"{one.figure:>6}  {one.label}" + (f" ({one.detail})" if one.detail else ""), file=sys.stdout)
     tqdm.write(f"Report: {report}", file=sys.stdout)

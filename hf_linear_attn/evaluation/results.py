@@ -4,82 +4,46 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attn.errors import CheckpointError
-from hf_linear_attn.evaluation.latency import break_even
-from hf_linear_attn.evaluation.retrieval import effective_lengths, paired_differences
-from hf_linear_attn.evaluation.store import write_atomically
+from hf_linear_attn.evaluation.suite import suites, with_parts
 from hf_linear_attn.evaluation.summary import summarise
+from hf_linear_attn.evaluation.view import Results, models_of
+from hf_linear_attn.files import write_atomic
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of `results.json`."""
+    """Return the JSON schema of `results.json`; the parts of a user's own suites may hold anything."""
     text = files("hf_linear_attn.evaluation").joinpath("results.schema.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
-
-
-def models_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the facts of every model of a run, the one under test first."""
-    return [results["model"], *results["references"]]
-
-
-def add_comparisons(results: dict[str, Any]) -> dict[str, Any]:
-    """Add to results all that follows from their cells, and return them."""
-    first = results["model"]["name"]
-    others = [reference["name"] for reference in results["references"]]
-    results["effective_length"] = effective_lengths(results["cells"])
-    results["paired"] = paired_differences(results["cells"], first, others)
-    results["gap_closed"] = _gaps_closed(results)
-    results["break_even"] = [break_even(results["latency"], first, other) for other in others if results["latency"]]
-    results["summary"] = summarise(results)
-    return results
-
-
-def _gaps_closed(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return `1 - (L_model - L_teacher) / (L_baseline - L_teacher)` for every baseline and length all could read."""
-    teachers = [model["name"] for model in results["references"] if model["role"] == "teacher"]
-    if results["perplexity"] is None or not teachers:
-        return []
-    losses = {
-        (row["model"], row["length"]): row["nll_nats"]
-        for row in results["perplexity"]["windows"]
-        if row["status"] == "ok"
-    }
-    found = []
-    for baseline in (model["name"] for model in results["references"] if model["role"] == "baseline"):
-        for length in sorted({length for _, length in losses}):
-            mine, teacher, theirs = (
-                losses.get((name, length)) for name in (results["model"]["name"], teachers[0], baseline)
-            )
-            if mine is None or teacher is None or theirs is None or theirs <= teacher:
-                continue
-            found.append(
-                {
-                    "baseline": baseline,
-                    "teacher": teachers[0],
-                    "length": length,
-                    "gap_closed": 1 - (mine - teacher) / (theirs - teacher),
-                }
-            )
+    found = dict(json.loads(text))
+    for name in with_parts({}):
+        found["properties"].setdefault(name, {})
     return found
 
 
-def without_times(results: Mapping[str, Any]) -> dict[str, Any]:
+def add_comparisons(results: Results) -> dict[str, Any]:
+    """Return results with all that follows from their parts."""
+    found = with_parts(results)
+    for suite in suites():
+        found |= suite.conclude(found)
+    found["summary"] = summarise(found)
+    return found
+
+
+def without_times(results: Results) -> dict[str, Any]:
     """Return results without any duration or what follows from one: the part that a resumed run reproduces."""
-    kept = copy.deepcopy(dict(results))
-    for name in ("timing", "break_even"):
-        kept.pop(name, None)
+    kept = copy.deepcopy(with_parts(results))
+    kept.pop("timing", None)
     kept["summary"] = {"quality": kept["summary"]["quality"]}
-    for cell in kept["latency"]:
-        for column in [column for column in cell if "_ms" in column or column.endswith("_per_s")]:
-            del cell[column]
+    for suite in suites():
+        kept = suite.without_times(kept)
     return kept
 
 
@@ -87,7 +51,7 @@ def write_results(results: Mapping[str, Any], folder: Path) -> Path:
     """Write `results.json` at once or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_FILE
-    write_atomically(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return path
 
 
@@ -119,35 +83,21 @@ def combine(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     Args:
         runs: Label and results of each run, at least one; the first one's model leads.
     """
-    lead = copy.deepcopy(dict(runs[0][1]))
+    lead = copy.deepcopy(with_parts(runs[0][1]))
     known: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    merged: dict[str, Any] = {"cells": [], "floors": [], "latency": [], "lm_eval": []}
-    text: dict[str, Any] | None = None
-    perplexity: dict[str, list[dict[str, Any]]] = {"windows": [], "by_position": [], "growing_context": []}
-    notes: list[str] = []
+    merged = with_parts({})
+    notes = []
     for label, run in runs:
-        names = _rename(label, run, known, models)
-        rename = _renamer(names)
-        for part, rows in merged.items():
-            _extend(rows, [rename(row) for row in run[part]])
-        found = run["perplexity"]
-        if found is not None:
-            if text is not None and text["sha256"] != found["text"]["sha256"]:
-                notes.append(f"Perplexities of {label} are left out: they were measured on another text.")
-                continue
-            text = found["text"]
-            for part, rows in perplexity.items():
-                _extend(rows, [rename(row) for row in found[part]])
-        if run["environment"] != runs[0][1]["environment"] and run["latency"]:
-            notes.append(f"Times of {label} were taken in another environment.")
+        named = _renamed(with_parts(run), _rename(label, run, known, models))
+        notes += [suite.merge(merged, named, lead, label) for suite in suites()]
+    numbered = enumerate((note for note in notes if note), 1)
     combined = {
         **lead,
         **merged,
         "model": models[0],
         "references": models[1:],
-        "perplexity": None if text is None else {"text": text, **perplexity},
-        "extras": {**lead["extras"], **{f"note {n}": note for n, note in enumerate(notes, 1)}},
+        "extras": {**lead["extras"], **{f"note {n}": note for n, note in numbered}},
         "args": {**lead["args"], "runs": [label for label, _ in runs]},
     }
     return add_comparisons(combined)
@@ -175,14 +125,16 @@ def _rename(
     return names
 
 
-def _renamer(names: Mapping[str, str | None]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    return lambda row: {**row, "model": names[row["model"]]}
+def _renamed(results: Results, names: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return results in which every row bears its model's new name."""
 
+    def rename(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rename(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: rename(item) for key, item in value.items()}
+        return found | {"model": names[found["model"]]} if found.get("model") in names else found
 
-_KEY = ("model", "task", "length", "depth", "window_length", "start", "metric")
-
-
-def _extend(rows: list[dict[str, Any]], more: Sequence[dict[str, Any]]) -> None:
-    """Add rows that are not there yet."""
-    have = {tuple(row.get(name) for name in _KEY) for row in rows}
-    rows.extend(row for row in more if tuple(row.get(name) for name in _KEY) not in have)
+    parts = {name for suite in suites() for name in suite.parts}
+    return {name: rename(value) if name in parts else value for name, value in results.items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_linear_attn.errors import CheckpointError
+from hf_linear_attn.files import write_atomic
 
 RUN_FILE = "run.json"
 _MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
@@ -25,13 +25,14 @@ class SampleStore:
         folder: Where to keep the records; None keeps them in memory only.
         settings: The settings that can change a figure.
         fingerprints: Fingerprint of every model by name.
-        resume: Use the records in the folder.
+        resume: Use the records in the folder even where that run has finished; those of one that was cut off are used
+            anyway.
         overwrite: Delete what an earlier run left in the folder.
         rank: Number of this process.
 
     Raises:
-        CheckpointError: If the folder holds a run and neither `resume` nor `overwrite` is set, or if it is of other
-            settings or models than those to be resumed.
+        CheckpointError: If the folder holds a finished run and neither `resume` nor `overwrite` is set, or a run of
+            other settings or models.
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class SampleStore:
         run = {"settings": dict(settings), "fingerprints": dict(fingerprints)}
         if rank == 0:
             self._open_run(folder, run, resume=resume, overwrite=overwrite)
-        if resume:
-            self.reload()
+        self.reload()
 
     def _open_run(self, folder: Path, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         if overwrite:
@@ -64,16 +64,16 @@ class SampleStore:
                     path.unlink()
         run_path = folder / RUN_FILE
         if run_path.exists():
-            if not resume:
+            if not resume and (folder / "results.json").exists():
                 raise CheckpointError(
                     "output_dir",
                     "be a folder without results",
                     str(folder),
-                    "Pass resume to go on with that run, or overwrite to delete it.",
+                    "Pass overwrite to replace that run, or resume to report on it anew.",
                 )
             self._check_same(self._read_run(run_path), run, folder)
         else:
-            write_atomically(run_path, json.dumps(run, indent=2) + "\n")
+            write_atomic(run_path, json.dumps(run, indent=2) + "\n")
         for path in sorted(folder.glob("samples*.jsonl")):
             _drop_torn_line(path)
 
@@ -138,7 +138,7 @@ class SampleStore:
         if self._folder is None or not list(self._folder.glob("samples.*.jsonl")):
             return
         self.reload()
-        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in self._records.values()))
+        write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in self._records.values()))
         for path in self._folder.glob("samples.*.jsonl"):
             path.unlink()
 
@@ -150,13 +150,3 @@ def _drop_torn_line(path: Path) -> None:
     if len(whole) != len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a restart, sees all of it or the one before."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

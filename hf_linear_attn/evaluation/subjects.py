@@ -11,15 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-from hf_linear_attn.loading import find_device, load_model, position_limit
+from hf_linear_attn.loading import find_device, load_model, position_limit, process_state
 
 
 @dataclass(frozen=True)
@@ -123,12 +121,6 @@ class Subject:
             "trained_length": self.trained_length,
             "position_limit": self.position_limit,
         }
-
-
-def process_state() -> PartialState:
-    """Return which of how many processes this is, and its device; started by any of Accelerate's launchers or alone."""
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=on_cpu)
 
 
 def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrainedModel:

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from hf_linear_attn.loading import read_text
@@ -81,22 +80,30 @@ class Window:
     score_from: int
 
 
-def load_corpus(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+def load_corpus(
+    tokenizer: PreTrainedTokenizerBase, text_file: str | None = None, *, joined: bool = False, max_tokens: int = 0
+) -> Corpus:
     """Read and tokenise the evaluation text.
+
+    Args:
+        tokenizer: The tokenizer.
+        text_file: UTF-8 text; held-out source of the standard library without it.
+        joined: Read all documents as one text.
+        max_tokens: Most tokens, 0 for all of them.
 
     Raises:
         ArgumentError: If the text file cannot be read as UTF-8 or holds too little text.
     """
-    if settings.text_file is None:
+    if text_file is None:
         texts, source = load_stdlib_documents("heldout"), STDLIB_SOURCE
         # Long files first, so that a budget of tokens buys long contexts.
         texts.sort(key=len, reverse=True)
     else:
-        texts, source = [read_text(settings.text_file)], Path(settings.text_file).name
-    if settings.documents == "joined":
+        texts, source = [read_text(text_file)], Path(text_file).name
+    if joined:
         texts = ["\n".join(texts)]
     bos = bos_ids(tokenizer)
-    left = settings.max_text_tokens or None
+    left = max_tokens or None
     documents = []
     for text in texts:
         if left is not None and left < 2:
@@ -108,9 +115,7 @@ def load_corpus(settings: EvaluationSettings, tokenizer: PreTrainedTokenizerBase
         if left is not None:
             left -= len(document.ids)
     if not documents:
-        raise ArgumentError(
-            "text_file", "hold at least two tokens of text", settings.text_file, "Choose a longer text."
-        )
+        raise ArgumentError("text_file", "hold at least two tokens of text", text_file, "Choose a longer text.")
     return Corpus(tuple(documents), bos, source)
 
 

@@ -272,12 +272,12 @@ def feature_map_class(name: str) -> type[FeatureMap]:
     Raises:
         ArgumentError: If no map has that name; the message lists those there are.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ArgumentError(
             "feature_map",
             "be a registered name",
             name,
-            "Use one of those",
+            "Import what registers it first, or call load_feature_maps (--feature-map-file), or use one of those",
             available=available_feature_maps(),
         )
     return _REGISTRY[name]

@@ -159,7 +159,7 @@ class LinearAttention(nn.Module):
         number, past = None, tokens.k.shape[2] - q.shape[2]
         if self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
-            counts = tokens.mask
+            counts = tokens.counts
             if counts is None:
                 counts = q.new_ones(q.shape[0], tokens.k.shape[2], dtype=torch.bool)
             before = None
@@ -168,9 +168,9 @@ class LinearAttention(nn.Module):
                 held = counts[:, :past].sum(1) + state.tensors["near_mask"][:, : self.window.sinks].sum(1)
                 before = seen - held
             number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
-        if seen is not None and tokens.mask is not None:
+        if seen is not None and tokens.counts is not None:
             # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
-            later = tokens.mask[:, :past].flip(1).cumsum(1).flip(1)
+            later = tokens.counts[:, :past].flip(1).cumsum(1).flip(1)
             positions = torch.cat([(seen[:, None] - later).clamp(min=0), positions], 1)
         return piece._replace(tokens=tokens, number=number, key_positions=positions)
 
@@ -199,7 +199,7 @@ class LinearAttention(nn.Module):
             )
             return found.o, found.state
         tokens, count = piece.tokens, piece.q.shape[2]
-        sinks = None if "sinks" in self.disabled else piece.sinks()
+        sinks = None if "sinks" in self.disabled else piece.sinks(self.window.size)
         settings = self.settings
         near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, self.window.size, piece.scaling, settings.backend)
         if not self.mix.has_far:
@@ -221,7 +221,7 @@ class LinearAttention(nn.Module):
         # Keys that lag by the window lag by nothing where they begin a window earlier.
         delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
         k, v = tokens.k[:, :, :count], tokens.v[:, :, :count]
-        mask = None if tokens.mask is None else tokens.mask[:, :count]
+        mask = None if tokens.counts is None else tokens.counts[:, :count]
         phi_q, phi_k, kernel = self._features(piece, k, piece.positions, piece.key_positions[:, :count])
         found = self.rule.read(
             phi_q,
@@ -233,14 +233,14 @@ class LinearAttention(nn.Module):
             delay=delay,
             with_mass="mass" in self.mix.needs,
         )
-        counts = tokens.mask
+        counts = tokens.counts
         if counts is None:
             counts = k.new_ones(k.shape[0], tokens.k.shape[2], dtype=torch.bool)
         kept, sums = dict(found.state), None
         if self.mix.sums_keys:
             sums = None if carried is None else carried["far_keys"]
             gone = tokens.k[:, :, :left]
-            gone = gone if tokens.mask is None else gone.masked_fill(~counts[:, None, :left, None], 0)
+            gone = gone if tokens.counts is None else gone.masked_fill(~counts[:, None, :left, None], 0)
             total = gone.sum(2, dtype=upcast(gone[:0]).dtype)
             kept["far_keys"] = total if sums is None else total + sums
         return Far(found.o, piece.number, counts, found.mass, sums), kept
@@ -281,7 +281,7 @@ class LinearAttention(nn.Module):
             return
         if not self.window.sinks:
             state.first_read = True
-        elif tokens > 1 or state.length % self.window.size == 0:
+        elif not state.tensors["seen"].is_meta and (tokens > 1 or state.length % self.window.size == 0):
             state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
 
 

@@ -59,11 +59,11 @@ class Piece(NamedTuple):
     key_positions: Tensor | None = None
     start: int = 0
 
-    def sinks(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the sinks' keys and values, and which query sees which."""
         if self.tokens is None:
             return None
-        return self.tokens.sinks(self.start, self.start + self.q.shape[2])
+        return self.tokens.sinks(self.start, self.start + self.q.shape[2], window)
 
     def cut(self, a: int, b: int, window: int) -> "Piece":
         """Return the queries ``[a, b)`` with what they see."""
@@ -83,6 +83,7 @@ class Piece(NamedTuple):
             k=self.tokens.k[:, :, low:high],
             v=self.tokens.v[:, :, low:high],
             mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
+            counts=None if self.tokens.counts is None else self.tokens.counts[:, low:high],
         )
         return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
 
@@ -185,23 +186,43 @@ class _Walk(torch.autograd.Function):
         first = dict(zip(ctx.names, tensors[ctx.number :], strict=False)) if ctx.names else None
         starts = [first, *({name: next(between) for name in names} for names in ctx.starts)]
         weights = tensors[ctx.number + len(ctx.names) :]
-        dtypes = [torch.promote_types(x.dtype, torch.float32) for x in (*tensors[: ctx.number], *weights)]
-        totals = [
-            torch.zeros(x.shape, dtype=dtype)
-            for x, dtype in zip((*tensors[: ctx.number], *weights), dtypes, strict=True)
-        ]
+        totals = [Total(x) for x in (*tensors[: ctx.number], *weights)]
         dcarried = dict(zip(ctx.left, dlast, strict=True))
         spans = spans_of(whole.q.shape[0], whole.q.shape[2])
         with torch.autocast("cpu", enabled=False):
             for (a, b), start in zip(reversed(spans), reversed(starts), strict=True):
                 dcarried = _backward(layer, whole, (a, b), start, do, dcarried, totals, weights)
-        found = [x.to(y.dtype) for x, y in zip(totals, (*tensors[: ctx.number], *weights), strict=True)]
+        found = [total.gradient() for total in totals]
         return (
             *(None,) * 4,
             *found[: ctx.number],
             *(dcarried.get(name) for name in ctx.names),
             *found[ctx.number :],
         )
+
+
+class Total:
+    """The sum of a gradient's parts, in fp32 at least; none where there was no part.
+
+    Args:
+        x: What the gradient is of.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.sum: Tensor | None = None
+
+    def add_(self, part: Tensor | None, place: tuple[slice, ...]) -> None:
+        """Add a part, at its place."""
+        if part is None:
+            return
+        if self.sum is None:
+            self.sum = torch.zeros(self.x.shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
+        self.sum[place].add_(part)
+
+    def gradient(self) -> Tensor | None:
+        """Return the sum, in the dtype of what it is of."""
+        return None if self.sum is None else self.sum.to(self.x.dtype)
 
 
 def _without_tensors(whole: Piece) -> Piece:
@@ -217,11 +238,11 @@ def _backward(
     start: Mapping[str, Tensor] | None,
     do: Tensor,
     dcarried: Carried,
-    totals: list[Tensor],
+    totals: list["Total"],
     weights: Sequence[Tensor],
 ) -> Carried:
     """Add one span's gradients to the totals; return those of what was carried into it."""
-    (a, b), keys = span, _keys(whole)
+    a, b = span
     piece = whole.cut(a, b, layer.reach)
     leaves = [x.detach().requires_grad_() for x in (piece.q, *_keys(piece))]
     before = None if start is None else {name: x.detach().requires_grad_() for name, x in start.items()}
@@ -237,9 +258,7 @@ def _backward(
     low, high = whole.reach(a, b, layer.reach)
     places = [(slice(None), slice(None), slice(a, b)), *[(slice(None), slice(None), slice(low, high))] * 2]
     for n, (total, dx) in enumerate(zip(totals[: len(leaves)], found, strict=False)):
-        if dx is not None:
-            (total[places[n]] if n < len(places) else total).add_(dx)
-    for total, dx in zip(totals[len(keys) + 1 :], found[len(inputs) - len(weights) :], strict=True):
-        if dx is not None:
-            total.add_(dx)
+        total.add_(dx, places[n] if n < len(places) else ())
+    for total, dx in zip(totals[len(leaves) :], found[len(inputs) - len(weights) :], strict=True):
+        total.add_(dx, ())
     return {name: dx for name, dx in zip(before or {}, found[len(leaves) :], strict=False) if dx is not None}

@@ -23,8 +23,10 @@ class Tokens(NamedTuple):
     Attributes:
         k: ``[B, HKV, P + T, D]``: P keys from before the first query, none or the window's W, then its own.
         v: ``[B, HKV, P + T, V]``.
-        mask: ``[B, P + T]`` bool, True = a real token that is no sink: it counts in the linear branch once it has left
-            the window. None where all are.
+        mask: ``[B, P + T]`` bool, True = a key that the window shows: a real token, and none of the past that is a
+            sink. None where all are.
+        counts: ``[B, P + T]`` bool, True = a real token that is no sink: it counts in the linear branch once it has
+            left the window. None where all do.
         sink_k: ``[B, HKV, N, D]``, None without sinks.
         sink_v: ``[B, HKV, N, V]``.
         sink_place: ``[B, N]`` int64: the query at which a sink came; -1 before the first query, :data:`NOWHERE` for one
@@ -34,19 +36,21 @@ class Tokens(NamedTuple):
     k: Tensor
     v: Tensor
     mask: Tensor | None
+    counts: Tensor | None
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     sink_place: Tensor | None = None
 
-    def sinks(self, start: int, end: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    def sinks(self, start: int, end: int, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return keys, values and which query of ``[start, end)`` sees which, ``[B, T, N]``.
 
-        A sink is seen by the queries after it; the query that is one sees itself as every query does.
+        A sink of the past is shown here alone; a new one is shown by the window until it has left that.
         """
         if self.sink_k is None or self.sink_v is None or self.sink_place is None:
             return None
         queries = torch.arange(start, end, device=self.sink_place.device)
-        return self.sink_k, self.sink_v, self.sink_place[:, None] < queries[None, :, None]
+        place = self.sink_place[:, None]
+        return self.sink_k, self.sink_v, (place < 0) | (place <= queries[None, :, None] - window)
 
 
 class Window:
@@ -82,8 +86,8 @@ class Window:
         """
         held = state.read() if state is not None and state.tensors else None
         sinks: tuple[Tensor, ...] = ()
+        counts = mask
         if self.sinks:
-            counts = mask
             if numbers is not None:
                 is_sink = numbers < self.sinks
                 is_sink = is_sink if mask is None else is_sink & mask
@@ -92,15 +96,14 @@ class Window:
             elif held is not None:
                 place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
                 sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)
-            mask = counts
         if held is None or state is None:
-            return Tokens(k, v, mask, *sinks)
+            return Tokens(k, v, mask, counts, *sinks)
         order = self._order(state, k.device)
         old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
         old_mask = held["near_mask"].index_select(1, self.sinks + order)
-        mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if mask is None else mask
-        k, v, mask = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), torch.cat([old_mask, mask], 1)
-        return Tokens(k, v, mask, *sinks)
+        all_real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
+        mask, counts = (torch.cat([old_mask, all_real if x is None else x], 1) for x in (mask, counts))
+        return Tokens(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), mask, counts, *sinks)
 
     def close(self, tokens: Tokens, new: int, state: State) -> dict[str, Tensor]:
         """Return the tensors that hold the last W tokens and the sinks, after ``new`` more tokens.
@@ -115,7 +118,7 @@ class Window:
         batch, heads, _, _ = tokens.k.shape
         # Places of the last tokens: they end before the one that comes next.
         places = self.sinks + (torch.arange(kept, device=tokens.k.device) - kept + new + state.length) % (self.size + 1)
-        mask = tokens.mask
+        mask = tokens.counts
         if mask is None:
             mask = tokens.k.new_ones(batch, past + new, dtype=torch.bool)
         found = {}

@@ -8,14 +8,18 @@ from typing import Any, cast
 
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
+from hf_linear_attn.folder import HUB_OPTIONS, check_folder, why_not_loaded
 from hf_linear_attn.patching.convert import linear_attention_class
 from hf_linear_attn.patching.saving import PREFIX
 
 __all__ = ["from_pretrained", "linear_attention_class"]
+
+SAFE = {"trust_remote_code": False, "weights_only": True, "use_safetensors": True}
+"""Arguments of Transformers' ``from_pretrained`` that could have code in a folder run, as they are always set here."""
 
 
 def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -34,14 +38,12 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             or do not fit.
         ArgumentError: If an argument asks for code or weights that would be executed.
     """
-    for argument in ("trust_remote_code", "weights_only"):
-        if argument in kwargs and kwargs[argument] is not (argument == "weights_only"):
-            raise ArgumentError(argument, "not be set", kwargs[argument], "Nothing in a checkpoint is executed here.")
-    hub = {
-        name: kwargs[name]
-        for name in ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        if name in kwargs
-    }
+    for argument, safe in SAFE.items():
+        if kwargs.pop(argument, safe) is not safe:
+            raise ArgumentError(argument, "not be set", not safe, "Nothing in a checkpoint is executed here.")
+    kwargs["trust_remote_code"] = False
+    hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+    check_folder(path, "path", **hub)
     # As Auto classes do: fields of the config are set there, and what concerns the weights is left for the model.
     weights = {name: kwargs[name] for name in ("dtype", "torch_dtype", "quantization_config") if name in kwargs}
     try:
@@ -49,10 +51,10 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         if config is None:
             fields = {name: value for name, value in kwargs.items() if name not in hub | weights}
             config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **hub, **fields)
-            kwargs = rest | hub | weights
-    except (OSError, ValueError) as error:
+            kwargs = rest | hub | weights | {"trust_remote_code": False}
+    except Exception as error:  # whatever Transformers raises of values that none of its own configs has
         raise CheckpointError(
-            "path", "be a folder or hub name with a config.json", str(path), str(error).split("\n")[0]
+            "path", "be a folder or hub name with a model's config.json", str(path), why_not_loaded(path, error)
         ) from error
     if getattr(config, "linear_attention", None) is None:
         raise CheckpointError(
@@ -62,19 +64,41 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
         )
     LinearAttentionConfig.from_dict(config.linear_attention)
-    name = (config.architectures or [""])[0].removeprefix(PREFIX)
-    base = getattr(transformers, name, None)
-    if base is None:
-        raise CheckpointError(
-            "architectures",
-            "name a class of the installed transformers",
-            name,
-            "Update transformers.",
-        )
+    base = _class_of(config)
     cls: Any = linear_attention_class(base)
     try:
         return cast(PreTrainedModel, cls.from_pretrained(path, config=config, use_safetensors=True, **kwargs))
+    except CheckpointError:
+        raise
+    except HFLinearAttnError as error:
+        # What a caller would be told of an argument is, of a folder, its fault.
+        raise CheckpointError(f"{error} ({path})") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             "path", "hold whole safetensors files", str(path), f"Reading them failed: {error}"
         ) from error
+    except Exception as error:  # whatever Transformers raises of a folder that is none of ours
+        raise CheckpointError(
+            "path", "be a patched model that can be loaded", str(path), why_not_loaded(path, error)
+        ) from error
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the softmax class that a patched folder's config names, if it is one of Transformers' for that config.
+
+    Raises:
+        CheckpointError: If it names anything else.
+    """
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    name = name.removeprefix(PREFIX)
+    base = getattr(transformers, name, None) if name in dir(transformers) else None
+    if not (isinstance(base, type) and issubclass(base, PreTrainedModel)):
+        raise CheckpointError(
+            "architectures", "name a model's class of the installed transformers", names, "Update transformers."
+        )
+    if not isinstance(config, getattr(base, "config_class", None) or ()):
+        raise CheckpointError(
+            "architectures", f"name a class that takes a {type(config).__name__}", name, "Save the model again."
+        )
+    return base

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from hf_linear_attn.config import LATER
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.window import NOWHERE
@@ -96,6 +97,16 @@ class Context:
     def __init__(self, cache: ContextCache, fingerprint: str) -> None:
         self._cache, self.fingerprint = cache, fingerprint
 
+    def get_seq_length(self, *args: Any) -> int:
+        """Refuse to stand for a cache, of which models ask this first.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        raise ArgumentError(
+            "past_key_values", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer."
+        )
+
     def __len__(self) -> int:
         """Return the number of tokens read, padding included."""
         return int(self._cache.context_mask.shape[1])
@@ -125,7 +136,11 @@ class Context:
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, with the model's fingerprint and a checksum."""
+        """Write one safetensors file, with the model's fingerprint and a checksum.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
         tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(self._cache).items()}
         about = {
             "format": "hf_linear_attn.context",
@@ -134,7 +149,13 @@ class Context:
             "checksum": _checksum(tensors),
             "length": len(self),
         }
-        save_file(tensors, path, metadata={"about": json.dumps(about)})
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path, metadata={"about": json.dumps(about)})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                "path", "be a file that can be written", str(path), f"Choose another: {error}."
+            ) from error
 
     @classmethod
     def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
@@ -285,6 +306,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     settings = getattr(model.config, "linear_attention", None)
     if settings is None or not any(isinstance(module, LinearAttention) for module in model.modules()):
         raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
+    settings = {name: value for name, value in settings.items() if name not in LATER or value != LATER[name]}
     text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().flatten()

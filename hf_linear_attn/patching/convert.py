@@ -1,9 +1,11 @@
 """Patch a model in place, and undo it."""
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -287,9 +289,29 @@ def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
     if issubclass(base, PatchedModel):
         return base
     if base not in _CLASSES:
-        body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        body: dict[str, Any] = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+        }
+        for name in ("__init__", "from_pretrained", "generate", "save_pretrained"):
+            if hasattr(base, name):
+                own, original = (inspect.getattr_static(cls, name) for cls in (_Convertible, base))
+                body[name] = _with_signature(own, original)
         _CLASSES[base] = type(base.__name__, (_Convertible, base), body)
     return cast(type[BaseT], _CLASSES[base])
+
+
+def _with_signature(own: Any, original: Any) -> Any:
+    """Return our method with the signature of the one that it stands for, which tools inspect."""
+    if isinstance(own, classmethod):
+        return classmethod(_with_signature(own.__func__, inspect.unwrap(original.__func__)))
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return method
 
 
 def softmax_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:

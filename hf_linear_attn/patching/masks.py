@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 
 
 class Packing(NamedTuple):
@@ -37,9 +39,42 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     is no mask, or by a 4-D mask; what is not told apart here breaks the graph, as it then depends on values.
     """
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        raise UnsupportedError(
+            "output_attentions",
+            "be False",
+            True,
+            "Linear attention has no attention weights; set model.config.output_attentions = False.",
+            where=type(module).__name__,
+        )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
+    if isinstance(mask, Tensor) and padded and not torch.compiler.is_compiling():
+        _refuse_forgetting(mask, kwargs.get("past_key_values"), type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
     _current.packing = Packing(one, _current.packing)
+
+
+def _refuse_forgetting(mask: Tensor, cache: Any, where: str) -> None:
+    """Raise where a mask hides tokens that were read as real: they are in sums, which cannot forget them."""
+    if not isinstance(cache, Cache) or mask.is_meta:
+        return
+    layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayer) and layer.tensors)
+    layer = next(layers, None)
+    if layer is None or layer.unread:
+        return
+    past, seen = int(layer.length), layer.tensors["seen"]
+    # A step on a GPU would wait for the answer.
+    if not 0 < past < mask.shape[1] or len(mask) != len(seen) or (mask.is_cuda and mask.shape[1] == past + 1):
+        return
+    shown = mask[:, :past].bool().sum(1).to(seen.device)
+    if not torch.equal(shown, seen):
+        raise ArgumentError(
+            "attention_mask",
+            f"show the {seen.tolist()} real tokens that were read before, as it did then",
+            shown.tolist(),
+            "A sum cannot forget: read the text again without those tokens.",
+            where=where,
+        )
 
 
 def leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -119,7 +154,7 @@ def linear_attention_mask(
     if mask is None:
         return None
     # One token: asking whether it is real would cost a synchronisation at every step.
-    if q_length > 1 and not torch.compiler.is_compiling() and bool(mask.all()):
+    if q_length > 1 and not (torch.compiler.is_compiling() or mask.is_meta) and bool(mask.all()):
         return None
     return mask
 
@@ -158,6 +193,8 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     if packing is not None and packing.one_sequence and torch.compiler.is_compiling():
         wrong = starts.any() if later is None else starts.any() | later.any()
         return checked(real, wrong, _pattern(where)), None
+    if starts.is_meta:
+        return real, None
     if later is not None and bool(later.any()):
         raise UnsupportedError(_pattern(where))
     return real, torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
@@ -225,6 +262,11 @@ def padding_of(
         if strict and causal:
             later = visible & (torch.arange(visible.shape[2], device=visible.device) > (past + i)[:, None])
         real, segments = _read(real, starts, later, name)
+        if segments is not None and strict:
+            other = segments[:, :, None] != segments[:, None, :]
+            if bool((visible & other & real[:, :, None]).any()):
+                # A tree, or a prefix that several texts share: one's tokens see another's.
+                raise UnsupportedError(_pattern(name))
         return (real, None) if segments is None else (None, _boundaries(segments))
     if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
         row = attention_mask[:, 0, 0]

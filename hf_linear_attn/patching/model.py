@@ -1,15 +1,15 @@
 """The class of a patched model: what `generate`, saving and loading do differently."""
 
+import inspect
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.patching.context import ContextCache, mask_after
+from hf_linear_attn.patching.context import Context, ContextCache, mask_after
 from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
 from hf_linear_attn.patching.saving import PREFIX, write_companions
 
@@ -28,13 +28,20 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()  # type: ignore[no-untyped-call]
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as Transformers does; after a context, ``inputs`` are only the tokens that follow it."""
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as Transformers does; after a context, the inputs are only the tokens that follow it."""
+        generate: Any = super().generate  # type: ignore[misc]
         cache = kwargs.get("past_key_values")
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        if isinstance(cache, ContextCache) and ids is not None:
-            kwargs["attention_mask"] = mask_after(cache, ids, kwargs.get("attention_mask"))
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(cache, Context):
+            cache.get_seq_length()
+        if isinstance(cache, ContextCache):
+            # Classes call their first argument what they read: inputs, input_features, pixel_values.
+            first = next(iter(inspect.signature(generate).parameters))
+            given = [*args[:1], kwargs.get(first), kwargs.get("inputs"), kwargs.get("input_ids")]
+            ids = next((x for x in given if x is not None), None)
+            if ids is not None:
+                kwargs["attention_mask"] = mask_after(cache, ids, kwargs.get("attention_mask"))
+        return generate(*args, **kwargs)
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
         """Repeat a context with the inputs, for beams and for several sequences to return."""
@@ -93,7 +100,7 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """Load as Transformers does, and refuse weights that do not fit the converted layers.
 
@@ -101,14 +108,14 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             CheckpointError: If tensors of converted layers are missing, left over or of another shape.
         """
         load: Any = super().from_pretrained
-        model, info = load(path, *args, output_loading_info=True, **kwargs)
+        model, info = load(*args, output_loading_info=True, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             keys = [str(key) for key in info[problem] if "linear_attention." in str(key)]
             if keys:
                 raise CheckpointError(
                     "path",
                     f"hold the tensors of every patched layer, without {problem.replace('_', ' ')}",
-                    str(path),
+                    str(args[0] if args else kwargs.get("pretrained_model_name_or_path")),
                     f"Save the model again; first of {len(keys)}: {sorted(keys)[0]}.",
                     where=cls.__name__,
                 )

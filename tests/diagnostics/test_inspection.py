@@ -2,13 +2,16 @@ import builtins
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_linear_attn import available_feature_maps, patch_model
 from hf_linear_attn.cli import main
 from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import base as registry
 
 TEXT = "The cat sat on the mat, and the dog sat on the cat. " * 3
@@ -83,9 +86,9 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--maps", "elo"], "`--maps` must be registered names, got 'elo'"),
-        (["--text-file", "nowhere.txt"], "`--text-file` must be a readable UTF-8 text, got 'nowhere.txt'"),
-        (["--dtype", "int8"], "`--dtype` must be a floating dtype of torch, got 'int8'"),
+        (["--maps", "elo"], "`maps` must be registered names, got 'elo'"),
+        (["--text-file", "nowhere.txt"], "`text_file` must be a readable UTF-8 text, got 'nowhere.txt'"),
+        (["--dtype", "int8"], "`dtype` must be a floating dtype of torch, got 'int8'"),
         (["--max-tokens", "1"], "`max_tokens` must be at least 2, got 1"),
         (["--feature-map-file", "no.py"], "`file` must be a Python file, got 'no.py'"),
     ],
@@ -107,12 +110,26 @@ def test_arguments_that_do_not_fit_are_named(llama, tokenizer):
         inspect_model(patch_model(llama), tokenizer, TEXT, maps=["elu"])
 
 
-def test_a_missing_matplotlib_is_said_before_the_work(llama, tokenizer, tmp_path, monkeypatch):
+def test_without_matplotlib_the_tables_are_written_all_the_same(saved, tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    with pytest.raises(UnsupportedError, match=re.escape("pip install 'hf_linear_attn[report]'")):
-        inspect_model(llama, tokenizer, TEXT, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
+    main(["inspect", str(saved), *arguments, "--maps", "elu,hedgehog"])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<td>hedgehog</td>" in page
+    assert "<img" not in page
+    assert "| hedgehog |" in (tmp_path / "out" / "table.md").read_text()
+    assert "pip install 'hf_linear_attn[report]'" in capsys.readouterr().err
+
+
+def test_what_lies_beyond_the_models_positions_is_named_or_left_out(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=40)).eval()
+    assert inspect_model(model, tokenizer, TEXT, maps=["elu"], settings=FAST)["tokens"] == 40
+    with pytest.raises(ArgumentError, match=r"`max_tokens` must be at most 40, .*got 41 \(GPT2LMHeadModel\)"):
+        inspect_model(model, tokenizer, TEXT, maps=["elu"], max_tokens=41, settings=FAST)
+    assert inspect_model(model, tokenizer, "A cat", maps=["elu"], max_tokens=41, settings=FAST)["tokens"] == 5
 
 
 def test_measuring_needs_no_matplotlib(llama, tokenizer, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows
+from hf_linear_attn.distill.data import Data, Document, DocumentBlocks, RecallRows
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
@@ -23,7 +23,7 @@ def teacher() -> LlamaForCausalLM:
 @pytest.fixture
 def data(tokenizer) -> tuple[Data, Data]:
     rng = random.Random(0)
-    documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
+    documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
     made = [
         Data(
             DocumentBlocks(documents[part], bos_ids(tokenizer), seed=0, shortest=16),

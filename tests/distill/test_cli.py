@@ -89,5 +89,5 @@ def test_help_describes_every_setting(script, monkeypatch, capsys):
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "python examples/" in shown
-    assert "--window_dropout" in shown
+    assert "--window-dropout" in shown
     assert "chosen by measured KL" in " ".join(shown.split())

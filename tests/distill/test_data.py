@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
-from datasets import Dataset
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.data import (
     Data,
+    Document,
     DocumentBlocks,
     RecallRows,
     Row,
@@ -24,7 +24,7 @@ from hf_linear_attn.distill.stages.transfer import teacher_forced
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 
-DOCUMENTS = [list(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
+DOCUMENTS = [Document(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
 
 
 def test_long_documents_fill_blocks_by_themselves_and_short_ones_share_one():
@@ -74,7 +74,7 @@ def test_streams_give_any_block_and_start_over_at_their_end():
 
 def test_packed_documents_are_predicted_as_if_alone(teacher, tokenizer):
     rng = random.Random(0)
-    documents = [[rng.randrange(3, 250) for _ in range(size)] for size in (9, 12, 30, 7)]
+    documents = [Document([rng.randrange(3, 250) for _ in range(size)]) for size in (9, 12, 30, 7)]
     blocks = DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16)
     data = Data(blocks, RecallRows(tokenizer, seed=0), recall_share=0.0, answer_weight=1.0, pad=0)
     packed = data.batch([0, 1], 32)
@@ -203,7 +203,7 @@ def write_documents(folder, count=25, size=400):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_local_files_are_read(tmp_path, tokenizer, streaming):
     settings = DistillationSettings(
-        dataset=str(write_documents(tmp_path)), text_column="body", block_tokens=32, rows=2, streaming=streaming
+        dataset=str(write_documents(tmp_path)), columns="text=body", block_tokens=32, rows=2, streaming=streaming
     )
     train, heldout = load_data(settings, tokenizer)
     texts = [{tokenizer.decode(d.text_row(n, 32).input_ids[1:]).strip() for n in range(20)} for d in (train, heldout)]
@@ -213,7 +213,9 @@ def test_local_files_are_read(tmp_path, tokenizer, streaming):
 def test_no_more_of_a_dataset_is_read_than_a_run_needs(tokenizer, monkeypatch):
     read = []
 
-    class Column(list):
+    class Rows:
+        column_names = ("text",)
+
         def __len__(self):
             return 10**6
 
@@ -222,35 +224,26 @@ def test_no_more_of_a_dataset_is_read_than_a_run_needs(tokenizer, monkeypatch):
 
         def __getitem__(self, index):
             read.append(index)
-            return f"text {index} " * 40 if index % 3 else " \n"
+            return {"text": f"text {index} " * 40 if index % 3 else " \n"}
 
-    monkeypatch.setattr("hf_linear_attn.distill.data.open_texts", lambda settings: Column())
+        def select_columns(self, columns):
+            return self
+
+    monkeypatch.setattr("hf_linear_attn.distill.data.source.Source._load", lambda source, streaming: [(Rows(), ())])
     settings = DistillationSettings(dataset="large", block_tokens=32, rows=2, distill_steps=20)
     train, heldout = load_data(settings, tokenizer)
     needed = tokens_read(settings, processes=1)
-    assert needed < sum(len(document) for document in train.blocks.documents) < 5 * needed
+    assert needed < sum(len(document.ids) for document in train.blocks.documents) < 5 * needed
     assert len(set(read)) < 200
     assert heldout.text_row(0, 32).input_ids
-
-
-def test_text_and_parquet_files_are_read(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("line one\n\nline two\n" * 100)
-    settings = DistillationSettings(dataset=str(tmp_path / "a.txt"), block_tokens=40, rows=1, distill_steps=2)
-    train, _ = load_data(settings, tokenizer)
-    assert "\n\nline" in tokenizer.decode(train.text_row(0, 40).input_ids)
-    Dataset.from_dict({"text": ["word " * 90] * 30}).to_parquet(tmp_path / "b.parquet")
-    settings = settings.with_changes(dataset=str(tmp_path / "b.parquet"))
-    assert "word word" in tokenizer.decode(load_data(settings, tokenizer)[0].text_row(0, 40).input_ids)
-    with pytest.raises(ArgumentError, match="`dataset` must be a file or folder of one kind of file"):
-        load_data(settings.with_changes(dataset=str(tmp_path)), tokenizer)
 
 
 def test_bad_datasets_are_refused(tmp_path, tokenizer):
     path = write_documents(tmp_path, count=3, size=40)
     settings = DistillationSettings(dataset=str(path), block_tokens=32, rows=1)
-    with pytest.raises(ArgumentError, match=r"`text_column` must be a column .*'text'.*available: body, id"):
+    with pytest.raises(ArgumentError, match=r"`columns` must name what is learned, .*'body', 'id'.*available: .* text"):
         load_data(settings, tokenizer)
-    settings = settings.with_changes(text_column="body")
+    settings = settings.with_changes(columns="text=body")
     with pytest.raises(ArgumentError, match="`block_tokens` must be at most"):
         load_data(settings.with_changes(block_tokens=500), tokenizer)
     with pytest.raises(ArgumentError, match="`rows` must leave every one of 10 processes a row"):
@@ -262,5 +255,5 @@ def test_bad_datasets_are_refused(tmp_path, tokenizer):
 def test_empty_datasets_are_named(tmp_path, tokenizer, name, content, streaming):
     (tmp_path / name).write_text(content)
     settings = DistillationSettings(dataset=str(tmp_path / name), streaming=streaming)
-    with pytest.raises(ArgumentError, match=r"`dataset` must hold text in the column 'text', got '.*'\. It is empty"):
+    with pytest.raises(ArgumentError, match=r"`dataset` must hold text, got '.*'\. It is empty"):
         load_data(settings, tokenizer)

@@ -3,7 +3,8 @@ from transformers import CLIPTextConfig, GPT2Config, Llama4Config, LlamaConfig, 
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.plan import GIB, main, plan
+from hf_linear_attn.distill.cli import plan as main
+from hf_linear_attn.distill.plan import GIB, plan
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_multimodal, tiny_teacher
 
@@ -61,6 +62,12 @@ def test_command_prints_the_plan(tmp_path, capsys):
     found = main([str(tmp_path), "--lora", "--gpus", "2"])
     assert found.table() in capsys.readouterr().out
     assert "| **total** |" in found.table()
+    (tmp_path / "recipe.yaml").write_text(f"model: {tmp_path}\npreset: lolcats\nblock_tokens: 32\n")
+    by_recipe = main([str(tmp_path / "recipe.yaml"), "--gpus", "2"])
+    assert [stage.stage for stage in by_recipe.stages] == ["transfer", "distill"]
+    assert by_recipe.stages[1].trained_parameters < found.parameters
+    with pytest.raises(ArgumentError, match="`model` must be given, got None"):
+        main([])
 
 
 def test_configs_that_are_no_language_models_are_refused():

@@ -23,7 +23,6 @@ def launch(folder, kind):
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
         "PYTHONPATH": str(ROOT),
     }
     processes = [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
-from hf_linear_attn.distill.data import Data, DocumentBlocks, RecallRows
+from hf_linear_attn.distill.data import Data, Document, DocumentBlocks, RecallRows
 from hf_linear_attn.distill.trainer import full_tensors
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
@@ -18,7 +18,7 @@ from tests.distill.tiny import byte_tokenizer, tiny_teacher
 def make_data() -> tuple[Data, Data]:
     rng = random.Random(0)
     tokenizer = byte_tokenizer()
-    documents = [[rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))] for _ in range(40)]
+    documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
     made = Data(
         DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16),
         RecallRows(tokenizer, seed=0),

@@ -5,18 +5,12 @@ import torch
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation.generation import prefill
-from hf_linear_attn.evaluation.latency import (
-    PeakTensorBytes,
-    break_even,
-    cache_bytes,
-    check_latency,
-    collect_latency,
-    measure,
-    run_latency,
-)
+from hf_linear_attn.evaluation.meters import PeakTensorBytes, cache_bytes
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
-from tests.evaluation.helpers import ScriptedModel, subject, tiny_gpt2, tiny_linear, tiny_llama
+from hf_linear_attn.evaluation.suites.latency import Latency, LatencySettings, break_even
+from hf_linear_attn.evaluation.suites.latency import measure as measure_cell
+from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 
 
 def settings(**options):
@@ -31,6 +25,10 @@ def settings(**options):
             **options,
         }
     )
+
+
+def measure(one, length, chosen):
+    return measure_cell(one, length, chosen.of(LatencySettings), chosen.batch_size, chosen)
 
 
 def test_peak_counts_what_is_alive_at_once():
@@ -111,9 +109,11 @@ def test_cells_beyond_the_positions_or_the_memory_are_marked():
     subjects = [subject(tiny_gpt2(positions=40)), subject(Small(lambda ids: 1), "small", "baseline")]
     chosen = settings()
     store = SampleStore(None, chosen.identity(), {})
-    for one in subjects:
-        assert list(run_latency(one, chosen, store)) == [32, 64]
-    cells = collect_latency(subjects, chosen, store)
+    suite = Latency(chosen, subjects, byte_tokenizer())
+    done = []
+    suite.run(store, done.append)
+    assert done == [32, 64, 32, 64]
+    cells = suite.collect(store)["latency"]
     assert [cell["status"] for cell in cells] == ["ok", "unsupported", "ok", "out-of-memory"]
     assert {cell["ttft_ms"] for cell in cells if cell["status"] != "ok"} == {None}
     assert len({frozenset(cell) for cell in cells}) == 1
@@ -123,9 +123,28 @@ def test_eager_softmax_is_not_timed():
     model = tiny_llama()
     model.set_attn_implementation("eager")
     with pytest.raises(UnsupportedError, match=r"`attn_implementation` must be a fused one for the latency suite"):
-        check_latency([subject(model)])
+        Latency(settings(), [subject(model)], byte_tokenizer()).check()
     model.set_attn_implementation("sdpa")
-    check_latency([subject(model), subject(tiny_linear(), "other", "baseline")])
+    Latency(settings(), [subject(model), subject(tiny_linear(), "other", "baseline")], byte_tokenizer()).check()
+
+
+def test_speed_may_be_measured_at_other_lengths_and_in_another_batch():
+    chosen = settings(latency_lengths=(48, 16), latency_batch_size=2, batch_size=4, warmups=0, repeats=1)
+    suite = Latency(chosen, [subject(tiny_linear())], byte_tokenizer())
+    store = SampleStore(None, chosen.identity(), {})
+    suite.run(store, lambda tokens: None)
+    cells = suite.collect(store)["latency"]
+    assert [(cell["length"], cell["batch_size"]) for cell in cells] == [(16, 2), (48, 2)]
+    assert break_even([{**c, "model": m} for c in cells for m in "ab"], "a", "b").keys() >= {"decode", "memory"}
+
+
+def test_cells_of_other_batches_are_not_compared():
+    def cell(model, batch, cost):
+        return {"model": model, "length": 64, "status": "ok", "batch_size": batch, "ttft_ms": cost,
+                "decode_ms_per_token": cost, "peak_mib": cost}  # fmt: skip
+
+    assert break_even([cell("a", 1, 1.0), cell("b", 8, 9.0)], "a", "b")["decode"] is None
+    assert break_even([cell("a", 1, 1.0), cell("b", 8, 9.0), cell("b", 1, 2.0)], "a", "b")["decode"] == 64
 
 
 def test_break_even_needs_lengths_that_both_could_read():

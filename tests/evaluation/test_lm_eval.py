@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate
-from hf_linear_attn.evaluation.lm_eval_bridge import _build_task, check_lm_eval
 from hf_linear_attn.evaluation.statistics import wilson_interval
+from hf_linear_attn.evaluation.suites.lm_eval import LmEval
 from hf_linear_attn.evaluation.tasks import get_task, niah, sample_rng
 from tests.evaluation.helpers import EOS, ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear
 
@@ -72,7 +72,7 @@ def test_an_oracle_scores_one_at_every_length_and_a_blind_model_zero(monkeypatch
 def test_our_needle_prompt_reads_as_the_harness_has_it():
     pytest.importorskip("lm_eval.tasks.ruler.niah_utils")
     tokenizer = byte_tokenizer()
-    task, _ = _build_task("niah_single_1", tokenizer, settings())
+    task, _ = LmEval(settings(), [], tokenizer).build("niah_single_1")
     theirs = task.dataset["test"][0]
     ours = get_task("niah_single").build(tokenizer, 800, 50, sample_rng(0, "niah_single", 800, 50, 0))
 
@@ -93,7 +93,7 @@ def test_our_needle_prompt_reads_as_the_harness_has_it():
 def test_a_length_that_the_harness_cannot_fill_is_named():
     pytest.importorskip("lm_eval.tasks.ruler.cwe_utils")
     with pytest.raises(ArgumentError, match=r"`lengths` must leave the harness room .* got 700 \(task 'ruler_cwe'\)"):
-        _build_task("ruler_cwe", byte_tokenizer(), settings())
+        LmEval(settings(), [], byte_tokenizer()).build("ruler_cwe")
 
 
 @needs_harness
@@ -156,12 +156,12 @@ def make_generate(model):
 )
 def test_what_the_harness_would_get_wrong_is_refused(monkeypatch, model, options, message):
     # Refused before the harness is imported, so it need not be there.
-    monkeypatch.setattr("hf_linear_attn.evaluation.lm_eval_bridge.find_spec", lambda name: True)
+    monkeypatch.setattr("hf_linear_attn.evaluation.suites.lm_eval.find_spec", lambda name: True)
     with pytest.raises(ArgumentError, match=message):
-        check_lm_eval(settings(**options), [subject(model())], byte_tokenizer())
+        LmEval(settings(**options), [subject(model())], byte_tokenizer()).check()
 
 
 def test_a_missing_harness_is_named(monkeypatch):
-    monkeypatch.setattr("hf_linear_attn.evaluation.lm_eval_bridge.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.suites.lm_eval.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"Install it: pip install 'hf_linear_attn\[lm-eval\]'"):
-        check_lm_eval(settings(), [subject(tiny_linear())], byte_tokenizer())
+        LmEval(settings(), [subject(tiny_linear())], byte_tokenizer()).check()

@@ -10,16 +10,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.perplexity import (
-    bucket,
-    bucket_range,
-    collect_perplexity,
-    plan_perplexity,
-    run_perplexity,
-    score_tokens,
-)
+from hf_linear_attn.evaluation.scoring import bucket, bucket_range, score_tokens
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.suites.perplexity import Perplexity
 from hf_linear_attn.evaluation.text import (
     Corpus,
     Document,
@@ -55,8 +49,16 @@ def corpus_of(*lengths, bos=(BOS,), seed=0):
 
 def run(subjects, corpus, chosen):
     store = SampleStore(None, chosen.identity(), {})
-    run_perplexity(subjects, corpus, chosen, store)
-    return collect_perplexity(subjects, corpus, chosen, store)
+    suite = suite_of(subjects, corpus, chosen)
+    suite.run(store, lambda tokens: None)
+    return suite.collect(store)["perplexity"]
+
+
+def suite_of(subjects, corpus, chosen):
+    suite = Perplexity(chosen, subjects, byte_tokenizer())
+    # A text that is given takes the place of the one to load.
+    suite.corpus = corpus
+    return suite
 
 
 @given(
@@ -256,7 +258,7 @@ def test_models_that_cannot_read_a_length_are_marked_and_the_others_are_measured
 
 
 def test_the_cost_of_a_chunk_is_bounded_by_the_logits_it_makes(monkeypatch):
-    monkeypatch.setattr("hf_linear_attn.evaluation.perplexity._LOGITS_AT_ONCE", VOCABULARY * 2 * 8)
+    monkeypatch.setattr("hf_linear_attn.evaluation.scoring._LOGITS_AT_ONCE", VOCABULARY * 2 * 8)
     seen = []
     score_tokens([subject(tiny_llama())], torch.zeros(2, 33, dtype=torch.long), chunk=2048, on_piece=seen.append)
     assert seen == [8, 8, 8, 8, 1]
@@ -267,17 +269,17 @@ def test_bytes_are_those_of_the_scored_text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(text, encoding="utf-8")
     for bos in (True, False):
-        corpus = load_corpus(settings(text_file=str(path), max_text_tokens=0), byte_tokenizer(bos=bos))
+        corpus = load_corpus(byte_tokenizer(bos=bos), str(path))
         facts = corpus.facts()
         assert facts["scored_bytes"] == len(text.encode()) - (0 if bos else 1)
         assert facts["scored_tokens"] == facts["scored_bytes"]
-    cut = load_corpus(settings(text_file=str(path), max_text_tokens=24), byte_tokenizer())
+    cut = load_corpus(byte_tokenizer(), str(path), max_tokens=24)
     assert len(cut.documents[0].ids) == 24
     assert cut.documents[0].scored_bytes == len(text.encode()[:24])
 
 
 def test_default_text_is_held_out_source_in_long_documents():
-    corpus = load_corpus(settings(max_text_tokens=2000), byte_tokenizer())
+    corpus = load_corpus(byte_tokenizer(), max_tokens=2000)
     assert corpus.facts()["scored_tokens"] == 2000
     assert corpus.bos == (BOS,)
 
@@ -295,7 +297,7 @@ def test_an_unreadable_text_is_refused(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ArgumentError, match=message):
-        load_corpus(settings(text_file=str(path)), byte_tokenizer())
+        load_corpus(byte_tokenizer(), str(path))
 
 
 @pytest.mark.parametrize(
@@ -307,4 +309,4 @@ def test_an_unreadable_text_is_refused(tmp_path, content, message):
 )
 def test_windows_that_cannot_be_cut_are_refused(options, message):
     with pytest.raises(ArgumentError, match=message):
-        plan_perplexity(settings(**options), corpus_of(50))
+        suite_of([], corpus_of(50), settings(**options)).check()

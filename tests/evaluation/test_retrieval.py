@@ -7,17 +7,12 @@ import pytest
 import torch
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.retrieval import (
-    check_retrieval,
-    collect_cells,
-    effective_lengths,
-    paired_differences,
-    plan_groups,
-    run_retrieval,
-)
-from hf_linear_attn.evaluation.settings import EvaluationSettings, parse_task
+from hf_linear_attn.evaluation.scores import effective_lengths, paired_differences
+from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.suites.retrieval import Retrieval
 from hf_linear_attn.evaluation.tasks import available_tasks
+from hf_linear_attn.evaluation.tasks.base import parse_task
 from tests.evaluation.helpers import (
     BOS,
     ScriptedModel,
@@ -41,10 +36,9 @@ def settings(**options):
 
 def run(subjects, chosen, tokenizer=TOKENIZER, store=None):
     store = store or SampleStore(None, chosen.identity(), {})
-    for one in subjects:
-        for _ in run_retrieval(one, tokenizer, chosen, store):
-            pass
-    return (*collect_cells(subjects, chosen, store), store)
+    suite = Retrieval(chosen, subjects, tokenizer)
+    suite.run(store, lambda tokens: None)
+    return (*suite.collect(store).values(), store)
 
 
 def parsing(task):
@@ -200,7 +194,7 @@ def test_the_chat_template_goes_around_the_prompt_and_counts():
 
 
 def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
-    groups = plan_groups(settings(tasks=("passkey", "cwe"), lengths=(2000, 3000)))
+    groups = Retrieval(settings(tasks=("passkey", "cwe"), lengths=(2000, 3000)), [], TOKENIZER).groups
     assert [(g.spec, g.length) for g in groups if g.floor] == [("passkey", 2000)]
 
 
@@ -222,4 +216,4 @@ def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
 )
 def test_what_cannot_be_built_is_refused_at_once(tokenizer, options, message):
     with pytest.raises(ArgumentError, match=message):
-        check_retrieval(settings(tasks=("passkey",), **{"lengths": (400,), **options}), tokenizer)
+        Retrieval(settings(tasks=("passkey",), **{"lengths": (400,), **options}), [], tokenizer).check()

@@ -23,10 +23,11 @@ from hf_linear_attn.evaluation import (
     schema,
     without_times,
 )
-from hf_linear_attn.evaluation import run as run_module
+from hf_linear_attn.evaluation import cost as cost_module
 from hf_linear_attn.evaluation.cli import compare as compare_command
 from hf_linear_attn.evaluation.cli import main
 from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.suites.latency import Latency
 from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 from tests.evaluation.workers import LM_EVAL, run, settings
 
@@ -90,7 +91,7 @@ def test_results_say_what_was_measured(uninterrupted):
 def test_the_estimate_counts_the_tokens_that_are_read(monkeypatch):
     """For a model that takes a second per token, whether it reads or writes, seconds are tokens."""
     rows = 2
-    monkeypatch.setattr(run_module, "_trial", lambda subject, settings, tokens: (1.0, float(rows)))
+    monkeypatch.setattr(cost_module, "trial", lambda subject, settings, tokens: (1.0, float(rows)))
     # It never ends an answer, so that every budget is used up.
     model = ScriptedModel(lambda ids: ord("a"))
     model.config._attn_implementation = "sdpa"
@@ -106,14 +107,14 @@ def test_the_estimate_follows_a_cost_that_grows_with_the_square_of_the_length(mo
     def trial(subject, settings, tokens):
         return (2.0 + 0.5 * tokens, 3.0 + 0.25 * tokens)
 
-    monkeypatch.setattr(run_module, "_trial", trial)
+    monkeypatch.setattr(cost_module, "trial", trial)
     model = subject(tiny_linear())
     chosen = settings(None, output_dir=None, suite=("latency",), lengths=(8000,), decode_tokens=100, batch_size=4)
-    cost = estimate_cost(chosen, [model], byte_tokenizer(), None)
+    cost = estimate_cost(chosen, [model], [Latency(chosen, [model], byte_tokenizer())])
     # One timed run and one for the memory.
     read, step = 2.0 * 7900 + 0.5 * 7900**2, 3.0 + 0.25 * 8000
     assert cost.seconds == pytest.approx(2 * (4 * read + 100 * step))
-    assert cost.latency_tokens == 2 * 4 * 8000
+    assert cost.plans["latency"].tokens == 2 * 4 * 8000
 
 
 def test_the_estimate_does_with_a_short_trial_where_memory_ends(monkeypatch):
@@ -122,9 +123,11 @@ def test_the_estimate_does_with_a_short_trial_where_memory_ends(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return (1.0, 0.0)
 
-    monkeypatch.setattr(run_module, "_trial", trial)
+    monkeypatch.setattr(cost_module, "trial", trial)
     chosen = settings(None, output_dir=None, suite=("latency",), lengths=(8000,), decode_tokens=100)
-    assert estimate_cost(chosen, [subject(tiny_linear())], byte_tokenizer(), None).seconds == 2 * 2 * 7900
+    model = subject(tiny_linear())
+    suites = [Latency(chosen, [model], byte_tokenizer())]
+    assert estimate_cost(chosen, [model], suites).seconds == 2 * 2 * 7900
 
 
 def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninterrupted, tmp_path):
@@ -175,16 +178,27 @@ def test_a_finished_run_resumes_without_computing_anything(uninterrupted, tmp_pa
     folder, _ = uninterrupted
     for name in ("run.json", "samples.jsonl"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    monkeypatch.setattr("hf_linear_attn.evaluation.retrieval.greedy", None)
-    monkeypatch.setattr("hf_linear_attn.evaluation.perplexity.score_tokens", None)
-    monkeypatch.setattr("hf_linear_attn.evaluation.latency.measure", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.answering.greedy", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.scoring.score_tokens", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.suites.latency.measure", None)
     run(tmp_path, resume=True)
     assert comparable(tmp_path) == comparable(folder)
 
 
 def test_a_folder_with_results_needs_a_decision(uninterrupted):
-    with pytest.raises(CheckpointError, match=r"`output_dir` must be a folder without results, got .*Pass resume"):
+    with pytest.raises(CheckpointError, match=r"`output_dir` must be a folder without results, got .*Pass overwrite"):
         run(uninterrupted[0])
+
+
+def test_a_run_that_was_cut_off_goes_on_when_the_same_command_is_given_again(uninterrupted, tmp_path):
+    (tmp_path / "run.json").write_bytes((uninterrupted[0] / "run.json").read_bytes())
+    lines = (uninterrupted[0] / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_text("".join(lines[:5]))
+    run(tmp_path)
+    assert (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)[:5] == lines[:5]
+    assert comparable(tmp_path) == comparable(uninterrupted[0])
+    with pytest.raises(CheckpointError, match="without results"):
+        run(tmp_path)
 
 
 def test_results_of_other_settings_are_not_resumed(uninterrupted):
@@ -311,7 +325,9 @@ def test_models_and_tokenizer_load_from_folders(tmp_path, capsys):
     results = main(["--model", str(tmp_path / "student"), "--attn", "linear", *arguments])
     assert results["model"]["feature_map"] == "elu"
     assert results["model"]["fingerprint"] == subject(tiny_linear()).fingerprint
-    assert capsys.readouterr().out.endswith(f"Report: {tmp_path / 'out' / 'report.html'}\n")
+    shown = capsys.readouterr()
+    assert shown.out.endswith(f"Report: {tmp_path / 'out' / 'report.html'}\n")
+    assert shown.err.splitlines()[-1].startswith("Next: open the report")
     undone = main(["--model", str(tmp_path / "student"), "--attn", "softmax", "--overwrite", *arguments])
     assert undone["model"]["attention"] == "softmax"
     assert undone["model"]["fingerprint"] == undone["references"][0]["fingerprint"]

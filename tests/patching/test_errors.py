@@ -163,7 +163,7 @@ def test_tampered_weights(saved):
 
 
 def test_folders_that_hold_no_patched_model(tmp_path):
-    with pytest.raises(CheckpointError, match=r"`path` must be a folder or hub name with a config.json"):
+    with pytest.raises(CheckpointError, match=r"`path` must be a folder or hub name with a model's config.json"):
         from_pretrained(tmp_path / "nowhere")
     llama().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"`path` must hold a patched model, .*call patch_model"):

@@ -33,14 +33,14 @@ def test_latent_attention_keeps_its_sizes():
     model = patch_model(tiny_model("causal", "deepseek_v3"))
     cache = DynamicCache(config=model.config)
     Subject(model, "causal").logits(torch.tensor([[5, 6, 7]]), past_key_values=cache)
-    state = cache.layers[0].state
-    assert state.kv.shape == (1, 4, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    state = cache.layers[0].tensors
+    assert state["kv"].shape == (1, 4, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
 
 
 def test_the_layers_own_scaling_is_used():
     model = tiny_model("causal", "granite", attention_multiplier=0.7)
     parts = parts_of(patch_model(model, "hedgehog", window=2))
-    assert {part.geometry.scaling for part in parts} == {0.7}
+    assert {part.sizes.scaling for part in parts} == {0.7}
     assert {part.feature_map.scaling for part in parts} == {0.7}
 
 

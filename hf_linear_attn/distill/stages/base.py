@@ -33,8 +33,14 @@ class Stage(ABC):
     name: ClassVar[str]
     place: ClassVar[int]
     """Stages run in the order of their places."""
+    encoder: ClassVar[bool | None] = None
+    """Whether it is for encoders, or for language models; None for both."""
     length_setting: ClassVar[str] = "length_factors"
     """The setting that its lengths come from, named where they are too long."""
+    lora: ClassVar[bool] = False
+    """Whether adapters are trained in place of weights where the settings say ``trainable="lora"``."""
+    recomputes: ClassVar[bool] = True
+    """Whether there are activations to recompute: a backward at the end of the forward."""
     suspect: str | None = None
     """The layer whose loss was not finite, where a stage can tell."""
     learn: Callable[[Tensor], None] = staticmethod(Tensor.backward)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import linear_attention_parts, predictions
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, next_tokens, weighted
 from hf_linear_attn.distill.losses import ce_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -22,6 +22,8 @@ class Distill(Stage):
 
     name: ClassVar[str] = "distill"
     place: ClassVar[int] = 20
+    encoder: ClassVar[bool | None] = False
+    lora: ClassVar[bool] = True
 
     @override
     @classmethod
@@ -32,6 +34,10 @@ class Distill(Stage):
     @classmethod
     def needs_teacher(cls, settings: DistillationSettings) -> bool:
         return settings.distill_loss == "kl" and settings.ce_share < 1
+
+    def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
+        super().__init__(settings, student, teacher)
+        self.predictor = Predictor(student)
 
     @property
     def hidden_size(self) -> int:
@@ -87,10 +93,10 @@ class Distill(Stage):
     @override
     def loss(self, batch: Batch) -> Tensor:
         share = 1 - self.settings.ce_share if self.needs_teacher(self.settings) else 0.0
-        return next_token_loss(self.student, batch, self.teacher if share else None, share)
+        return next_token_loss(self.predictor, batch, self.teacher if share else None, share)
 
 
-def next_token_loss(student: nn.Module, batch: Batch, teacher: Teacher | None = None, share: float = 0.0) -> Tensor:
+def next_token_loss(student: Predictor, batch: Batch, teacher: Teacher | None = None, share: float = 0.0) -> Tensor:
     """Sum the loss of predicting the next token over a batch's weighted tokens.
 
     Args:
@@ -99,10 +105,16 @@ def next_token_loss(student: nn.Module, batch: Batch, teacher: Teacher | None = 
         teacher: What it is compared with, if at all.
         share: Share of the divergence from the teacher, the rest being cross-entropy, 0..1.
     """
-    targets, weights, logits = predictions(student, batch)
-    loss = logits.new_zeros((), dtype=torch.float32)
-    if share < 1:
-        loss = loss + (1 - share) * ce_loss(logits, targets, weights)
-    if teacher is not None:
-        loss = loss + share * teacher.divergence(batch)(logits, weights, slice(None))
-    return loss
+    # The teacher first: what it needs is gone again before the student's activations are kept.
+    divergence = None if teacher is None else teacher.divergence(batch)
+    targets, weights = next_tokens(batch)
+
+    def loss_of(logits: Tensor, which: slice) -> Tensor:
+        loss = logits.new_zeros((), dtype=torch.float32)
+        if share < 1:
+            loss = loss + (1 - share) * ce_loss(logits, targets[which], weights[which])
+        if divergence is not None:
+            loss = loss + share * divergence(logits, weights[which], which)
+        return loss
+
+    return student.total(weighted(batch, student.states(batch)), loss_of)

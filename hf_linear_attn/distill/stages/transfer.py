@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs, takes
+from hf_linear_attn.distill.forward import encoder_inputs, linear_attention_parts, model_inputs, takes
 from hf_linear_attn.distill.losses import output_loss, weights_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -29,6 +29,7 @@ class Transfer(Stage):
 
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
+    recomputes: ClassVar[bool] = False
 
     @override
     @classmethod
@@ -68,7 +69,8 @@ class Transfer(Stage):
         with forced(self.student, observe):
             # The logits are not read; models that can leave them out do.
             options = {"logits_to_keep": 1} if takes(self.student, "logits_to_keep") else {}
-            self.student(**model_inputs(batch), **options)
+            inputs = encoder_inputs(batch) if self.settings.encoder else model_inputs(batch)
+            self.student(**inputs, **options)
         return total
 
 

@@ -139,6 +139,34 @@ def get_task(name: str, **settings: Any) -> Task:
     return _TASKS[name](**settings)
 
 
+def parse_task(spec: str) -> Task:
+    """Make the task that `name` or `name:setting=integer,...` describes.
+
+    Raises:
+        ArgumentError: If there is no such task, or it has no such setting.
+
+    Example:
+        >>> parse_task("kv_recall:pairs=8").pairs
+        8
+    """
+    name, _, rest = spec.partition(":")
+    values: dict[str, int] = {}
+    for item in filter(None, rest.split(":")):
+        key, _, value = item.partition("=")
+        try:
+            values[key] = int(value)
+        except ValueError as error:
+            raise ArgumentError(
+                "tasks", "be written name:setting=integer", spec, "Write it as in kv_recall:pairs=8."
+            ) from error
+    try:
+        return get_task(name, **values)
+    except TypeError as error:
+        raise ArgumentError(
+            "tasks", "name settings that the task has", spec, "Leave the setting out.", where=str(error)
+        ) from error
+
+
 def sample_rng(seed: int, task: str, length: int, depth: float, index: int) -> random.Random:
     """Return the generator of sample `index` of a cell: it depends on nothing but the arguments."""
     return random.Random(f"{seed}/{task}/{length}/{depth}/{index}")

@@ -1,8 +1,11 @@
 """The public op: checks its arguments, applies feature maps, and hands over to a backend."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal, overload
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.checks import check_eps
@@ -10,6 +13,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.finite import broken_keys, see, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
@@ -131,7 +135,10 @@ def linear_attention(
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
-        function = _backend(backend, q, k, v)
+        function, is_kernel = _backend(backend, q, k, v)
+        broken = None if is_kernel else broken_keys(k, v)
+        if broken is not None:
+            k, v = without(k, broken), without(v, broken)
         o, final = function(
             q,
             k,
@@ -144,17 +151,47 @@ def linear_attention(
             delay=delay,
             eps=eps,
         )
+        if broken is not None:
+            broken = broken if key_mask is None else broken & key_mask[:, None]
+            o, final = _with_broken(o, final, broken, q.shape[2], causal, cu_seqlens, delay)
     return (o, final) if return_state else o
+
+
+def _with_broken(
+    o: Tensor,
+    state: LinearAttentionState,
+    broken: Tensor,
+    queries: int,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    delay: int,
+) -> tuple[Tensor, LinearAttentionState]:
+    """Put broken keys ``[B, HKV, S]`` back into what sees them: queries, and states, one for each packed sequence."""
+    bounds = [0, broken.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
+    seen, kept = [], []
+    for a, b in pairwise(bounds):
+        piece = broken[:, :, a:b]
+        if causal:
+            read = piece[:, :, : max(b - a - delay, 0)]
+            seen.append(F.pad(read.cummax(2)[0] if read.shape[2] else read, (b - a - read.shape[2], 0)))
+        else:
+            read = piece
+            seen.append(piece.any(2, keepdim=True).expand(-1, -1, queries if cu_seqlens is None else b - a))
+        kept.append(read.any(2))
+    spoilt = torch.where(torch.cat(kept), torch.nan, 0.0).to(state.kv.dtype)
+    final = LinearAttentionState(state.kv + spoilt[..., None, None], state.z + spoilt[..., None])
+    return see(o, torch.cat(seen, 2)), final
 
 
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
 
 
-def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Backend:
+def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
+    """Return the backend's function, and whether it is the kernels'."""
     chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
 
-        return linear_attention_triton
-    return linear_attention_reference if chosen == "reference" else linear_attention_chunked
+        return linear_attention_triton, True
+    return (linear_attention_reference if chosen == "reference" else linear_attention_chunked), False

@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.finite import broken_keys, see, without
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch
 
@@ -121,9 +122,22 @@ def window_attention(
         return window_attention_triton(
             q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
         )
+    broken = broken_keys(k, v)
+    if broken is not None:
+        k, v = without(k, broken), without(v, broken)
     own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
     function = window_attention_reference if chosen == "reference" else window_attention_torch
-    return function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
+    o = function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
+    return o if broken is None else see(o, _seen(broken, q.shape[2], window, key_mask))
+
+
+def _seen(broken: Tensor, queries: int, window: int, key_mask: Tensor | None) -> Tensor:
+    """Tell which queries see one of the broken keys ``[B, HKV, P + T]``, ``[B, HKV, T]``."""
+    real = broken if key_mask is None else broken & key_mask[:, None]
+    number = F.pad(real.long().cumsum(2), (window, 0))
+    within = number[:, :, window:] > number[:, :, :-window]
+    # A query sees its own key, whatever a mask says.
+    return (within | broken)[:, :, -queries:]
 
 
 def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -32,8 +32,8 @@ from hf_linear_attn.ops.triton.primitives import (
     operand,
     phi,
     product,
-    rows_before,
     rounded,
+    rows_before,
     segment_bounds,
     store_tile,
 )

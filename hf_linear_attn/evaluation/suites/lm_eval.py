@@ -1,0 +1,294 @@
+"""The lm-eval suite: tasks of EleutherAI's lm-evaluation-harness on any model of a run, in memory or from a path."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.evaluation.cost import Pace
+from hf_linear_attn.evaluation.settings import check_settings
+from hf_linear_attn.evaluation.statistics import wilson_interval
+from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.subjects import Subject
+from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
+from hf_linear_attn.evaluation.tasks.base import bos_ids
+from hf_linear_attn.evaluation.view import Results, Table, interval, number, tokens
+
+# These make their own data; every other task of the harness downloads some.
+OFFLINE_TASKS = ("niah_single_1", "ruler_cwe", "ruler_fwe", "ruler_vt")
+_RULER_PREFIXES = ("niah_", "ruler_")
+# RULER's generators make this many samples per length and put the lengths one after another.
+_RULER_SAMPLES = 500
+# The longest budget of a RULER task: prompts fill the length, and fwe's leave no room for the answer.
+_RULER_BUDGET = 128
+
+
+@dataclass(frozen=True)
+class LmEvalSettings:
+    """Settings of the lm-eval suite.
+
+    Args:
+        lm_eval_tasks: Tasks of lm-evaluation-harness.
+        lm_eval_samples: Samples per lm-eval task and length.
+    """
+
+    lm_eval_tasks: tuple[str, ...] = ("niah_single_1", "ruler_vt", "ruler_cwe", "ruler_fwe")
+    lm_eval_samples: int = 50
+
+    def __post_init__(self) -> None:
+        check_settings(self, lm_eval_samples=1)
+
+
+def is_ruler(task: str) -> bool:
+    """Tell whether a harness task is one of RULER's, whose length is a setting."""
+    return task.startswith(_RULER_PREFIXES)
+
+
+@contextmanager
+def _offline(active: bool) -> Iterator[None]:
+    """Keep the harness and its libraries off the network."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+    before = {name: os.environ.get(name) for name in names}
+    if active:
+        os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@register_suite
+class LmEval(Suite):
+    """How does the model do on tasks that everyone uses?"""
+
+    name = "lm-eval"
+    title = "lm-eval suite (pip install 'hf_linear_attn[lm-eval]')"
+    Settings = LmEvalSettings
+    parts = {"lm_eval": []}  # noqa: RUF012
+    row_key = ("model", "task", "length", "metric")
+    place = 40
+    unit = "task"
+    own: LmEvalSettings
+
+    def check(self) -> None:
+        """Refuse what the harness cannot run here.
+
+        Raises:
+            UnsupportedError: If lm-evaluation-harness is not installed.
+            ArgumentError: If a task needs a network under `offline`, more samples than RULER makes are asked, or a
+                model would silently see a prompt cut off at the left.
+        """
+        if find_spec("lm_eval") is None:
+            raise UnsupportedError(
+                "suite",
+                "not contain it without lm-evaluation-harness",
+                "lm-eval",
+                "Install it: pip install 'hf_linear_attn[lm-eval]'.",
+            )
+        for task in self.own.lm_eval_tasks:
+            if self.settings.offline and task not in OFFLINE_TASKS:
+                raise ArgumentError(
+                    "lm_eval_tasks",
+                    "need no network under `offline`",
+                    task,
+                    "Use one of those",
+                    available=OFFLINE_TASKS,
+                )
+        if not any(is_ruler(task) for task in self.own.lm_eval_tasks):
+            return
+        if self.own.lm_eval_samples > _RULER_SAMPLES:
+            raise ArgumentError(
+                "lm_eval_samples", f"be at most {_RULER_SAMPLES}", self.own.lm_eval_samples, "Ask for fewer."
+            )
+        longest = max(self.settings.lengths)
+        for subject in self.subjects:
+            if subject.refusal(longest + _RULER_BUDGET):
+                raise ArgumentError(
+                    "lengths",
+                    f"leave {_RULER_BUDGET} of the model's {subject.position_limit} positions for the answer",
+                    longest,
+                    "The harness would cut the prompt off at the left; ask for shorter ones.",
+                    where=subject.name,
+                )
+
+    def plan(self, paces: Mapping[str, Pace]) -> Plan:
+        """Count the runs; how long they take is the harness's own business."""
+        return Plan(len(self.subjects) * len(self.own.lm_eval_tasks))
+
+    @staticmethod
+    def _key(store: SampleStore, subject: Subject, task: str) -> str:
+        return store.key(subject.fingerprint, f"lm-eval/{subject.name}/{task}")
+
+    def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
+        """Run every task on every model that the store holds no result of."""
+        for name in self.own.lm_eval_tasks:
+            pending = [subject for subject in self.subjects if store.get(self._key(store, subject, name)) is None]
+            if pending:
+                # Built once for all models: RULER's generators draw from state that another build would find changed.
+                task, manager = self.build(name)
+                for subject in pending:
+                    rows = self._run_task(subject, name, task, manager)
+                    key = self._key(store, subject, name)
+                    store.add([{"key": key, "id": f"lm-eval/{subject.name}/{name}", "rows": rows}])
+            advance(len(self.subjects))
+
+    def build(self, name: str) -> tuple[Any, Any]:
+        """Build a task of the harness, with its data, and return it and its manager.
+
+        Raises:
+            ArgumentError: If a length leaves no room for what the task asks for.
+        """
+        from lm_eval.tasks import TaskManager
+
+        # The generators draw from the global generators, and take the tokenizer by path alone.
+        states = random.getstate(), np.random.get_state()
+        random.seed(self.settings.seed)
+        np.random.seed(self.settings.seed)
+        try:
+            with tempfile.TemporaryDirectory() as folder, _offline(self.settings.offline):
+                self.tokenizer.save_pretrained(folder)
+                manager = TaskManager(metadata={"max_seq_lengths": list(self.settings.lengths), "tokenizer": folder})
+                task = next(iter(manager.load([name])["tasks"].values()))
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        # Where a prompt does not fit, the harness's generators leave out the very words that are asked for.
+        short = [doc["max_length"] for doc in task.dataset["test"] if not doc["outputs"]] if is_ruler(name) else []
+        if short:
+            raise ArgumentError(
+                "lengths",
+                "leave the harness room for what it asks for",
+                min(short),
+                "Ask for a longer context or leave the task out.",
+                where=f"task {name!r}",
+            )
+        return task, manager
+
+    def _run_task(self, subject: Subject, name: str, task: Any, manager: Any) -> list[dict[str, Any]]:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        ruler = is_ruler(name)
+        options: dict[str, Any] = {}
+        if ruler:
+            # `limit` would take samples of the first length alone.
+            options["samples"] = {
+                name: [
+                    place * _RULER_SAMPLES + index
+                    for place in range(len(self.settings.lengths))
+                    for index in range(self.own.lm_eval_samples)
+                ]
+            }
+        else:
+            options["limit"] = self.own.lm_eval_samples
+        model = HFLM(
+            pretrained=subject.model,
+            tokenizer=self.tokenizer,
+            batch_size=self.settings.batch_size,
+            # The harness leaves BOS out unless told; everywhere else a text begins as the tokenizer begins it.
+            add_bos_token=bool(bos_ids(self.tokenizer)),
+            max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else None,
+        )
+        with _offline(self.settings.offline):
+            found = simple_evaluate(
+                model=model,
+                tasks=[task],
+                task_manager=manager,
+                log_samples=True,
+                bootstrap_iters=0 if ruler else 1000,
+                random_seed=self.settings.seed,
+                **options,
+            )
+        if ruler:
+            return self._ruler_rows(subject, name, found["samples"][name])
+        return [
+            {
+                "model": subject.name,
+                "task": name,
+                "length": None,
+                "metric": metric,
+                "value": float(value),
+                "ci95": None,
+                "n": len(found["samples"][name]),
+                "prompts_sha256": None,
+                "status": "ok",
+            }
+            for metric, value in sorted(found["results"][name].items())
+            if isinstance(value, int | float) and "stderr" not in metric and metric not in ("sample_len",)
+        ]
+
+    def _ruler_rows(self, subject: Subject, name: str, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Score RULER's samples by length as RULER does: the harness reports a fixed list of lengths only."""
+        rows = []
+        for length in self.settings.lengths:
+            here = [sample for sample in samples if sample["doc"]["max_length"] == length]
+            scores = [
+                sum(reference.lower() in answer.lower() for reference in references) / len(references)
+                for sample in here
+                for answer, references in [(sample["filtered_resps"][0], sample["doc"]["outputs"])]
+            ]
+            prompts = "".join(sample["doc"]["input"] for sample in here)
+            rows.append(
+                {
+                    "model": subject.name,
+                    "task": name,
+                    "length": length,
+                    "metric": "string_match",
+                    "value": sum(scores) / len(scores),
+                    "ci95": list(wilson_interval(sum(scores), len(scores))),
+                    "n": len(scores),
+                    "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+                    "status": "ok",
+                }
+            )
+        return rows
+
+    def collect(self, store: SampleStore) -> dict[str, Any]:
+        """Turn the store's records into rows."""
+        pairs = [(subject, task) for subject in self.subjects for task in self.own.lm_eval_tasks]
+        records = [store.get(self._key(store, subject, task)) for subject, task in pairs]
+        return {"lm_eval": [row for record in records if record is not None for row in record["rows"]]}
+
+    @classmethod
+    def quality(cls, results: Results) -> list[str]:
+        """List the scores of the model under test."""
+        first = results["model"]["name"]
+        rows = [row for row in results["lm_eval"] if row["model"] == first and row["status"] == "ok"]
+        listed = ", ".join(f"{row['task']}{_at(row)}: {row['value']:.0%}" for row in rows if 0 <= row["value"] <= 1)
+        return [f"lm-evaluation-harness on {first}: {listed}."] if listed else []
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """Return the scores."""
+        rows = [
+            [
+                row["model"],
+                row["task"],
+                "-" if row["length"] is None else f"{row['length']:,}",
+                row["metric"],
+                number(row["value"]),
+                interval(row["ci95"]),
+                str(row["n"]),
+            ]
+            for row in results["lm_eval"]
+        ]
+        header = ("model", "task", "length", "metric", "value", "95% interval", "n")
+        return [Table("lm-evaluation-harness", header, rows)]
+
+
+def _at(row: Mapping[str, Any]) -> str:
+    return f" at {tokens(row['length'])}" if row["length"] is not None else f" ({row['metric']})"

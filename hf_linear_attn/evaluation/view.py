@@ -1,0 +1,171 @@
+"""What a suite shows of results: figures in large, pictures, tables, and the words and numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
+Point = tuple[float, float, float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One figure of the report's first screen: what was kept, or what was gained.
+
+    Args:
+        figure: The figure, such as `7.9x`.
+        label: What it is, such as `faster decode at 16,384 tokens`.
+        detail: What it is made of.
+    """
+
+    figure: str
+    label: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; a suite returns it whether or not it has rows.
+
+    Args:
+        title: What stands above it.
+        header: Names of the columns.
+        rows: Cells as text.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, also written to a file of its own.
+
+    Args:
+        name: The file's name without its ending.
+        title: What stands above it.
+        subtitle: What stands below the title.
+        svg: The drawing.
+    """
+
+    name: str
+    title: str
+    subtitle: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Pictures that belong together.
+
+    Args:
+        title: The heading.
+        text: How to read them.
+        pictures: The pictures; a section without any is left out.
+        legend: Whether the models' colours are shown.
+    """
+
+    title: str
+    text: str
+    pictures: Sequence[Picture] = field(default_factory=tuple)
+    legend: bool = True
+
+
+def models_of(results: Results) -> list[dict[str, Any]]:
+    """Return the facts of every model of a run, the one under test first."""
+    return [results["model"], *results["references"]]
+
+
+def teachers_of(results: Results) -> list[str]:
+    """Return the names of the teachers of a run."""
+    return [model["name"] for model in results["references"] if model["role"] == "teacher"]
+
+
+def other_of(results: Results) -> str | None:
+    """Return the name of the model that the one under test is compared with: the teacher, else the first other."""
+    others = [*teachers_of(results), *(model["name"] for model in results["references"])]
+    return others[0] if others else None
+
+
+def numbers_of(results: Results) -> dict[str, int]:
+    """Number the models: each wears its colour, dash and marker in every picture."""
+    return {model["name"]: number for number, model in enumerate(models_of(results))}
+
+
+def lines(results: Results, rows: Sequence[Row], point: Callable[[Row], Point | None]) -> list[Series]:
+    """Make a line for each model from its rows that have a figure."""
+    series = []
+    for model, number in numbers_of(results).items():
+        points = [point(row) for row in rows if row["model"] == model and row.get("status", "ok") == "ok"]
+        series.append(Series(model, number, [p for p in points if p is not None]))
+    return series
+
+
+def chart(name: str, title: str, subtitle: str, series: Sequence[Series], axes: Axes) -> list[Picture]:
+    """Draw lines, unless there is no point on any."""
+    drawn = any(line.points for line in series)
+    return [Picture(name, title, subtitle, line_chart(title, series, axes))] if drawn else []
+
+
+def slug(text: str) -> str:
+    """Write a text so that it can be part of a file's name."""
+    return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")
+
+
+def tokens(number: float) -> str:
+    """Write a number of tokens."""
+    return f"{round(number):,}"
+
+
+def times(ratio: float) -> str:
+    """Write a ratio with two significant digits."""
+    return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
+
+
+def compared(ratio: float, better: str, worse: str) -> tuple[str, str]:
+    """Write a ratio and what it is: `("2.0x", better)`, `("1.5x", worse)` or `("1.0x", "about the same")`."""
+    if times(max(ratio, 1 / ratio)) == times(1):
+        return times(1), "about the same"
+    return (times(ratio), better) if ratio >= 1 else (times(1 / ratio), worse)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Write a number for a table."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def percent(value: float | None) -> str:
+    """Write a share for a table."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def interval(pair: Sequence[float] | None) -> str:
+    """Write an interval of shares for a table."""
+    return "-" if pair is None else f"{100 * pair[0]:.1f}-{100 * pair[1]:.1f}%"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes.
+
+    Example:
+        >>> [size(n) for n in (512, 210_624, 33_554_432)]
+        ['512 B', '206 KiB', '32 MiB']
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def or_status(row: Row, text: str) -> str:
+    """Return a cell's figure, or why it has none."""
+    return text if row["status"] == "ok" else str(row["status"])

@@ -1,0 +1,38 @@
+"""One rule for keys and values that are not finite, where sums are products of matrices.
+
+What a mask hides never matters, whatever it holds. A real key that is NaN or infinite is seen by every query that sees
+the key, and by no other. A product with weights of zero keeps neither promise, since ``0 * NaN`` is NaN: such keys are
+taken out before it, and put back into what sees them. While a graph is traced nothing is looked at.
+"""
+
+import torch
+from torch import Tensor
+
+
+def broken_keys(k: Tensor, v: Tensor) -> Tensor | None:
+    """Tell which keys are not finite, ``[B, HKV, S]`` bool; None where all are, or it cannot be told.
+
+    Args:
+        k: Keys ``[B, HKV, S, D]``.
+        v: Values ``[B, HKV, S, V]``.
+    """
+    # On a device to ask would be to wait for it, in every layer.
+    if k.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if bool((k.detach().sum() + v.detach().sum()).isfinite()):
+        return None
+    return ~(k.detach().isfinite().all(-1) & v.detach().isfinite().all(-1))
+
+
+def without(x: Tensor, broken: Tensor) -> Tensor:
+    """Return ``x [B, HKV, S, E]`` with zeros for broken keys."""
+    return x.masked_fill(broken[..., None], 0)
+
+
+def see(o: Tensor, seen: Tensor) -> Tensor:
+    """Return ``o [B, H, T, V]``, NaN where a query sees a broken key, ``seen [B, HKV, T]`` bool.
+
+    It is added, so that gradients are NaN as well, and nothing that diverges looks sound.
+    """
+    groups = o.shape[1] // seen.shape[1]
+    return o + torch.where(seen, torch.nan, 0.0).to(o.dtype).repeat_interleave(groups, 1)[..., None]

@@ -1,0 +1,94 @@
+"""Several threads share one model, and every answer is the one given alone: nothing of a call is kept on a module."""
+
+import random
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_linear_attn import patch_model
+
+from .zoo import tiny_model
+
+SETTINGS = {"elu": {"feature_map": "elu"}, "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2}}
+THREADS = 6
+
+
+def build(setting):
+    torch.set_num_threads(1)
+    return patch_model(tiny_model("causal", "llama"), **SETTINGS[setting])
+
+
+def prompts(number):
+    rng = random.Random(0)
+    return [torch.tensor([[rng.randrange(3, 60) for _ in range(rng.randrange(4, 15))]]) for _ in range(number)]
+
+
+def all_alike(answer, ids):
+    """Answer every prompt alone, then in threads at once."""
+    alone = [answer(x) for x in ids]
+    found: dict[int, torch.Tensor] = {}
+    start = threading.Barrier(THREADS)
+
+    def work(first):
+        start.wait()
+        for n in range(first, len(ids), THREADS):
+            found[n] = answer(ids[n])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(found) == len(ids) and all(torch.equal(found[n], alone[n]) for n in found)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_generations_in_threads(setting):
+    model = build(setting)
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    assert all_alike(lambda ids: model.generate(ids, **options), prompts(24))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_model_that_drafts_for_itself_in_threads(setting):
+    model = build(setting)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "assistant_model": model}
+    assert all_alike(lambda ids: model.generate(ids, **options), prompts(12))
+
+
+def test_compiled_steps_in_threads():
+    model = build("window")
+    compiled = torch.compile(model, backend="aot_eager")
+
+    @torch.no_grad()
+    def answer(ids):
+        cache = DynamicCache(config=model.config)
+        logits = model(ids, past_key_values=cache).logits[:, -1:]
+        for _ in range(5):
+            logits = compiled(logits.argmax(-1), past_key_values=cache).logits[:, -1:]
+        return logits
+
+    assert all_alike(answer, prompts(12))
+    torch.compiler.reset()
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    model = build("window")
+    ids = prompts(1)[0]
+    with torch.no_grad():
+        expected = model(ids).logits
+
+        def fail(module, args, output):
+            raise RuntimeError("stop")
+
+        handle = model.model.layers[0].self_attn.o_proj.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(ids, past_key_values=DynamicCache(config=model.config))
+        handle.remove()
+        assert torch.equal(model(ids).logits, expected)
+    from hf_linear_attn.patching import hook, masks
+
+    assert hook._current.scope is None
+    assert masks._current.packing is None
