@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_linear_attn.config import LATER
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.window import NOWHERE
@@ -306,7 +305,6 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     settings = getattr(model.config, "linear_attention", None)
     if settings is None or not any(isinstance(module, LinearAttention) for module in model.modules()):
         raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
-    settings = {name: value for name, value in settings.items() if name not in LATER or value != LATER[name]}
     text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         flat = weight.detach().flatten()

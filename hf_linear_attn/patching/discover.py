@@ -204,7 +204,7 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
         chosen = [layer for layer in candidates if layers(layer.index, layer.name, layer.module)]
         remedy = f"The callable chose none of the {len(candidates)} attention layers."
     else:
-        indices = set(layers)
+        indices = _indices(layers)
         if missing := sorted(i for i in indices if not 0 <= i < len(candidates)):
             raise ArgumentError("layers", f"be indices from 0 to {len(candidates) - 1}", missing, "Leave those out.")
         chosen = [layer for layer in candidates if layer.index in indices]
@@ -212,6 +212,19 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     if not chosen:
         raise ArgumentError("layers", "choose at least one layer", layers, remedy, where=type(model).__name__)
     return chosen
+
+
+def _indices(layers: Any) -> set[int]:
+    """Return the indices that a choice of layers names."""
+    found = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not isinstance(layers, Iterable) or not all(type(index) is int for index in found):
+        raise ArgumentError(
+            "layers",
+            "be 'all', whole numbers, a callable or None",
+            layers,
+            "Name layers by their indices: layers=[0, 2].",
+        )
+    return set(found)
 
 
 def _text_model_types(model: nn.Module) -> set[str]:
