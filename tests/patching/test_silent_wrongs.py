@@ -23,8 +23,6 @@ SETTINGS = {
 }
 
 NOT_YET = {
-    "test_settings_have_types[{'layers'": "layers are sorted before they are looked at",
-    "test_settings_have_types[{'feature_map_options': 3}": "dict() comes before the check",
     "test_exports_with_a_static_cache[plain]": "a static cache's length is a tensor",
     "test_exports_with_a_static_cache[window]": "a static cache's length is a tensor",
 }
