@@ -1,5 +1,6 @@
 """What the ops registered with torch.library refuse alike."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +61,14 @@ def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
         return
     if any(x is not None and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors):
         _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
+
+
+def own_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast changes nothing, whatever casts products around it."""
+    # Tensors without storage have no autocast, and to turn off what is off takes time.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _refuse(when: str, backend: str, remedy: str) -> NoReturn:

@@ -11,9 +11,10 @@ from torch import Tensor
 from hf_linear_attn.checks import check_eps, check_type
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, without_autocast
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
 from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
@@ -127,7 +128,7 @@ def linear_attention(
             feature_map.to(q.device)
     phi = "identity"
     # Features and states have a precision of their own, whatever products around them are cast to.
-    with without_autocast(q.device):
+    with own_precision(q.device):
         if feature_map is not None:
             if feature_map.kernel is None:
                 q = features_of(feature_map, q, "q", positions, backend)
