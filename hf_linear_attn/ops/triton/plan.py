@@ -23,7 +23,10 @@ SHORTEST_SEGMENT = {64: 512, 128: 1024, 256: 1024}
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
-TILED = {"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V", "decode": "V"}
+TILED = {
+    **{"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V"},
+    **{"decode": "V", "hybrid": "V"},
+}
 """Kernels whose programs share a head, and the dimension that they share out."""
 
 GOOD_WAVE = 0.7

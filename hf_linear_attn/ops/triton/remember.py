@@ -31,6 +31,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Number(int):
+    """A number that a launch takes and on which its plan does not depend, as where in a text a token stands."""
+
+
 class Start(NamedTuple):
     """A launch: the jitted function, the size of its grid, and its arguments by name."""
 
@@ -41,6 +45,11 @@ class Start(NamedTuple):
     def run(self) -> None:
         """Launch the kernel."""
         self.kernel[(self.programs,)](**self.arguments)
+
+    def with_plain_numbers(self) -> "Start":
+        """Return the launch as Triton takes it."""
+        plain = {name: int(x) if isinstance(x, Number) else x for name, x in self.arguments.items()}
+        return self._replace(arguments=plain)
 
 
 class Operation(NamedTuple):
@@ -82,9 +91,10 @@ class Plan(NamedTuple):
     results: list[int]
     form: Callable[[list[Tensor]], Any]
 
-    def run(self, given: list[Tensor]) -> Any:
+    def run(self, given: Sequence[Tensor | Number]) -> Any:
         """Repeat it with other tensors."""
-        tensors: list[Any] = given + [None] * (self.numbers - len(given))
+        tensors: list[Any] = [int(x) if isinstance(x, Number) else x for x in given]
+        tensors += [None] * (self.numbers - len(given))
         for number, size, stride, dtype, device in self.allocations:
             tensors[number] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         for operation in self.operations:
@@ -97,7 +107,7 @@ class Plan(NamedTuple):
             for result, x in zip(operation.results, outputs, strict=True):
                 if result is not None:
                     tensors[result] = x
-        with _on(given[0].device):
+        with _on(tensors[0].device):
             for (kernel, programs, arguments), names in self.starts:
                 arguments = arguments.copy()
                 for name, number in names:
@@ -129,8 +139,10 @@ def _on(device: torch.device) -> Any:
 Where = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
-def _where(x: Tensor) -> Where:
+def _where(x: Tensor | Number) -> Where | int:
     """Return what tells a tensor from others: one tensor may come as several objects."""
+    if isinstance(x, Number):
+        return id(x)
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
@@ -138,16 +150,16 @@ class Recorder(TorchDispatchMode):
     """Writes down what runs while a plan is made.
 
     Args:
-        given: The tensors of the call.
+        given: The tensors of the call, and the numbers that its plan does not depend on.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor | Number]) -> None:
         super().__init__()
-        self.known: dict[Where, int] = {_where(x): number for number, x in enumerate(given)}
+        self.known: dict[Where | int, int] = {_where(x): number for number, x in enumerate(given)}
         # Where one tensor is given twice, the next call like this may give two.
         self.repeatable = len(self.known) == len(given)
         # Memory of what is freed would be given to others, that were then taken for it.
-        self.alive: list[Tensor] = list(given)
+        self.alive: list[Any] = list(given)
         self.operations: list[Operation] = []
         self.writes = True
 
@@ -187,7 +199,7 @@ class Recorder(TorchDispatchMode):
         self.known[_where(x)] = len(self.alive) - 1
         return len(self.alive) - 1
 
-    def number(self, x: Tensor) -> int:
+    def number(self, x: Tensor | Number) -> int:
         """Return a tensor's number; one that comes from elsewhere may be another next time."""
         number = self.known.get(_where(x))
         if number is None:
@@ -199,8 +211,8 @@ class Recorder(TorchDispatchMode):
         """Return the plan, or None where it cannot be repeated."""
         numbered = []
         for start in starts:
-            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor)]
-            fixed = {name: None if isinstance(x, Tensor) else x for name, x in start.arguments.items()}
+            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor | Number)]
+            fixed = {name: None if isinstance(x, Tensor | Number) else x for name, x in start.arguments.items()}
             numbered.append((start._replace(arguments=fixed), names))
         whole = [result] if isinstance(result, Tensor) else list(result)
         if not all(isinstance(x, Tensor) for x in whole):
@@ -304,9 +316,10 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
     """Run what a planning function plans, and plan calls that are alike only once.
 
     Args:
-        plan: Takes tensors, the first of them on the device of the launches, and settings that hash; returns the
-            results, a tensor or a tuple of them, allocated, and the launches that compute them, in order. Apart from
-            its arguments it may depend on the precision of fp32 products alone.
+        plan: Takes tensors, the first of them on the device of the launches, settings that hash, and a
+            :class:`Number` where an integer only goes on to the launches; returns the results, a tensor or a tuple of
+            them, allocated, and the launches that compute them, in order. Apart from its arguments it may depend on
+            the precision of fp32 products alone.
 
     Returns:
         A function of the same arguments that launches the kernels and returns the results.
@@ -316,12 +329,15 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
 
     @functools.wraps(plan)
     def run(*arguments: P.args, **settings: P.kwargs) -> R:
-        given: list[Tensor] = []
+        given: list[Any] = []
         key: list[Any] = [torch.get_float32_matmul_precision()]
         for x in arguments:
             if isinstance(x, Tensor):
                 given.append(x)
                 key += (x.shape, x.stride(), x.dtype, x.device)
+            elif type(x) is Number:
+                given.append(x)
+                key.append(Number)
             else:
                 key.append(x)
         named = tuple(key)
@@ -337,7 +353,7 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
             _keep(plans, named, recorder.plan(starts, result), MOST_PLANS)
         with _on(given[0].device):
             for start in starts:
-                start.run()
+                start.with_plain_numbers().run()
         return result
 
     return run
