@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -32,18 +34,73 @@ def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
 
 def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
     """Read one token and fold it into the call's state in place; arguments as of :meth:`LinearAttention.forward`."""
-    state = call.state
+    state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    if layer.window is None:
-        seen = state.tensors["seen"]
-        o = _read_far(layer, q, k, v, call.key_mask, seen, seen, state)
-        seen.add_(1 if call.key_mask is None else call.key_mask[:, 0])
+    seen = state.tensors["seen"]
+    if window is None:
+        o = _read_far(layer, q, k, v, real, seen, seen, state)
+    elif (whole := _for_kernel(layer, window, q, k, v, call, state)) is not None:
+        o = hybrid_step_(whole)
     else:
-        o = _hybrid_(layer, layer.window, q, k, v, call.key_mask, state, layer.scaling(call))
+        o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
+        layer.look_for_sinks(state, 1)
+    seen.add_(1 if real is None else real[:, 0])
     state.advance(1, q.device)
-    layer.look_for_sinks(state, 1)
     return o
+
+
+def _for_kernel(
+    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+) -> HybridStep | None:
+    """Return the step as its kernel takes it; None where the kernel does not serve it."""
+    backend, feature_map, mix = layer.settings.backend, layer.feature_map, layer.mix.name
+    if not (backend == "triton" or (backend == "auto" and q.is_cuda)):
+        return None
+    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
+        return None
+    features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
+    if features is None:
+        return None
+    phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
+    tensors, weights, length = state.tensors, layer.weights(), state.length
+    whole = HybridStep(
+        q,
+        k,
+        v,
+        call.key_mask,
+        tensors["seen"],
+        length if isinstance(length, Tensor) else None,
+        0 if isinstance(length, Tensor) else length,
+        *(tensors.get(name) for name in ("kv", "z", "far_keys")),
+        *(tensors[name] for name in ("near_k", "near_v", "near_mask")),
+        weight_q,
+        power_q,
+        weight_k,
+        power_k,
+        weights.get("bias"),
+        weights.get("weight"),
+        phi,
+        factor,
+        sharpness,
+        mix,
+        window.sinks,
+        layer.scaling(call),
+        layer.rule.eps,
+    )
+    return whole if hybrid_obstacle(whole) is None else None
+
+
+def _features_for_kernel(
+    feature_map: FeatureMap,
+) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
+    """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
+    if feature_map.kernel is not None:
+        return feature_map.kernel, None, None, None, None, 1.0, 0.0
+    of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
+    if of_q is None or of_k is None:
+        return None
+    return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
 def _read_far(
@@ -75,6 +132,10 @@ def _hybrid_(
     scaling: float,
 ) -> Tensor:
     """Step a layer with a window; ``real`` is the key mask ``[B, 1]``."""
+    if real is not None:
+        # What is masked must not matter, whatever it holds.
+        hidden = ~real[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
     far = None
@@ -84,17 +145,24 @@ def _hybrid_(
         gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
         far = _read_far(layer, q, gone_k, gone_v, counts, seen, position, state)
         if layer.mix.sums_keys:
-            tensors["far_keys"].addcmul_(gone_k[:, :, 0], counts.to(gone_k.dtype)[:, None])
+            keys = tensors["far_keys"]
+            keys.addcmul_(
+                gone_k[:, :, 0] if keys.ndim == 3 else gone_k, counts.to(gone_k.dtype).view(-1, *(1,) * (keys.ndim - 1))
+            )
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
-    seen.add_(1 if real is None else real[:, 0])
     rows = torch.unflatten(q, 1, (near_k.shape[1], -1)).squeeze(3)
     scores = upcast(rows @ near_k.mT).mul_(scaling)
     scores.masked_fill_(~mask[:, None, None], torch.finfo(scores.dtype).min)
-    number = seen - mask.sum(1) if far is not None else None
-    last = LastToken(rows, scores, near_v, far, number, tensors.get("far_keys"), scaling)
+    number = None
+    if far is not None:
+        number = (seen + 1 if real is None else seen + real[:, 0]) - mask.sum(1)
+    keys = tensors.get("far_keys")
+    last = LastToken(
+        rows, scores, near_v, far, number, keys[:, :, 0] if keys is not None and keys.ndim == 4 else keys, scaling
+    )
     return layer.mix.join_last(last, layer.weights()).flatten(1, 2)[:, :, None]
 
 

@@ -141,9 +141,10 @@ class Mix(ABC):
         """Return what is learned, as it starts; layers hold it as ``mix_bias``, ``mix_weight``, ..."""
         return {}
 
-    def slots(self) -> dict[str, Slot]:
-        """Describe the tensors that the rule needs in a state beside the window's and the update rule's."""
-        return {"far_keys": Slot((self.sizes.num_kv_heads, self.sizes.head_dim))} if self.sums_keys else {}
+    def slots(self, copies: int | None = None) -> dict[str, Slot]:
+        """Describe the tensors that it needs in a state beside the window's and the rule's; see :meth:`Rule.slots`."""
+        keys = Slot((self.sizes.num_kv_heads, self.sizes.head_dim), copies=copies)
+        return {"far_keys": keys} if self.sums_keys else {}
 
     @abstractmethod
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:

@@ -27,8 +27,11 @@ class Additive(Rule):
     steps: ClassVar[bool] = True
 
     @override
-    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
-        return {"kv": Slot((kv_heads, feature_dim, value_dim)), "z": Slot((kv_heads, feature_dim))}
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
+        return {
+            "kv": Slot((kv_heads, feature_dim, value_dim)),
+            "z": Slot((kv_heads, feature_dim), copies=copies),
+        }
 
     @override
     def read(

@@ -59,8 +59,8 @@ class Rule(ABC):
         self.eps, self.backend = eps, backend
 
     @abstractmethod
-    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
-        """Describe the state's tensors."""
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
+        """Describe the state's tensors; ``copies`` is for those that all programs of a step's kernel need."""
 
     @abstractmethod
     def read(

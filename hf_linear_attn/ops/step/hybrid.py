@@ -1,0 +1,181 @@
+"""A whole step of a layer with a window by one kernel: features, fold, read, window, sinks and join."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.features import LARGEST_PAIR
+from hf_linear_attn.ops.library import refuse_functional
+
+HYBRID_MIXES = ("gate", "key", "window")
+"""Mixing rules that the kernel knows."""
+
+
+class HybridStep(NamedTuple):
+    """One step of a layer with a window.
+
+    Attributes:
+        q: Queries ``[B, H, 1, D]``.
+        k: Keys of the new tokens ``[B, HKV, 1, D]``.
+        v: Their values ``[B, HKV, 1, V]``.
+        key_mask: ``[B, 1]`` bool, True = a real token; None where all are.
+        seen: Real tokens read before ``[B]`` int64.
+        place: Tokens read before, padding included, 0-d int64; None where ``length`` says it.
+        length: The same, where it is known to the host.
+        kv: State ``[B, HKV, F, V]`` fp32, as all of the linear branch None where there is no such branch.
+        z: Its normaliser, ``[B, HKV, F]`` or ``[B, HKV, C, F]`` fp32.
+        far_keys: Sum of the keys beyond the window, ``[B, HKV, D]`` or ``[B, HKV, C, D]`` fp32; of the mix "key".
+        near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
+        near_v: Their values.
+        near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool.
+        weight_q: W of a paired map for queries ``[H or 1, D, F / 2]``; None for an elementwise map.
+        power_q: Power of the norm-preserving map ``[H or 1]``.
+        weight_k: Those for keys.
+        power_k: Likewise.
+        bias: The mix's ``[H]``; None where it has none.
+        weight: The mix's ``[H, D]``.
+        phi: Name of the map.
+        factor: On ``x W``.
+        sharpness: By which a query's power grows with its length.
+        mix: ``"key"``, ``"gate"`` or ``"window"``.
+        sinks: N.
+        scaling: Factor on ``q.k``.
+        eps: Added to the normaliser, away from 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    seen: Tensor
+    place: Tensor | None
+    length: int
+    kv: Tensor | None
+    z: Tensor | None
+    far_keys: Tensor | None
+    near_k: Tensor
+    near_v: Tensor
+    near_mask: Tensor
+    weight_q: Tensor | None
+    power_q: Tensor | None
+    weight_k: Tensor | None
+    power_k: Tensor | None
+    bias: Tensor | None
+    weight: Tensor | None
+    phi: str
+    factor: float
+    sharpness: float
+    mix: str
+    sinks: int
+    scaling: float
+    eps: float
+
+
+def hybrid_obstacle(step: HybridStep) -> str | None:
+    """Say why the kernel cannot take a step here, or None where it can."""
+    reason = kernel_obstacle(step.q, step.k, step.v)
+    if reason is not None:
+        return reason
+    if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype:
+        return "tokens and window are of several dtypes"
+    if step.weight_q is None or step.weight_k is None:
+        return None
+    if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
+        return (
+            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernel holds at most {LARGEST_PAIR}"
+        )
+    if not step.weight_q.device == step.weight_k.device == step.q.device:
+        return "the map's weights are kept elsewhere"
+    return None
+
+
+def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
+    """Read one new token per row and update the tensors of its state in place, but for the number of tokens seen.
+
+    The kernel is the only implementation: what is computed is said by the general path of a layer, of which it is one
+    step. Masked rows leave sums and sinks as they are. Raise ``seen`` afterwards.
+
+    Args:
+        step: The tokens, the state and the settings.
+        backend: ``"auto"`` or ``"triton"``.
+
+    Returns:
+        ``o [B, H, 1, V]`` in q's dtype; of masked rows anything finite.
+
+    Raises:
+        ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
+        ArgumentTypeError: If sums are not fp32.
+        BackendError: If the kernel cannot run here.
+    """
+    _check(step)
+    choose_backend("triton" if backend == "auto" else backend, step.q.device, lambda: hybrid_obstacle(step))
+    refuse_functional("triton", step.q, step.k, step.v)
+    # Imported here so that the package needs neither Triton nor a GPU.
+    from hf_linear_attn.ops.step.triton.op import triton_hybrid_
+
+    o: Tensor = triton_hybrid_(*step)
+    return o
+
+
+def _check(step: HybridStep) -> None:
+    """Refuse a step whose tensors do not fit together: the kernel would write beyond them."""
+    (batch, kv_heads, slots, head_dim), heads = step.near_k.shape, step.q.shape[1]
+    value_dim, features = step.v.shape[3], head_dim
+    if step.mix not in HYBRID_MIXES:
+        raise ArgumentError("mix", "be one that the kernel knows", step.mix, "Use one of those", available=HYBRID_MIXES)
+    if heads % kv_heads:
+        raise ArgumentError(
+            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
+        )
+    if not 0 <= step.sinks <= slots - 2:
+        raise ArgumentError("sinks", f"leave 2 of {slots} slots to the window", step.sinks, "Pass the layer's own.")
+    shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("q", step.q, (batch, heads, 1, head_dim)),
+        ("k", step.k, (batch, kv_heads, 1, head_dim)),
+        ("v", step.v, (batch, kv_heads, 1, value_dim)),
+        ("seen", step.seen, (batch,)),
+        ("near_v", step.near_v, (batch, kv_heads, slots, value_dim)),
+        ("near_mask", step.near_mask, (batch, slots)),
+    ]
+    if step.key_mask is not None:
+        shapes.append(("key_mask", step.key_mask, (batch, 1)))
+    if step.mix != "window":
+        if step.weight_k is not None:
+            half = step.weight_k.shape[2]
+            features = 2 * half
+            for name, x, number in (("weight_q", step.weight_q, heads), ("weight_k", step.weight_k, kv_heads)):
+                copies = 1 if x is None or len(x) == 1 else number
+                shapes.append((name, x, (copies, head_dim, half)))
+        shapes += [
+            ("kv", step.kv, (batch, kv_heads, features, value_dim)),
+            ("z", step.z, (batch, kv_heads, *_copies(step.z, value_dim), features)),
+            ("bias", step.bias, (heads,)),
+            ("weight", step.weight, (heads, head_dim)),
+        ]
+        if step.mix == "key":
+            shapes.append(("far_keys", step.far_keys, (batch, kv_heads, *_copies(step.z, value_dim), head_dim)))
+    for name, x, shape in shapes:
+        if x is None or x.shape != shape:
+            raise ArgumentError(
+                name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
+            )
+    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "seen"):
+        x = getattr(step, name)
+        if x is None:
+            continue
+        if name in ("kv", "z", "far_keys") and x.dtype != torch.float32:
+            raise ArgumentTypeError(name, "be torch.float32", x.dtype, "States are never kept in less.")
+        if not x.is_contiguous():
+            raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "Copy it once.")
+
+
+def _copies(z: Tensor | None, value_dim: int) -> tuple[int, ...]:
+    """Return the dimension of copies that z has, if it has one."""
+    if z is None or z.ndim == 3:
+        return ()
+    if not 1 <= z.shape[2] <= value_dim:
+        raise ArgumentError("z", f"have 1 to V = {value_dim} copies", z.shape[2], "Let the layer allocate its state.")
+    return (z.shape[2],)
