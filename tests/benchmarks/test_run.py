@@ -146,6 +146,16 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
     assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
 
 
+def test_predicted_times_are_named_so(tmp_path: Path) -> None:
+    found = run("--suite", "predicted", "--output", str(tmp_path / "predicted.json"))
+    assert found.returncode == 0, found.stderr
+    rows = json.loads((tmp_path / "predicted.json").read_text())["rows"]
+    for row in rows:
+        assert 0 < row["forward, us"] <= 1.01 * row["forward, segments of 1024"] + 1
+        assert 0 < row["backward, us"] <= 1.01 * row["backward, segments of 1024"] + 1
+    assert "**Predictions, not measurements**" in (tmp_path / "predicted.md").read_text()
+
+
 def test_models_suite_goes_on_from_what_it_measured(tmp_path: Path) -> None:
     output = tmp_path / "models.json"
     small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
