@@ -13,8 +13,7 @@ FORMAT_VERSION = 1
 
 
 LATER = {"update_rule": "additive"}
-"""Settings that the first version of the saved form did not have, with what it did: what was saved of a model then is
-still that model's."""
+"""Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 _checks: list[Callable[["LinearAttentionConfig"], None]] = []
 
@@ -82,6 +81,7 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "feature_map_options", dict(self.feature_map_options))
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:
@@ -106,7 +106,7 @@ class LinearAttentionConfig:
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
-        return values
+        return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

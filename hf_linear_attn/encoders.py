@@ -97,7 +97,7 @@ def _read_pooling(name: str, folder: str) -> Pooling:
     config = _read_json(name, f"{folder}/config.json")
     if not isinstance(config, dict):
         raise _unusable(name, f"{folder}/config.json is missing or no JSON object")
-    flags = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens"}
+    flags = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}
     chosen = [mode for mode in POOLINGS if config.get(f"pooling_mode_{flags.get(mode, mode)}")]
     if config.get("pooling_mode"):
         chosen = [mode for mode in POOLINGS if mode in str(config["pooling_mode"]).split("+")]

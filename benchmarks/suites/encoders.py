@@ -38,9 +38,9 @@ from hf_linear_attn.loading import load_model, load_tokenizer
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 POSITIONS = 8192
-PAIRS = 12
+PAIRS = 8
 """Texts of a training step of which both halves are read; beside them so many repeated pieces."""
-PIECE = (6, 60)
+PIECE = (6, 40)
 """Fewest and most tokens of a piece."""
 MASKED = 0.2
 POOLING = Pooling(("mean",))
@@ -50,9 +50,9 @@ MAPS = ("norm_preserving", "elu", "hedgehog")
 def parser() -> argparse.ArgumentParser:
     """Return the suite's arguments."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--train-steps", type=int, default=1200, help="of the teacher (%(default)s)")
-    found.add_argument("--width", type=int, default=128, help="of the teacher, whose heads have 32 (%(default)s)")
-    found.add_argument("--vocabulary", type=int, default=1024, help="(%(default)s)")
+    found.add_argument("--train-steps", type=int, default=800, help="of the teacher (%(default)s)")
+    found.add_argument("--width", type=int, default=64, help="of the teacher, whose heads have 32 (%(default)s)")
+    found.add_argument("--vocabulary", type=int, default=512, help="(%(default)s)")
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the students (0 1 2)")
     found.add_argument("--texts", type=int, default=256, help="held-out texts (%(default)s)")
     found.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
@@ -304,7 +304,7 @@ TEXT = """\
 
 A BERT of {layers} layers, width {width} and {vocabulary} tokens, trained for {steps} steps on the source text of
 Python's standard library ({masked_nats:.2f} nats per masked token, {paired_nats:.2f} to find the neighbour of a piece
-among 12), and students of it: merely patched, and distilled with the preset `encoder` on {tokens:,} tokens, which took
+among 8), and students of it: merely patched, and distilled with the preset `encoder` on {tokens:,} tokens, which took
 {seconds:.0f} s of one CPU core.
 
 On {texts} held-out texts of 32 to 256 tokens: the cosine of a text's embedding to the teacher's, its mean, its lowest

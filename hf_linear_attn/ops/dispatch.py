@@ -9,10 +9,9 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,11 +89,6 @@ def choose_backend(
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
     return "reference" if backend == "reference" else "torch"
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that keeps autocast out: features and states have a precision of their own."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -99,7 +99,7 @@ def patch_model(
         )
     config = LinearAttentionConfig(
         feature_map=feature_map,
-        feature_map_options=dict(feature_map_options or {}),
+        feature_map_options={} if feature_map_options is None else feature_map_options,
         window=window,
         sinks=sinks,
         mix=mix,

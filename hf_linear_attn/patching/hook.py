@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
-from hf_linear_attn.ops.dispatch import without_autocast
+from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
@@ -181,7 +181,7 @@ def linear_attention_forward(
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
     tokens = New(query, key, value, key_mask)
     call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
-    with without_autocast(query.device):
+    with own_precision(query.device):
         o = _attend(part, tokens, call) if layer is None else _attend_after(part, tokens, call, layer)
     return o.transpose(1, 2).contiguous(), None
 

