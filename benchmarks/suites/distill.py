@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import provenance, replace_text
+from harness import Parser, provenance, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_linear_attn import from_pretrained
@@ -57,9 +57,9 @@ WINDOW_TEXT = "window alone, text only"
 NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, ELU_LONG)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the suite's arguments."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--teacher", default="examples/teacher", help="softmax checkpoint (%(default)s)")
     found.add_argument("--recipes", nargs="+", choices=NAMES, default=NAMES, help="all by default")
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (0 1 2)")

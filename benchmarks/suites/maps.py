@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness import by_turns, provenance, replace_text
+from harness import Parser, by_turns, provenance, replace_text
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,9 +41,9 @@ TIMED_LENGTHS = (4096, 32768)
 TIMED_HEADS, TIMED_DIM = 2, 64
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the suite's arguments."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--teacher", default="examples/teacher", help="softmax checkpoint (%(default)s)")
     found.add_argument("--dataset", help="text to train and judge on; Python's standard library by default")
     found.add_argument("--maps", nargs="+", metavar="NAME", help="feature maps; all by default")
