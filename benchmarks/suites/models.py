@@ -179,7 +179,7 @@ class Bench:
 
     def training(self, tokens: int) -> dict[str, Any]:
         """Run a training step."""
-        recompute_activations(self.model)
+        recompute_activations(self.model, True)
         self.model.train()
         ids = self.draw(tokens)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from harness import Parser, facts_line, markdown, provenance, write
-from hf_linear_attn.patching.attention import Geometry
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

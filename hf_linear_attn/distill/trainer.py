@@ -267,6 +267,11 @@ class Trainer:
         before = json.loads(json.dumps(DistillationSettings().to_dict())) | found.meta["settings"]
         if isinstance(before["feature_map_options"], str):
             before["feature_map_options"] = json.loads(before["feature_map_options"])
+        if (column := before.pop("text_column", "text")) != "text":
+            before["columns"] = [f"text={column}"]
+        for name in ("dataset", "dataset_config", "dataset_split"):
+            if isinstance(before[name], str):
+                before[name] = [before[name]]
         changed = {
             name: (before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())
