@@ -152,15 +152,15 @@ def hybrid_kernel(
         # [GP, BV]
         far = tl.zeros([GP, BV], tl.float32)
         if MIX != "window":
-            vv = tl.load(near_v + old * V + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
+            gone_v = tl.load(near_v + old * V + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
             # [BM, BV]
             state = kv + bh * (F * V) + om[:, None] * V + ov[None, :]
             inside = (om < M)[:, None] & (ov < V)[None, :]
-            s = tl.load(state, mask=inside, other=0.0) + fk[:, None] * vv[None, :]
+            s = tl.load(state, mask=inside, other=0.0) + fk[:, None] * gone_v[None, :]
             tl.store(state, s, mask=inside)
             s2 = s
             if PAIR:
-                s2 = tl.load(state + M * V, mask=inside, other=0.0) + fk2[:, None] * vv[None, :]
+                s2 = tl.load(state + M * V, mask=inside, other=0.0) + fk2[:, None] * gone_v[None, :]
                 tl.store(state + M * V, s2, mask=inside)
             for g in range(G):
                 i_h = i_hk * G + g
