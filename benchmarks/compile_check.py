@@ -37,6 +37,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 
 import torch
 import triton
+from harness import replace_text
 from problems import WINDOW, feature_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -245,7 +246,7 @@ def measure(config: Config, launch: Launch) -> Result:
     return Result(
         str(config),
         launch.role,
-        tuple(launch.tile[:4]),
+        tuple(launch.tile),
         shared=shared,
         issue=round(issue(listing, launch, config), 1),
         resident=resident(config.arch, figures["registers"], shared, launch.tile.warps),
@@ -447,6 +448,12 @@ def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bo
     return found
 
 
+def write_budget(kernels: dict[str, dict[str, int]]) -> None:
+    """Write a budget, one row per line; what is there is kept until the new one is whole."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(kernels.items()))
+    replace_text(BUDGET, f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{rows}\n }}\n}}\n')
+
+
 def main() -> int:
     """Compile, print and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -469,23 +476,22 @@ def main() -> int:
     print(f"{'kernel':54} {'tile':>16} regs stack spills  shared matrix  loop spills issue resident")
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for results in pool.map(compile_config, chosen):
+            if arguments.update:
+                known["kernels"] |= {
+                    r.key: {name: asdict(r)[name] for name in ("stack", "shared", "loop")} for r in results
+                }
+                write_budget(known["kernels"])
             for r in results:
                 print(
                     f"{r.key:54} {'x'.join(map(str, r.tile)):>16} {r.registers:4} {r.stack:5} {r.spilled:6}"
                     f" {r.shared:7} {r.matrix:6} {r.loop:5} {r.loop_spills:6} {r.issue:5} {r.resident:8}",
                     flush=True,
                 )
-                if arguments.update:
-                    known["kernels"][r.key] = {name: asdict(r)[name] for name in ("stack", "shared", "loop")}
-                    continue
-                for complaint in complaints(r, known["kernels"].get(r.key), limits_only=not same or arguments.full):
+                limits_only = arguments.update or arguments.full or not same
+                for complaint in complaints(r, known["kernels"].get(r.key), limits_only=limits_only):
                     failures += 1
                     print(f"  FAIL {r.key}: {complaint}")
     print(f"{len(chosen)} sizes in {time.time() - started:.0f} s, {failures} failures")
-    if arguments.update:
-        rows = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(known["kernels"].items())]
-        kernels = ",\n".join(rows)
-        BUDGET.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{kernels}\n }}\n}}\n')
     return min(failures, 1)
 
 

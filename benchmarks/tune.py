@@ -46,24 +46,19 @@ def candidates(role: str, size: int) -> Iterator[Tile]:
     """Yield the tiles to try; ``size`` is the larger of a head's sizes."""
     if role == "decode":
         for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
-            yield tile(1, width, warps, 1)
+            yield Tile(1, width, warps, 1)
     elif role in OF_FEATURES:
         # Its width is the number of tokens that a program walks.
         for tokens, width, warps in itertools.product((32, 64), (128, 256, 512), (4, 8)):
-            yield tile(tokens, width, warps, 1)
+            yield Tile(tokens, width, warps, 1)
     elif role in STORED:
         # Its width is that of the tiles that a program's own tile meets.
         for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2)):
-            yield tile(tokens, width, warps, stages)
+            yield Tile(tokens, width, warps, stages)
     else:
         widths = [w for w in (32, 64, 128) if w <= (BLOCK if role in OF_WINDOW else size)]
         for tokens, width, warps, stages in itertools.product((32, 64), widths, (4, 8), (1, 2, 3)):
-            yield tile(tokens, width, warps, stages)
-
-
-def tile(tokens: int, width: int, warps: int, stages: int) -> Tile:
-    """Return a tile; how many of its programs a processor holds does not change it."""
-    return Tile(tokens, width, warps, stages, 1)
+            yield Tile(tokens, width, warps, stages)
 
 
 @contextmanager

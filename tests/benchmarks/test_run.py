@@ -408,7 +408,7 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     assert key in rows
     table = tuner.tune(tuner.Target("sm_90", 132), rows, 1, tmp_path / "tiles.json")
     assert tuner.plan.parse_table((tmp_path / "tiles.json").read_text()) == table
-    assert table[key] in (tuner.tile(64, 32, 4, 3), tuner.tile(32, 64, 4, 3))
+    assert table[key] in (tuner.Tile(64, 32, 4, 3), tuner.Tile(32, 64, 4, 3))
     assert {k: t for k, t in table.items() if k[0] != "sm_90"} == {k: t for k, t in shipped.items() if k[0] != "sm_90"}
     assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
 
