@@ -188,12 +188,12 @@ def test_defaults_give_way_to_an_encoder():
 def test_an_encoder_is_not_taught_next_tokens(tmp_path, sentences):
     teacher, tokenizer = tiny_masked_lm(), framing_tokenizer()
     settings = DistillationSettings(window=None, dataset=sentences, recall_share=0.0, heldout_rows=0, progress=False)
-    with pytest.raises(ArgumentError, match="`stages` must be an encoder's, `transfer` and `embed`.*preset `encoder`"):
+    with pytest.raises(ArgumentError, match=r"`stages` must be an encoder's, `transfer` and `embed`.*preset `encoder`"):
         distill(settings, teacher, tokenizer=tokenizer)
     # Without a trained head, loading it for next tokens would draw one.
     tiny_bert().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="hold all weights of a causal language model.*lacks"):
+    with pytest.raises(CheckpointError, match=r"hold all weights of a causal language model.*lacks"):
         distill(settings.with_changes(model=str(tmp_path)))
 
 
