@@ -196,4 +196,4 @@ def measure_encoders(
         row, index = divmod(number, len(lengths))
         ids = data.text_row(row, lengths[index]).input_ids
         texts.append(ids[len(frame.begin) : len(ids) - len(frame.end)])
-    return compare_embeddings(dict(models), texts, frame, pooling, pad=data.pad)
+    return compare_embeddings(models, texts, frame, pooling, pad=data.pad)
