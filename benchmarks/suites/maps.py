@@ -24,7 +24,7 @@ import torch
 import transformers
 from harness import Parser, by_turns, provenance, replace_text
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn import available_feature_maps, linear_attention, patch_model
 from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
@@ -33,6 +33,7 @@ from hf_linear_attn.distill import Data, DistillationSettings, distill, load_dat
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.feature_maps import get_feature_map, load_feature_maps
 from hf_linear_attn.feature_maps.base import feature_map_class
+from hf_linear_attn.loading import load_model, load_tokenizer
 
 BLIND = "own token only"
 """The baseline: a window of one token, so that attention carries nothing from token to token."""
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.feature_map_file is not None:
         load_feature_maps(arguments.feature_map_file)
     names = list(arguments.maps or available_feature_maps())
-    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
+    teacher = load_model(arguments.teacher, "--teacher", attention="softmax", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(arguments.teacher)
     base = settings_of(arguments, BLIND, 0)
 
     @cache
