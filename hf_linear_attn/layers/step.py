@@ -10,8 +10,9 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
+from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, constant, hybrid_obstacle, hybrid_step_
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -37,17 +38,17 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    seen = state.tensors["seen"]
-    if window is None:
-        o = _read_far(layer, q, k, v, real, seen, seen, state)
-    elif (whole := _for_kernel(layer, window, q, k, v, call, state)) is not None:
+    whole = None if window is None else _for_kernel(layer, window, q, k, v, call, state)
+    if whole is not None:
         o = hybrid_step_(whole)
+        _count_(state.tensors["seen"], real)
+    elif window is None:
+        o = _plain_(layer, q, k, v, real, state)
     else:
         o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
         layer.look_for_sinks(state, 1)
-    seen.add_(1 if real is None else real[:, 0])
     state.advance(1, q.device)
-    return o
+    return o if whole is not None else o.flatten(1, 2)[:, :, None].to(q.dtype)
 
 
 def _for_kernel(
@@ -55,7 +56,7 @@ def _for_kernel(
 ) -> HybridStep | None:
     """Return the step as its kernel takes it; None where the kernel does not serve it."""
     backend, feature_map, mix = layer.settings.backend, layer.feature_map, layer.mix.name
-    if not (backend == "triton" or (backend == "auto" and q.is_cuda)):
+    if not wants_kernels(backend, q.device):
         return None
     if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
         return None
@@ -113,12 +114,42 @@ def _read_far(
     position_k: Tensor,
     state: State,
 ) -> Tensor:
-    """Fold a key into the linear branch and read it: ``o [B, H, 1, V]``."""
-    phi, backend = layer.feature_map.kernel, layer.settings.backend
-    if phi is None:
-        q = features_of(layer.feature_map, q, "q", position_q[:, None], backend)
-        k = features_of(layer.feature_map, k, "k", position_k[:, None], backend)
-    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts)
+    """Fold a key into the linear branch and read it.
+
+    Args:
+        layer: The layer.
+        q: Queries ``[B, HKV, G, D]``.
+        k: The key ``[B, HKV, 1, D]``.
+        v: Its value.
+        counts: Whether it counts ``[B, 1]``; None where all do.
+        position_q: Numbers of the queries ``[B]``.
+        position_k: Numbers of the keys.
+        state: The layer's state.
+
+    Returns:
+        ``o [B, HKV, G, V]``.
+    """
+    feature_map, backend = layer.feature_map, layer.settings.backend
+    phi = feature_map.kernel
+    if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
+        both = feature_map(q, "q", key=k)
+        q, k = both[:, :, 1:], both[:, :, :1]
+    elif phi is None:
+        group = q.shape[1:3]
+        of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
+        q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
+    signed = not feature_map.non_negative
+    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts, signed=signed)
+
+
+def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
+    """Step a layer without a window: the token is folded at once."""
+    seen = state.tensors["seen"]
+    if not wants_kernels(layer.settings.backend, q.device):
+        k, v = _cleared(k, real), _cleared(v, real)
+    o = _read_far(layer, _grouped(q, k.shape[1]), k, v, real, seen, seen, state)
+    _count_(seen, real)
+    return o
 
 
 def _hybrid_(
@@ -132,38 +163,51 @@ def _hybrid_(
     scaling: float,
 ) -> Tensor:
     """Step a layer with a window; ``real`` is the key mask ``[B, 1]``."""
-    if real is not None:
-        # What is masked must not matter, whatever it holds.
-        hidden = ~real[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    far = None
+    keys, far, number = tensors.get("far_keys"), None, None
+    rows = _grouped(q, near_k.shape[1])
+    wide = upcast(rows)
     if layer.mix.has_far:
-        # Those that are in the circle came last, and the one that leaves is the first of them.
-        position = seen - mask[:, window.sinks :].sum(1) if layer.feature_map.positional else seen
         gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
-        far = _read_far(layer, q, gone_k, gone_v, counts, seen, position, state)
-        if layer.mix.sums_keys:
-            keys = tensors["far_keys"]
-            keys.addcmul_(
-                gone_k[:, :, 0] if keys.ndim == 3 else gone_k, counts.to(gone_k.dtype).view(-1, *(1,) * (keys.ndim - 1))
-            )
+        position = seen
+        if layer.feature_map.positional and layer.feature_map.kernel is None:
+            # Those that are in the circle came last, and the one that leaves is the first of them.
+            position = seen - mask[:, window.sinks :].sum(1)
+        queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
+        far = _read_far(layer, queries, gone_k, gone_v, counts, seen, position, state)
+        if keys is not None:
+            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
+            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
-    rows = torch.unflatten(q, 1, (near_k.shape[1], -1)).squeeze(3)
-    scores = upcast(rows @ near_k.mT).mul_(scaling)
-    scores.masked_fill_(~mask[:, None, None], torch.finfo(scores.dtype).min)
-    number = None
+    _count_(seen, real)
     if far is not None:
-        number = (seen + 1 if real is None else seen + real[:, 0]) - mask.sum(1)
-    keys = tensors.get("far_keys")
-    last = LastToken(
-        rows, scores, near_v, far, number, keys[:, :, 0] if keys is not None and keys.ndim == 4 else keys, scaling
-    )
-    return layer.mix.join_last(last, layer.weights()).flatten(1, 2)[:, :, None]
+        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
+    if keys is not None and keys.ndim == 4:
+        keys = keys[:, :, 0]
+    return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """Return the queries of a step by group, ``[B, HKV, G, D]``."""
+    batch, heads, _, dim = q.shape
+    return q.reshape(batch, kv_heads, heads // kv_heads, dim)
+
+
+def _cleared(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return keys or values without what is masked: it must not matter, whatever it holds."""
+    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
+
+
+def _count_(seen: Tensor, real: Tensor | None) -> None:
+    """Count the new token."""
+    seen.add_(1 if real is None else real[:, 0])
 
 
 def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Any:

@@ -101,6 +101,20 @@ class Rule(ABC):
         *,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
+        signed: bool = True,
     ) -> Tensor:
-        """Take in one key and answer one query, in place: as :meth:`read` with T = 1, and ``o [B, H, 1, V]``."""
+        """Take in one key and answer one query of each head, in place; see :meth:`read`.
+
+        Args:
+            phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
+            phi_k: Features of the key ``[B, HKV, 1, F]``.
+            v: Its value ``[B, HKV, 1, V]``.
+            state: The rule's tensors.
+            kernel: As there.
+            key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
+            signed: Whether features can be negative.
+
+        Returns:
+            ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no step")

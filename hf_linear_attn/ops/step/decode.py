@@ -1,5 +1,6 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,60 @@ decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decod
 @decode_opaque_.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def fold_and_read_(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    z: Tensor,
+    counts: Tensor | None,
+    eps: float,
+    signed: bool,
+) -> Tensor:
+    """Fold one key into ``kv`` and ``z`` in place and read them, in the fewest operations of PyTorch.
+
+    Args:
+        phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
+        phi_k: Features of the key ``[B, HKV, 1, F]``, finite.
+        v: Its value ``[B, HKV, 1, V]``.
+        kv: As of :func:`decode_step_`.
+        z: Likewise.
+        counts: ``[B, 1]`` bool, whether the key counts; None where all do.
+        eps: Added to the normaliser, away from 0.
+        signed: Whether features can be negative.
+
+    Returns:
+        ``o [B, HKV, G, V]`` in the state's dtype.
+    """
+    batch, kv_heads, group, dim = phi_q.shape
+    phi_q, phi_k = phi_q.to(kv.dtype), phi_k.to(kv.dtype)
+    rows, key = batch * kv_heads, phi_k[:, :, 0] if z.ndim == 3 else phi_k
+    if counts is None:
+        v = v.to(kv.dtype)
+        z.add_(key)
+    else:
+        v = torch.where(counts[:, :, None, None], v, constant(0.0, kv))
+        z.addcmul_(key, counts.view(batch, *(1,) * (z.ndim - 1)))
+    sums, one = kv.view(rows, dim, -1), z if z.ndim == 3 else z[:, :, 0]
+    sums.baddbmm_(phi_k.reshape(rows, 1, dim).mT, v.reshape(rows, 1, -1))
+    phi_q, one = phi_q.reshape(rows, group, dim), one.reshape(rows, dim, 1)
+    den = guarded(torch.bmm(phi_q, one), eps) if signed else torch.baddbmm(constant(eps, kv), phi_q, one)
+    return torch.bmm(phi_q, sums).div_(den).view(batch, kv_heads, group, -1)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """Return a number as a tensor ``[1]`` of a dtype and on a device, kept for the next step."""
+    make = _constant if torch.compiler.is_compiling() else _kept_constant
+    return make(value, like.dtype, like.device)
+
+
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=dtype, device=device)
+
+
+_kept_constant = cache(_constant)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None) -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import choose_backend
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.library import refuse_functional
+from hf_linear_attn.ops.window.api import window_obstacle
 
 HYBRID_MIXES = ("gate", "key", "window")
 """Mixing rules that the kernel knows."""
@@ -76,7 +77,7 @@ class HybridStep(NamedTuple):
 
 def hybrid_obstacle(step: HybridStep) -> str | None:
     """Say why the kernel cannot take a step here, or None where it can."""
-    reason = kernel_obstacle(step.q, step.k, step.v)
+    reason = window_obstacle(step.q, step.k, step.v)
     if reason is not None:
         return reason
     if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype:
