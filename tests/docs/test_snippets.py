@@ -25,7 +25,7 @@ TUTORIAL = ROOT / "docs/tutorial.md"
 
 # A minute's work in a second: fewer and smaller steps, nothing else.
 SHORT = {
-    "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 16 --rows 4 --accumulation 1 "
+    "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 24 --rows 4 --accumulation 1 "
     "--heldout-rows 2 --checkpoint-every 1 --no-progress",
     "evaluate": "--lengths 512 --num-samples 1 --depths 50 --max-text-tokens 1024 --final-windows 0 --decode-tokens 2 --warmups 0 "
     "--repeats 1 --no-plots --no-progress --batch-size 8",
@@ -127,6 +127,10 @@ def adapted(name, words):
     """Leave out what a machine without an accelerator refuses; the tiny model has no half precision to win by."""
     if name in ("distill", "teacher-logits") and "recipes/8b-lora-one-gpu.yaml" in words:
         words += ["--mixed-precision", "no"]
+    if "encoder" in words:
+        words += ["--length-factors", "1"]
+    if "embedding" in words:
+        words += ["--embedding-lengths", "32", "--embedding-texts", "4"]
     if name == "inspect":
         words += ["--max-tokens", "64"]
     return words
