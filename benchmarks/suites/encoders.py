@@ -34,6 +34,7 @@ from hf_linear_attn.distill.measure import measure_encoders
 from hf_linear_attn.encoders import Frame, Pooling, embed
 from hf_linear_attn.evaluation.embedding import embed_all
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.loading import load_model, load_tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -102,6 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in arguments.seeds if name == MAPS[0] else arguments.seeds[:1]:
             key = f"distilled-{name}-{seed}"
             made = settings_of(arguments, folder, seed).with_changes(feature_map=name)
+            if not feature_map_class(name).learned:
+                # What has nothing that transfer could train gets those steps as distillation.
+                steps = made.transfer_steps + made.distill_steps
+                made = made.with_changes(stages=["embed"], distill_steps=steps)
             runs.append(once(key, lambda made=made: distilled(made, teacher, tokenizer, figures, heldout)))
     result = {
         "provenance": provenance("encoders", list(sys.argv[1:] if argv is None else argv))

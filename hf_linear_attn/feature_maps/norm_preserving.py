@@ -102,9 +102,7 @@ class NormPreserving(LearnedMap):
         return saturated(bent.relu().flatten(-2), q.dtype)
 
 
-def _constants(
-    group: int, sharpness: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def _constants(group: int, sharpness: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :meth:`NormPreserving.phi_step` needs: TINY squared, factors on lengths, offsets of powers."""
     factors = torch.tensor([[0.0, 1.0, -1.0], *[[sharpness, 1.0, -1.0]] * group], dtype=dtype, device=device)
     offsets = torch.tensor([[1.0], *[[0.5]] * group], dtype=dtype, device=device)

@@ -122,6 +122,10 @@ def adapted(name, words):
     """Leave out what a machine without an accelerator refuses; the tiny model has no half precision to win by."""
     if name in ("distill", "teacher-logits") and "recipes/8b-lora-one-gpu.yaml" in words:
         words += ["--mixed-precision", "no"]
+    if "encoder" in words:
+        words += ["--length-factors", "1"]
+    if "embedding" in words:
+        words += ["--embedding-lengths", "32", "--embedding-texts", "4"]
     if name == "inspect":
         words += ["--max-tokens", "64"]
     return words

@@ -1,7 +1,14 @@
 """Generation a token at a time, against a state that is updated in place, at fixed addresses."""
 
 from hf_linear_attn.ops.step.copies import copies_of
-from hf_linear_attn.ops.step.decode import constant, decode_opaque_, decode_plain_, decode_state, decode_step_, fold_and_read_
+from hf_linear_attn.ops.step.decode import (
+    constant,
+    decode_opaque_,
+    decode_plain_,
+    decode_state,
+    decode_step_,
+    fold_and_read_,
+)
 from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
 
 __all__ = [
