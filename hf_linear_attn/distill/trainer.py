@@ -215,7 +215,7 @@ class Trainer:
         return loss, norm
 
     def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
-        layer = stage.suspect or first_not_finite(self.student, batch)
+        layer = stage.suspect() or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
         return explain(
             "loss",
