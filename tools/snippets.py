@@ -2,9 +2,9 @@
 
     python -m tools.snippets README.md docs/tutorial.md     # renew the outputs of these pages
 
-A block that cannot run says why in a comment above it: `<!-- not run: needs eight GPUs -->`. A page of which nothing can
-says so once: `<!-- nothing here is run: the files are the reader's -->`. Output stands in a `text` block right below the
-Python that printed it.
+A block that cannot run says why in a comment above it: `<!-- not run: needs eight GPUs -->`. A page of which nothing
+can says so once: `<!-- nothing here is run: the files are the reader's -->`. Output stands in a `text` block right
+below the Python that printed it.
 """
 
 import contextlib

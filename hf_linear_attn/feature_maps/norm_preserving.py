@@ -87,9 +87,10 @@ class NormPreserving(LearnedMap):
         y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).view(kv_heads, group, batch, dim)
         y_k = torch.bmm(key[:, :, 0].transpose(0, 1), of_k)[:, None]
         y = torch.cat([y_k.permute(2, 0, 1, 3), y_q.permute(2, 0, 1, 3)], 2)
+        sides: tuple[tuple[Side, int], ...] = (("k", 1), ("q", group))
         powers = [
             self.weight_of("power", side, x).expand(kv_heads * heads, 1, 1).view(kv_heads, heads, 1)
-            for side, heads in (("k", 1), ("q", group))
+            for side, heads in sides
         ]
         constants = _constants if torch.compiler.is_compiling() else _kept_constants
         tiny, factors, offsets = constants(group, math.sqrt(self.scaling), x.dtype, x.device)

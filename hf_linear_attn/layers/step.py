@@ -55,7 +55,7 @@ def _for_kernel(
     layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
 ) -> HybridStep | None:
     """Return the step as its kernel takes it; None where the kernel does not serve it."""
-    backend, feature_map, mix = layer.settings.backend, layer.feature_map, layer.mix.name
+    backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device):
         return None
     if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
@@ -73,8 +73,12 @@ def _for_kernel(
         tensors["seen"],
         length if isinstance(length, Tensor) else None,
         0 if isinstance(length, Tensor) else length,
-        *(tensors.get(name) for name in ("kv", "z", "far_keys")),
-        *(tensors[name] for name in ("near_k", "near_v", "near_mask")),
+        tensors.get("kv"),
+        tensors.get("z"),
+        tensors.get("far_keys"),
+        tensors["near_k"],
+        tensors["near_v"],
+        tensors["near_mask"],
         weight_q,
         power_q,
         weight_k,

@@ -45,7 +45,6 @@ def models(tmp_path_factory):
         "meta-llama/Llama-3.1-8B": tiny_teacher(),
         "gpt2": tiny_gpt2(256),
         "your/encoder": BertForMaskedLM(BertConfig(vocab_size=259, max_position_embeddings=64, **sizes)),
-        "your/instruct": tiny_teacher(),
         "runs/student": patch_model(tiny_teacher(), feature_map="norm_preserving", window=8, sinks=2),
     }
     for name, model in made.items():

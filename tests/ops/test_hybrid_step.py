@@ -109,7 +109,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HybridStep]]:
         return hybrid_step_(whole)
 
     monkeypatch.setattr(step, "hybrid_step_", serve)
-    yield served
+    return served
 
 
 def read(layer: LinearAttention, case: Case, state: State, start: int, end: int) -> Tensor:
@@ -267,7 +267,7 @@ def test_refuses_what_does_not_fit(changes: dict[str, object], word: str, monkey
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_refuses_other_dtypes_and_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(Case(), monkeypatch)
-    with pytest.raises(ArgumentTypeError, match="`kv` must be torch.float32"):
+    with pytest.raises(ArgumentTypeError, match=r"`kv` must be torch\.float32"):
         hybrid_step_(whole._replace(kv=whole.kv.double()))
     with pytest.raises(BackendError, match="several dtypes"):
         hybrid_step_(whole._replace(q=whole.q.bfloat16()))

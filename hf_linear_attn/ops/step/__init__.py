@@ -9,7 +9,8 @@ from hf_linear_attn.ops.step.decode import (
     decode_step_,
     fold_and_read_,
 )
-from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step.problem import HybridStep
 
 __all__ = [
     "HYBRID_MIXES",

@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
-from hf_linear_attn.ops.step.hybrid import HybridStep
+from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import Launch, readable
@@ -104,11 +104,10 @@ def triton_hybrid_(
 @planned
 def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
     step = HybridStep(*inputs)
-    step = step._replace(
-        **{name: readable(getattr(step, name)) for name in ("q", "k", "v")},
-        **{name: contiguous(getattr(step, name)) for name in ("weight_q", "power_q", "weight_k", "power_k")},
-        **{name: contiguous(getattr(step, name)) for name in ("bias", "weight")},
-    )
+    weights = ("weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
+    laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
+    laid_out |= {name: contiguous(getattr(step, name)) for name in weights}
+    step = step._replace(**laid_out)
     o, launch = hybrid_launch(target_for(step.q.device), step)
     return o, [launch]
 
