@@ -1,16 +1,16 @@
 """Compile every kernel of the tile table ahead of time, with no GPU present, and hold the result to a budget.
 
 python benchmarks/compile_check.py              # the sizes that matter, against compile_budget.json
-python benchmarks/compile_check.py --full       # every size of the table
-python benchmarks/compile_check.py --update     # measure anew and rewrite the budget; with --full, all of it
+python benchmarks/compile_check.py --full       # every size of the table, an hour and more
+python benchmarks/compile_check.py --update     # measure anew and rewrite the budget
 
 What is compiled is what the planner launches for a few batches and lengths: elu on plain heads, and the recommended
 recipe's features (identity, masked, delayed, from a state), whose size is twice that of a head.
 
 A kernel fails if it uses more stack or shared memory than its budget, more than its processor has, over 5 % more
 instructions in its main loop, or not the matrix instructions that its processor is bought for: on sm_90 those of warp
-groups, on sm_100 those of the fifth generation. With another Triton than the budget's only what does not depend on it
-is held: shared memory, matrix instructions, and a stack of less than a kilobyte.
+groups, on sm_100 those of the fifth generation. With another Triton than the budget's, and for sizes that the budget
+does not list, only limits are held: shared memory, matrix instructions, and a stack of less than a kilobyte.
 
 ``issue`` is clocks for issue alone per token and query head: instructions times warps over the four schedulers, loops
 as often as they run. Of the window's kernels it is per tile of keys. ``resident`` is how many programs a processor
@@ -37,6 +37,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 
 import torch
 import triton
+from harness import replace_text
 from problems import WINDOW, feature_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -245,7 +246,7 @@ def measure(config: Config, launch: Launch) -> Result:
     return Result(
         str(config),
         launch.role,
-        tuple(launch.tile[:4]),
+        tuple(launch.tile),
         shared=shared,
         issue=round(issue(listing, launch, config), 1),
         resident=resident(config.arch, figures["registers"], shared, launch.tile.warps),
@@ -414,13 +415,13 @@ def compile_config(config: Config) -> list[Result]:
     return [measure(config, launch) for launch in launches(config)]
 
 
-def complaints(result: Result, budget: dict[str, int] | None, *, same: bool = True) -> list[str]:
+def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bool = False) -> list[str]:
     """Say what is wrong with a result.
 
     Args:
         result: What the compiler made of a kernel.
         budget: What it may use.
-        same: Whether the budget is of this Triton; of another one's, only what does not depend on it is held.
+        limits_only: Whether it is held to what its processor has alone.
     """
     arch, dtype, size = result.config.split("/")[:3]
     has, found = PROCESSORS[arch], []
@@ -433,7 +434,7 @@ def complaints(result: Result, budget: dict[str, int] | None, *, same: bool = Tr
         found.append("a transposed product in shared memory, which Triton before 3.7.1 stores wrongly")
     if result.stack >= STACK_LIMIT:
         found.append(f"stack {result.stack}, and none may have {STACK_LIMIT}")
-    if not same:
+    if limits_only:
         return found
     if budget is None:
         return [*found, "no budget (run with --update)"]
@@ -447,16 +448,26 @@ def complaints(result: Result, budget: dict[str, int] | None, *, same: bool = Tr
     return found
 
 
+def write_budget(kernels: dict[str, dict[str, int]]) -> None:
+    """Write a budget, one row per line; what is there is kept until the new one is whole."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(kernels.items()))
+    replace_text(BUDGET, f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{rows}\n }}\n}}\n')
+
+
 def main() -> int:
     """Compile, print and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="every size of the table")
-    parser.add_argument("--update", action="store_true", help="rewrite the budget")
+    parser.add_argument("--full", action="store_true", help="every size of the table, held to limits alone")
+    parser.add_argument("--update", action="store_true", help="rewrite the budget, or with --only those rows")
     parser.add_argument("--only", default="", help="only configs that contain this text, such as sm_90/bf16/D64")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     arguments = parser.parse_args()
     chosen = [config for config in configs(full=arguments.full) if arguments.only in str(config)]
     known = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"kernels": {}}
+    if arguments.update:
+        # What is not compiled any more needs no budget.
+        kept = {str(config) for config in configs(full=False)} - {str(config) for config in chosen}
+        known["kernels"] = {key: row for key, row in known["kernels"].items() if key.rpartition("/")[0] in kept}
     same = arguments.update or known.get("triton") == triton.__version__
     if not same:
         print(f"the budget is of Triton {known.get('triton')}, this is {triton.__version__}: only limits are held")
@@ -465,23 +476,22 @@ def main() -> int:
     print(f"{'kernel':54} {'tile':>16} regs stack spills  shared matrix  loop spills issue resident")
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for results in pool.map(compile_config, chosen):
+            if arguments.update:
+                known["kernels"] |= {
+                    r.key: {name: asdict(r)[name] for name in ("stack", "shared", "loop")} for r in results
+                }
+                write_budget(known["kernels"])
             for r in results:
                 print(
                     f"{r.key:54} {'x'.join(map(str, r.tile)):>16} {r.registers:4} {r.stack:5} {r.spilled:6}"
                     f" {r.shared:7} {r.matrix:6} {r.loop:5} {r.loop_spills:6} {r.issue:5} {r.resident:8}",
                     flush=True,
                 )
-                if arguments.update:
-                    known["kernels"][r.key] = {name: asdict(r)[name] for name in ("stack", "shared", "loop")}
-                    continue
-                for complaint in complaints(r, known["kernels"].get(r.key), same=same):
+                limits_only = arguments.update or arguments.full or not same
+                for complaint in complaints(r, known["kernels"].get(r.key), limits_only=limits_only):
                     failures += 1
                     print(f"  FAIL {r.key}: {complaint}")
     print(f"{len(chosen)} sizes in {time.time() - started:.0f} s, {failures} failures")
-    if arguments.update:
-        rows = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(known["kernels"].items())]
-        kernels = ",\n".join(rows)
-        BUDGET.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{kernels}\n }}\n}}\n')
     return min(failures, 1)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/tune.py --output tiles.json
 
-Every kernel of every size is timed with each candidate tile that compiles and fits; the fastest becomes a row of the
-table. Compiling takes far longer than timing, so other processes compile ahead into Triton's cache. The table is
-written after every row, and a further run starts from it: ``--roles`` and ``--sizes`` choose what to tune. Rows of
-other processors are kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json`` and run
+Every row of the table is timed with each candidate tile that compiles and fits; the fastest takes its place. Compiling
+takes far longer than timing, so other processes compile ahead into Triton's cache. The table is written after every
+row, and a further run starts from it: ``--roles`` and ``--sizes`` choose what to tune. Rows of other processors are
+kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json`` and run
 ``benchmarks/compile_check.py --update``. Nothing is ever tuned while a model runs.
 """
 
@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +25,8 @@ from harness import replace_text
 from problems import feature_problem, window_problem
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
-from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton import model
+from hf_linear_attn.ops.linear_attention.triton.backward import Wanted, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton import plan
@@ -35,30 +36,50 @@ from hf_linear_attn.ops.window.triton.kernels import BLOCK, window_backward_laun
 DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 OF_WINDOW = ("window", "window_dq", "window_dkv")
 OF_FEATURES = ("features", "features_backward")
-ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", *OF_WINDOW, *OF_FEATURES)
+STORED = ("stored_forward", "stored_dq", "stored_dk", "stored_dv", "stored_dkv")
+ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", *STORED, *OF_WINDOW, *OF_FEATURES)
+STORED_LENGTH = 256
+"""Tokens per segment with which walks that read their states are timed."""
 
 
 def candidates(role: str, size: int) -> Iterator[Tile]:
-    """Yield the tiles to try."""
+    """Yield the tiles to try; ``size`` is the larger of a head's sizes."""
     if role == "decode":
         for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
-            yield Tile(1, width, warps, 1, 1)
-        return
-    if role in OF_FEATURES:
+            yield Tile(1, width, warps, 1)
+    elif role in OF_FEATURES:
         # Its width is the number of tokens that a program walks.
         for tokens, width, warps in itertools.product((32, 64), (128, 256, 512), (4, 8)):
-            yield Tile(tokens, width, warps, 1, 1)
-        return
-    widths = [w for w in (32, 64, 128) if w <= (BLOCK if role in OF_WINDOW else size)]
-    for tokens, width, warps, stages in itertools.product((32, 64), widths, (4, 8), (1, 2, 3)):
-        yield Tile(tokens, width, warps, stages, 1)
+            yield Tile(tokens, width, warps, 1)
+    elif role in STORED:
+        # Its width is that of the tiles that a program's own tile meets.
+        for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2)):
+            yield Tile(tokens, width, warps, stages)
+    else:
+        widths = [w for w in (32, 64, 128) if w <= (BLOCK if role in OF_WINDOW else size)]
+        for tokens, width, warps, stages in itertools.product((32, 64), widths, (4, 8), (1, 2, 3)):
+            yield Tile(tokens, width, warps, stages)
+
+
+@contextmanager
+def cut_for(role: str, tokens: int) -> Iterator[None]:
+    """Leave the planner no choice: states are stored for the walks that read them, and carried for all others."""
+    stored = role in STORED
+    length = STORED_LENGTH if stored else tokens if role == "delta" else tokens // 4
+    before = model.cuts
+    model.cuts = lambda p, tokens, role: iter([model.Cut(stored, length)])
+    try:
+        yield
+    finally:
+        model.cuts = before
 
 
 def launch_of(
     role: str,
     target: Target,
     dtype: torch.dtype,
-    size: int,
+    D: int,
+    V: int,
     *,
     tokens: int = 32_768,
     heads: int = 16,
@@ -66,25 +87,28 @@ def launch_of(
 ) -> Launch:
     """Plan one launch of a kernel, on real tensors that fill the device."""
 
-    def draw(tokens: int = tokens) -> torch.Tensor:
-        return torch.randn(1, tokens, heads, size, device=device, dtype=dtype).transpose(1, 2)
+    def draw(dim: int, tokens: int = tokens) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, dim, device=device, dtype=dtype).transpose(1, 2)
 
     if role == "decode":
-        q, k, v = (draw(1) for _ in range(3))
-        kv = torch.zeros(1, heads, size, size, device=device)
-        width = plan.tile(target, dtype, role, size, size, 1).width
-        z = torch.zeros(1, heads, -(-size // width), size, device=device)
+        q, k, v = draw(D, 1), draw(D, 1), draw(V, 1)
+        kv = torch.zeros(1, heads, D, V, device=device)
+        width = plan.tile(target, dtype, role, D, V, 1).width
+        z = torch.zeros(1, heads, -(-V // width), D, device=device)
         return decode_launch(target, q, k, v, kv, z, None, "elu", 1e-6)[1]
-    p = Problem(target, draw(), draw(), draw(), None, None, None, None, "elu", True, 0)
+    p = Problem(target, draw(D), draw(D), draw(V), None, None, None, None, "elu", True, 0)
     if role in (*OF_WINDOW, *OF_FEATURES):
         return launch_of_recipe(role, p)
-    out, forward = forward_launches(p, 1e-6)
-    for launch in forward:
-        launch.run()
-    do, dkv, dz = torch.randn_like(out.o), torch.zeros_like(out.kv), torch.zeros_like(out.z)
-    _, backward = backward_launches(p, save(p, out), do, dkv, dz)
-    for launch in backward:
-        launch.run()
+    # Both gradients come from one kernel where there is one; each has its own for those who want no other.
+    wanted = Wanted(k=role != "stored_dv", v=role != "stored_dk")
+    with cut_for(role, tokens):
+        out, forward = forward_launches(p, 1e-6)
+        for launch in forward:
+            launch.run()
+        do, dkv, dz = torch.randn_like(out.o), torch.zeros_like(out.kv), torch.zeros_like(out.z)
+        _, backward = backward_launches(p, save(p, out), do, dkv, dz, wanted)
+        for launch in backward:
+            launch.run()
     found = {launch.role: launch for launch in (*forward, *backward)}
     if role not in found:
         raise SystemExit(f"{role} is not launched for {tokens} tokens of {heads} heads on {target}")
@@ -121,51 +145,40 @@ def time_ms(launch: Launch, repeats: int) -> float:
     return statistics.median(times)
 
 
-Row = tuple[str, int, str]
-"""Dtype, size and role."""
-
-
-def trial(table: dict[Key, Tile], key: Key, candidate: Tile) -> None:
-    """Put a candidate into the table."""
-    # How many programs a processor holds decides the cut into segments; it stays what it was.
-    table[key] = candidate._replace(resident=plan.tile_table()[key].resident)
-
-
-def compile_ahead(target: Target, row: Row, candidate: Tile) -> None:
+def compile_ahead(target: Target, key: Key, candidate: Tile) -> None:
     """Run a candidate once, in a process of its own, for what Triton then keeps of it on disk."""
-    kind, size, role = row
+    _, kind, role, D, V, _ = key
     shipped = plan.tile_table()
-    table = dict(shipped)
-    trial(table, (target.arch, kind, role, size, size, 0), candidate)
+    table = {**shipped, key: candidate}
     plan.tile_table = lambda: table
     # The process that times meets the same errors and says so.
     with suppress(Exception):
-        launch_of(role, target, DTYPES[kind], size).run()
+        launch_of(role, target, DTYPES[kind], D, V).run()
         torch.cuda.synchronize()
     plan.tile_table = lambda: shipped
 
 
-def compile_all(target: Target, rows: Sequence[Row], jobs: int) -> None:
+def compile_all(target: Target, rows: Sequence[Key], jobs: int) -> None:
     """Compile every candidate of some rows."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = [(target, row, candidate) for row in rows for candidate in candidates(row[2], row[1])]
+        tasks = [(target, key, candidate) for key in rows for candidate in candidates(key[2], max(key[3:5]))]
         for number, _ in enumerate(pool.map(compile_ahead, *zip(*tasks, strict=True)), 1):
             if number % 50 == 0:
                 print(f"compiled {number} of {len(tasks)}", flush=True)
 
 
-def tune(target: Target, rows: Sequence[Row], repeats: int, output: Path) -> dict[Key, Tile]:
-    """Replace this processor's rows by the fastest, write the table after each, and return it."""
+def tune(target: Target, rows: Sequence[Key], repeats: int, output: Path) -> dict[Key, Tile]:
+    """Replace some rows by the fastest, write the table after each, and return it."""
     table = dict(plan.tile_table())
     plan.tile_table = lambda: table
-    for kind, size, role in rows:
-        key = (target.arch, kind, role, size, size, 0)
+    for key in rows:
+        _, kind, role, D, V, _ = key
         times: dict[Tile, float] = {}
         before = table[key]
-        for candidate in {before, *candidates(role, size)}:
-            trial(table, key, candidate)
+        for candidate in {before, *candidates(role, max(D, V))}:
+            table[key] = candidate
             try:
-                times[table[key]] = time_ms(launch_of(role, target, DTYPES[kind], size), repeats)
+                times[candidate] = time_ms(launch_of(role, target, DTYPES[kind], D, V), repeats)
             # A tile that does not fit or compile is no candidate; Triton has no common base for such errors.
             except Exception as error:
                 print(f"  {key} {tuple(candidate)}: {type(error).__name__}", flush=True)
@@ -176,12 +189,21 @@ def tune(target: Target, rows: Sequence[Row], repeats: int, output: Path) -> dic
     return table
 
 
+def rows_of(arch: str, dtypes: Sequence[str], sizes: Sequence[int], roles: Sequence[str]) -> list[Key]:
+    """Return the rows of a processor's table whose larger size is one of some."""
+    return [
+        key
+        for key in plan.tile_table()
+        if key[0] == arch and key[1] in dtypes and key[2] in roles and max(key[3:5]) in sizes
+    ]
+
+
 def main() -> int:
     """Tune and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the table to write")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=sorted(plan.KINDS.values()))
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128], choices=(64, 128, 256))
+    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256], choices=(64, 128, 256))
     parser.add_argument("--roles", nargs="+", default=ROLES, choices=ROLES, help="kernels (all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (%(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="timings of which the median counts (%(default)s)")
@@ -194,9 +216,7 @@ def main() -> int:
     if arguments.output.exists():
         known = plan.parse_table(arguments.output.read_text())
         plan.tile_table = lambda: known
-    every = itertools.product(arguments.dtypes, arguments.sizes, arguments.roles)
-    # Not every kernel holds heads of every size.
-    rows = [row for row in every if (target.arch, row[0], row[2], row[1], row[1], 0) in plan.tile_table()]
+    rows = rows_of(target.arch, arguments.dtypes, arguments.sizes, arguments.roles)
     compile_all(target, rows, arguments.jobs)
     tune(target, rows, arguments.repeats, arguments.output)
     print(f"wrote {arguments.output}")

@@ -81,6 +81,7 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "feature_map_options", dict(self.feature_map_options))
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:

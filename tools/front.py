@@ -163,7 +163,8 @@ def cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
         f"*Left, one attention call on a CPU ({made}): {ratio:.0f} times as fast as softmax at {last['tokens']:,} "
         f"tokens, and {step:.0f} times as fast for one more token after them. It is faster from "
         f"{cpu['break_even']['forward']:.0f} tokens on. Right, the demo's model: its "
-        f"[cache](docs/glossary.md#cache) is {caches[0] / caches[1]:.0f} times smaller at {longest:,} tokens. [Measured so](docs/results/cpu.md).*",
+        f"[cache](docs/glossary.md#cache) is {caches[0] / caches[1]:.0f} times smaller at {longest:,} tokens. "
+        "[Measured so](docs/results/cpu.md).*",
         120,
         break_long_words=False,
         break_on_hyphens=False,

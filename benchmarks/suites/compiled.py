@@ -1,6 +1,6 @@
 """Our kernels beside flash-linear-attention's as the assembler leaves them: clocks, registers, stack, bytes; no GPU.
 
-    pip install fla-core einops
+    pip install "hf_linear_attn[peers]"
     python benchmarks/run.py --suite compiled
 
 Both are compiled with the same Triton for the same shapes: causal linear attention with elu + 1 and its normaliser, in
@@ -194,7 +194,7 @@ def compiled(peer: Peer, D: int, arch: str, tuning: tuple[int, int, int, int]) -
             types[name] = "constexpr"
             values[(i,)] = constants.get(name, False if parameter.is_constexpr else None)
     source = ASTSource(function, types, values, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     try:
         found = triton.compile(source, target=gpu_target(arch), options=options)
     # Some tunings do not fit; compilers have no error in common.
@@ -327,6 +327,6 @@ def _version() -> str | None:
             warnings.simplefilter("ignore")
             fla = importlib.import_module("fla")
     except ImportError:
-        sys.stderr.write("flash-linear-attention is not installed (pip install fla-core einops): only ours is listed\n")
+        sys.stderr.write('flash-linear-attention is not installed (pip install "hf_linear_attn[peers]"); ours alone\n')
         return None
     return str(fla.__version__)

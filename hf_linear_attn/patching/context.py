@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.layers.window import NOWHERE
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
+from hf_linear_attn.patching.first_contexts import in_circles
 from hf_linear_attn.patching.hook import convert_cache, part_of
 
 CONTEXT_FORMAT_VERSION = 2
@@ -358,33 +358,9 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
         state = layer.of_call(call).state
         if part is not None:
             values = held["near_v"] if "near_v" in held else held["kv"]
-            state.allocate(part.slots(values.shape[-1]), len(values), values)
+            state.allocate(part.slots(values.shape[-1], values.device), len(values), values)
             state.write(held)
         state.length = length
-
-
-def in_circles(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Return the tensors of a file of the first format, which held the window in order, as they are held now."""
-    found = {name: x for name, x in tensors.items() if name.split(".")[-1].split("_")[0] not in ("ring", "sink", "far")}
-    found |= {name: x for name, x in tensors.items() if name.endswith(".far_keys")}
-    for prefix in (name.removesuffix("ring_k") for name in tensors if name.endswith(".ring_k")):
-        mask = tensors[prefix + "ring_far"]
-        window = mask.shape[1]
-        sinks = tensors[prefix + "sink_slot"].shape[1] if prefix + "sink_slot" in tensors else 0
-        places = sinks + (torch.arange(window) - window + length) % (window + 1)
-        for name in ("k", "v"):
-            x = tensors[f"{prefix}ring_{name}"]
-            circle = x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3])
-            circle[:, :, places] = x
-            if sinks:
-                circle[:, :, :sinks] = tensors[f"{prefix}sink_{name}"]
-            found[f"{prefix}near_{name}"] = circle
-        held = mask.new_zeros(len(mask), sinks + window + 1)
-        held[:, places] = mask
-        if sinks:
-            held[:, :sinks] = tensors[prefix + "sink_slot"] < NOWHERE
-        found[prefix + "near_mask"] = held
-    return found
 
 
 def _mask(seen: Tensor, length: int) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any, Literal, cast
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.checks import check_type
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.layers import Sizes
 
 LayerChoice = Literal["all"] | Iterable[int] | Callable[[int, str, nn.Module], bool] | None
@@ -204,7 +205,12 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
         chosen = [layer for layer in candidates if layers(layer.index, layer.name, layer.module)]
         remedy = f"The callable chose none of the {len(candidates)} attention layers."
     else:
-        indices = _indices(layers)
+        try:
+            indices = set(check_type("layers", list(layers), list[int]))
+        except TypeError as error:
+            raise ArgumentTypeError(
+                "layers", "be 'all', indices, a callable or None", layers, "Pass a list of whole numbers."
+            ) from error
         if missing := sorted(i for i in indices if not 0 <= i < len(candidates)):
             raise ArgumentError("layers", f"be indices from 0 to {len(candidates) - 1}", missing, "Leave those out.")
         chosen = [layer for layer in candidates if layer.index in indices]
@@ -212,19 +218,6 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     if not chosen:
         raise ArgumentError("layers", "choose at least one layer", layers, remedy, where=type(model).__name__)
     return chosen
-
-
-def _indices(layers: Any) -> set[int]:
-    """Return the indices that a choice of layers names."""
-    found = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not isinstance(layers, Iterable) or not all(type(index) is int for index in found):
-        raise ArgumentError(
-            "layers",
-            "be 'all', whole numbers, a callable or None",
-            layers,
-            "Name layers by their indices: layers=[0, 2].",
-        )
-    return set(found)
 
 
 def _text_model_types(model: nn.Module) -> set[str]:

@@ -42,6 +42,22 @@ def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrecognized arguments: --longest 3" in capsys.readouterr().err
 
 
+def test_suites_take_flags_as_the_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = load("harness").Parser(prog="suite")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--recipes", nargs="+", choices=["a", "b", "c, in full"])
+    parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--finished-only", action="store_true")
+    for words in ("--seeds 1,2 --work_dir x,y_z --finished_only", "--seeds=1,2 --work-dir=x,y_z --finished-only",
+                  "--finished-only --seeds 1 2 --work-dir x,y_z"):  # fmt: skip
+        found = parser.parse_args(words.split())
+        assert (found.seeds, found.work_dir, found.finished_only) == ([1, 2], Path("x,y_z"), True)
+    assert parser.parse_args(["--recipes", "a,b", "c, in full"]).recipes == ["a", "b", "c, in full"]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--seeds", "x"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_kernels_suite_asks_for_a_gpu() -> None:
     found = run("--suite", "kernels")
@@ -146,6 +162,16 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
     assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
 
 
+def test_predicted_times_are_named_so(tmp_path: Path) -> None:
+    found = run("--suite", "predicted", "--output", str(tmp_path / "predicted.json"))
+    assert found.returncode == 0, found.stderr
+    rows = json.loads((tmp_path / "predicted.json").read_text())["rows"]
+    for row in rows:
+        assert 0 < row["forward, us"] <= 1.01 * row["forward, segments of 1024"] + 1
+        assert 0 < row["backward, us"] <= 1.01 * row["backward, segments of 1024"] + 1
+    assert "**Predictions, not measurements**" in (tmp_path / "predicted.md").read_text()
+
+
 def test_models_suite_goes_on_from_what_it_measured(tmp_path: Path) -> None:
     output = tmp_path / "models.json"
     small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
@@ -233,43 +259,133 @@ def test_break_even() -> None:
 def test_compile_check_complains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
-    good = check.Result("sm_90/bf16/D64/V64/g1", "forward", (64, 64, 4, 2), 230, 0, 0, 49152, 16, 1200, 0, 18.8)
+    good = check.Result("sm_90/bf16/D64/V64/g1/elu", "forward", (64, 64, 4, 2), 230, 0, 0, 49152, 16, 1200, 0, 18.8)
     budget = {"stack": 0, "shared": 49152, "loop": 1200}
     assert check.complaints(good, budget) == []
     for change, complaint in (
         ({"stack": 8}, "stack 8, budget 0"),
         ({"shared": 49153}, "shared 49153, budget 49152"),
         ({"loop": 1261}, "loop 1261 instructions, budget 1200 + 5 %"),
-        ({"matrix": 0}, "no matrix instruction"),
+        ({"matrix": 0}, "none of sm_90's matrix instructions"),
+        ({"transposed": True}, "a transposed product in shared memory, which Triton before 3.7.1 stores wrongly"),
     ):
         assert check.complaints(replace(good, **change), budget) == [complaint]
+        # Of another Triton, only what its processor has counts.
+        limits = check.complaints(replace(good, **change), budget, limits_only=True)
+        assert limits == ([complaint] if "matrix" in change or "transposed" in change else [])
     assert check.complaints(replace(good, loop=1260), budget) == []
     assert check.complaints(good, None) == ["no budget (run with --update)"]
-    too_large = replace(good, shared=300 << 10)
-    assert f"{300 << 10} B of shared memory, and sm_90 has {227 << 10}" in check.complaints(too_large, budget)
-    # Attention without a matrix product has nothing to complain of.
+    too_large = replace(good, shared=300 << 10, stack=8192)
+    for limits_only in (False, True):
+        found = check.complaints(too_large, budget, limits_only=limits_only)
+        assert f"{300 << 10} B of shared memory, and sm_90 has {227 << 10}" in found
+        assert "stack 8192, and none may have 1024" in found
+    # What has no matrix product has nothing to complain of.
     assert check.complaints(replace(good, role="decode", matrix=0), budget) == []
+
+
+# Two loops: 4 instructions before, 3 in the outer one and 2 in the inner, one after, and a program's last jump.
+LISTING = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0020*/                   STL [R1], R3 ;
+        /*0030*/                   MOV R2, R1 ;
+.L_x_1:
+        /*0040*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_0:
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+        /*0070*/                   LDL R3, [R1] ;
+        /*0080*/               @P1 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+.L_x_2:
+        /*00a0*/                   BRA `(.L_x_2);
+"""
+
+
+def test_compile_check_counts_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    check = load("compile_check")
+    nvidia = (r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)", r"/\*[0-9a-f]{4,5}\*/\s+\S")
+    # Real loops are longer than this one's.
+    listing = replace(check._listing(LISTING, *nvidia), loops=[(5, 11), (7, 9)])
+    assert check._listing(LISTING, *nvidia).loops == [(5, 11)]
+    assert listing.count() == 11
+    assert listing.largest() == (5, 11)
+    assert listing.executed(()) == 11
+    # 6 outside of the loops, 3 in the outer one, 2 in the inner.
+    assert listing.executed((10,)) == 6 + 10 * 5
+    assert listing.executed((10, 4)) == 6 + 10 * (3 + 4 * 2)
+    assert listing.executed((), 7, 9) == 2
+    # A promise of warp groups is not kept by other matrix instructions.
+    figures = check._figures(listing, check.PROCESSORS["sm_90"].matrix, r"\b(STL|LDL)")
+    assert figures == {"matrix": 1, "loop": 5, "loop_spills": 1}
+    assert check._figures(listing, check.PROCESSORS["sm_100"].matrix, "STL")["matrix"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "warps", "programs"),
+    [
+        # 255 registers take 256 of each lane: 8 warps of them are a processor's.
+        ("sm_90", 255, 1024, 4, 2),
+        ("sm_90", 255, 1024, 8, 1),
+        ("sm_90", 168, 48 << 10, 4, 3),
+        # 227 KiB and what the driver takes are one processor's.
+        ("sm_90", 64, 113 << 10, 4, 2),
+        ("sm_86", 32, 1024, 8, 6),
+        ("sm_80", 255, 163 << 10, 16, 1),
+        ("gfx942", 128, 32 << 10, 4, 2),
+        ("gfx942", 256, 1024, 4, 2),
+    ],
+)
+def test_programs_that_a_processor_holds(
+    arch: str, registers: int, shared: int, warps: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    assert load("compile_check").resident(arch, registers, shared, warps) == programs
+
+
+def test_a_transposed_product_in_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    check = load("compile_check")
+    layouts = "#linear = #ttg.linear<{register = [[1, 0]]}>\n#mma = #ttg.nvidia_mma<{versionMajor = 3}>\n"
+    product = "%1 = ttng.warp_group_dot %a, %b, %c : !ttg.memdesc<64x64xbf16> -> tensor<64x64xf32, #mma>\n"
+    stored = "%2 = ttg.local_alloc %t : (tensor<64x64xbf16, {}>) -> !ttg.memdesc<64x64xbf16, #shared>\n"
+    assert check.stores_transposed(layouts + product + stored.format("#linear"))
+    assert not check.stores_transposed(layouts + product + stored.format("#mma"))
+    assert not check.stores_transposed(layouts + stored.format("#linear"))
 
 
 def test_budget_covers_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
     known = json.loads(check.BUDGET.read_text())["kernels"]
-    planned = {f"{config}/{launch.role}" for config in check.configs(full=True) for launch in check.launches(config)}
+    planned = {f"{config}/{launch.role}" for config in check.configs(full=False) for launch in check.launches(config)}
     assert set(known) == planned
 
 
-def test_compile_check_plans_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_check_sees_what_the_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
-    launches = list(check.launches(check.Config("sm_90", "bf16", 128, 128, 4)))
-    of_attention = ["state", "scan", "forward", "reverse_state", "dq", "dk", "dv", "delta", "decode"]
-    of_window = ["key_sums", "key_scan", "window", "window_dq", "window_dkv"]
-    assert [launch.role for launch in launches] == [*of_attention, *of_window, "features", "features_backward"]
-    assert all(launch.arguments["D"] == 128 for launch in launches if launch.role != "delta")
+    sizes = {(c.arch, c.D, c.V, c.kind) for c in check.configs(full=False)}
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942"):
+        assert {(arch, 256, 128, "recipe"), (arch, 128, 64, "recipe")} <= sizes
+    found = {launch.role: launch for launch in check.launches(check.Config("sm_90", "bf16", 256, 128, 4, "recipe"))}
+    assert {"state", "scan", "reverse_state", "delta", "decode"} <= set(found)
+    walks = [launch for role, launch in found.items() if check.MULTIPLIES.match(role) and "MASKED" in launch.arguments]
+    assert any("forward" in launch.role for launch in walks)
+    for launch in walks:
+        assert launch.arguments["MAP"] == "identity"
+        assert launch.arguments["MASKED"]
+        assert launch.arguments["DELAYED"]
+    packed = list(check.launches(check.Config("sm_90", "bf16", 256, 128, 4, "packed")))
+    assert any(launch.arguments.get("VARLEN") for launch in packed)
+    # What reads heads themselves, and no features.
+    heads = {launch.role for launch in check.launches(check.Config("sm_90", "bf16", 128, 128, 4))}
+    assert {"window", "window_dq", "window_dkv", "key_sums", "key_scan", "features", "features_backward"} <= heads
     # Too large for shared memory, and for the registers.
-    large = [launch.role for launch in check.launches(check.Config("sm_90", "fp32", 256, 256, 1))]
-    assert large == of_attention
+    large = {launch.role for launch in check.launches(check.Config("sm_90", "fp32", 256, 256, 1))}
+    assert not any(role.startswith(("window", "features")) for role in large)
 
 
 def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -278,8 +394,8 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     shipped = dict(tuner.plan.tile_table())
     key = ("sm_90", "bf16", "dk", 64, 64, 0)
 
-    def launch_of(role: str, target: object, dtype: torch.dtype, size: int) -> object:
-        tile = tuner.plan.tile_table()["sm_90", "bf16", role, size, size, 0]
+    def launch_of(role: str, target: object, dtype: torch.dtype, D: int, V: int) -> object:
+        tile = tuner.plan.tile_table()["sm_90", "bf16", role, D, V, 0]
         if tile.tokens == 64 and tile.width == 64:
             raise RuntimeError("out of shared memory")
         return tile
@@ -288,10 +404,11 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     # The best that fits is the widest with the fewest warps.
     monkeypatch.setattr(tuner, "time_ms", lambda tile, repeats: tile.warps / (tile.tokens * tile.width * tile.stages))
     monkeypatch.setattr(tuner.plan, "tile_table", tuner.plan.tile_table)
-    rows = [("bf16", 64, role) for role in tuner.ROLES]
+    rows = tuner.rows_of("sm_90", ["bf16"], [64], tuner.ROLES)
+    assert key in rows
     table = tuner.tune(tuner.Target("sm_90", 132), rows, 1, tmp_path / "tiles.json")
     assert tuner.plan.parse_table((tmp_path / "tiles.json").read_text()) == table
-    assert table[key] in (tuner.Tile(64, 32, 4, 3, 2), tuner.Tile(32, 64, 4, 3, 2))
+    assert table[key] in (tuner.Tile(64, 32, 4, 3), tuner.Tile(32, 64, 4, 3))
     assert {k: t for k, t in table.items() if k[0] != "sm_90"} == {k: t for k, t in shipped.items() if k[0] != "sm_90"}
     assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
 
@@ -311,13 +428,21 @@ def test_tuner_tries_tiles_that_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("role", "tokens"), [("state", 1100), ("decode", 64), ("window_dkv", 64), ("features_backward", 64)]
+    ("role", "tokens"),
+    [
+        ("state", 256),
+        ("stored_dkv", 256),
+        ("stored_dv", 256),
+        ("decode", 64),
+        ("window_dkv", 64),
+        ("features_backward", 64),
+    ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
 def test_tuner_plans_real_launches(role: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     tuner = load("tune")
     target = tuner.Target("interpreter", 64)
-    launch = tuner.launch_of(role, target, torch.float32, 16, tokens=tokens, heads=1, device="cpu")
+    launch = tuner.launch_of(role, target, torch.float32, 16, 16, tokens=tokens, heads=1, device="cpu")
     assert launch.role == role
     launch.run()

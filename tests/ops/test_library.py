@@ -103,16 +103,28 @@ def test_refuses_vmap(backend: str) -> None:
     ],
     ids=["dense", "delayed", "packed", "bidirectional"],
 )
-@pytest.mark.usefixtures("short_segments")
-def test_writes_all_it_allocates(backend: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", ["short_segments", "stored_states"])
+def test_writes_all_it_allocates(
+    backend: str, case: Case, cut: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue(cut)
     clean = run(case, backend)
     poison(monkeypatch)
     for name, x in run(case, backend).items():
         assert torch.equal(x, clean[name]), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_same_bits_twice_and_in_every_layout(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "cut"),
+    [
+        ("torch", "whole_sequences"),
+        ("triton", "whole_sequences"),
+        ("triton", "short_segments"),
+        ("triton", "stored_states"),
+    ],
+)
+def test_same_bits_twice_and_in_every_layout(backend: str, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
     case = Case(B=1, H=1, HKV=1, T=20, D=20, dtype=torch.bfloat16)
     x = case.inputs()
     first = run(case, backend, x)
@@ -152,9 +164,10 @@ def far_heads(x: Tensor, stride: int) -> Tensor:
     return storage.as_strided(x.shape, (stride * heads, stride, dim, 1)).copy_(x)
 
 
-@pytest.mark.usefixtures("short_segments")
-def test_offsets_of_a_group_beyond_32_bits() -> None:
+@pytest.mark.parametrize("cut", ["short_segments", "stored_states"])
+def test_offsets_of_a_group_beyond_32_bits(cut: str, request: pytest.FixtureRequest) -> None:
     """The last query head of a group lies 2^31 numbers behind the first."""
+    request.getfixturevalue(cut)
     case = Case(B=1, H=5, HKV=1, T=20, dtype=torch.bfloat16)
     x = case.inputs()
     expected = run(case, "triton", x)

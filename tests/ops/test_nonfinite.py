@@ -41,8 +41,9 @@ def test_masked_content_matters_nowhere(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES["dense"], CASES["delayed"]], ids=["dense", "delayed"])
-@pytest.mark.usefixtures("short_segments")
-def test_masked_content_matters_nowhere_when_split(case: Case) -> None:
+@pytest.mark.parametrize("cut", ["short_segments", "stored_states"])
+def test_masked_content_matters_nowhere_when_split(case: Case, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
     masked_content_matters_nowhere(case)
 
 
@@ -91,8 +92,10 @@ def test_a_nan_of_a_query_is_in_its_row(phi: str) -> None:
 
 
 @pytest.mark.parametrize("phi", MAPS)
-@pytest.mark.parametrize("delay", [0, 3])
-def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, delay: int) -> None:
+@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
+    delay = 3
     case = Case(B=1, HKV=1, T=40, phi=phi, delay=delay)
     x = case.inputs()
     clean = run(case, "triton", x, gradients=False)
@@ -105,6 +108,7 @@ def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, delay: int) -> No
 
 
 @pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.usefixtures("whole_sequences")
 def test_a_nan_of_a_value_stays_within_its_chunk_and_later_ones(gradients: bool) -> None:
     """Products multiply the values of keys that a query does not see yet by 0, so a chunk has the NaN as a whole."""
     case = Case(B=2, H=2, HKV=2, T=40)

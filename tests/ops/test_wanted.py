@@ -6,8 +6,7 @@ from torch import Tensor
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.linear_attention.triton import op as linear
-from hf_linear_attn.ops.triton import remember
-from hf_linear_attn.ops.triton.remember import Start
+from hf_linear_attn.ops.triton.plan import Launch
 from hf_linear_attn.ops.window import OwnKey, window_attention
 from hf_linear_attn.ops.window.triton import op as window
 from tests.ops import test_window
@@ -16,17 +15,18 @@ from tests.ops.oracle import Case
 TOKENS = ("q", "k", "v")
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the kernels' names are added as they are launched."""
-    roles: list[str] = []
-    run = Start.run
+def recorded(module: object, planner: str, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Return a list to which a module's planner adds what it plans."""
+    launches: list[Launch] = []
+    plan = getattr(module, planner)
 
-    def recording(self: Start) -> None:
-        roles.append(self.kernel.fn.__name__.removesuffix("_kernel"))
-        run(self)
+    def recording(*arguments: object) -> tuple[object, list[Launch]]:
+        out, planned = plan(*arguments)
+        launches.extend(planned)
+        return out, planned
 
-    monkeypatch.setattr(Start, "run", recording)
-    return roles
+    monkeypatch.setattr(module, planner, recording)
+    return launches
 
 
 def gradients(case: Case, leaves: tuple[str, ...]) -> dict[str, Tensor]:
@@ -55,10 +55,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_gradients_are_the_same_for_whoever_asks(case: Case, split: bool, request: pytest.FixtureRequest) -> None:
-    if split:
-        request.getfixturevalue("short_segments")
+@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+def test_gradients_are_the_same_for_whoever_asks(case: Case, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
     every = gradients(case, (*TOKENS, "kv0", "z0"))
     for leaves in (("q",), ("k",), ("v",), ("q", "k"), ("kv0",), ("q", "z0")):
         for name, x in gradients(case, leaves).items():
@@ -76,12 +75,13 @@ def test_gradients_are_the_same_for_whoever_asks(case: Case, split: bool, reques
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("whole_sequences")
 def test_kernels_of_unwanted_gradients_are_not_launched(
     leaves: tuple[str, ...], backward: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = recorded(monkeypatch)
+    launches = recorded(linear, "backward_launches", monkeypatch)
     gradients(Case(B=1, H=1, HKV=1, T=7), leaves)
-    assert roles == ["forward", *backward]
+    assert [launch.role for launch in launches] == list(backward)
 
 
 def test_a_final_state_that_no_loss_has_gets_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,18 +134,8 @@ def test_gradients_of_a_window_are_the_same_for_whoever_asks() -> None:
 
 
 def test_a_window_whose_keys_need_no_gradient_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    roles = recorded(monkeypatch)
+    launches = recorded(window, "window_backward_launches", monkeypatch)
     window_gradients(WINDOW, ("f", "bias", "weight"))
-    assert roles[roles.index("window") :] == ["window", "delta", "window_dq"]
-    saw: list[object] = []
-    remember.forget()
-    plan = window.window_backward_launches
-    monkeypatch.setattr(
-        window,
-        "window_backward_launches",
-        lambda *arguments: saw.extend(plan(*arguments)[1]) or plan(*arguments),
-    )
-    window_gradients(WINDOW, ("f", "bias", "weight"))
-    (launch,) = (launch for launch in saw if launch.role == "window_dq")
-    assert not launch.arguments["OF_Q"]
-    assert not launch.arguments["OF_SINKS"]
+    assert [launch.role for launch in launches] == ["delta", "window_dq"]
+    assert not launches[1].arguments["OF_Q"]
+    assert not launches[1].arguments["OF_SINKS"]

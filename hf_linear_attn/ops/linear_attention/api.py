@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.checks import check_eps
+from hf_linear_attn.checks import check_eps, check_type
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
@@ -111,6 +111,8 @@ def linear_attention(
         >>> torch.allclose(whole, torch.cat([first, rest], dim=2), atol=1e-6)
         True
     """
+    for name, flag in (("causal", causal), ("return_state", return_state)):
+        check_type(name, flag, bool)
     check_types(q, k, v, feature_map, key_mask, cu_seqlens, state, positions)
     check_qkv(q, k, v, causal)
     check_masks(q, k, causal, key_mask, cu_seqlens, delay)

@@ -38,7 +38,6 @@ def check_types(
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
-    check_type("causal", causal, bool)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from hf_linear_attn.ops.triton.remember import shared_by_layers
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 """Version of the tile table's format; a table of another version is refused."""
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
-TILED = {"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V", "decode": "V"}
+TILED = {
+    **{"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V"},
+    **{"decode": "V", "hybrid": "V"},
+}
 """Kernels whose programs share a head, and the dimension that they share out."""
 
 
@@ -64,14 +67,12 @@ class Tile(NamedTuple):
         width: Columns of the tiled dimension per program; keys per tile of the window's kernels.
         warps: Warps per program.
         stages: Depth of the software pipeline.
-        resident: Programs that one processor holds at a time.
     """
 
     tokens: int
     width: int
     warps: int
     stages: int
-    resident: int
 
 
 Key = tuple[str, str, str, int, int, int]
@@ -82,7 +83,7 @@ def parse_table(text: str) -> dict[Key, Tile]:
 
     Args:
         text: JSON with ``version`` and ``tiles``, a list of rows ``[arch, dtype, role, D, V, group, tokens, width,
-            warps, stages, resident]``; ``dtype`` is ``"bf16"``, ``"fp16"`` or ``"fp32"``, and a group of 0 fits any.
+            warps, stages]``; ``dtype`` is ``"bf16"``, ``"fp16"`` or ``"fp32"``, and a group of 0 fits any.
 
     Returns:
         Tiles by ``(arch, dtype, role, D, V, group)``.

@@ -2,7 +2,7 @@
 
 A walk is bound by the slots in which a processor issues instructions or by memory, whichever takes longer; see
 docs/results/kernels-predicted.md for what that gives. The figures here are few and rough: they are to tell a good cut
-from a bad one, and compiled instruction counts lie within a factor of 1.6 of them (tested).
+from a bad one, and compiled instruction counts lie within a factor of 1.7 of them (tested).
 """
 
 from collections.abc import Callable, Iterator
@@ -99,7 +99,9 @@ def microseconds(target: Target, works: list[Work]) -> float:
         rounds = -(-work.programs // target.processors)
         issued = (rounds * work.clocks * kind.instructions + work.waits) / kind.clocks
         states = work.states / (CACHED if work.states <= kind.cache / 2 else 1)
-        total += START_US + max(issued, (work.moved + states) / kind.moved)
+        # A processor without a program moves nothing.
+        busy = min(1.0, work.programs / target.processors)
+        total += START_US + max(issued, (work.moved + states) / kind.moved / busy)
     return total
 
 
@@ -194,7 +196,7 @@ class Costs:
         pairs = D + V + tile.tokens
         if of_keys:
             own = (2 * D + V) * of_k + (D + V) * of_v
-            both = 1.4 if of_k and of_v else 1.0
+            both = 1.5 if of_k and of_v else 1.0
             numbers = tile.tokens * own + D * V + G * seen * pairs * both
             queries, keys = D + V, own
         else:
