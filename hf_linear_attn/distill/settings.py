@@ -231,6 +231,9 @@ class DistillationSettings:
         if unknown := sorted(given.keys() - own.keys() - set(CONVERSION)):
             raise ArgumentError("settings", "be known", unknown, "Remove those", available=known_settings())
         of_conversion = {name: _conversion_value(name, given[name]) for name in CONVERSION if name in given}
+        if of_conversion.get("window", 0) is None:
+            # Sinks are beside a window; where there is none, their default gives way.
+            of_conversion = {"sinks": 0} | of_conversion
         values: dict[str, Any] = {}
         for name, setting in own.items():
             values[name] = setting.default if setting.default_factory is MISSING else setting.default_factory()
