@@ -1,5 +1,6 @@
 """What suites share: provenance, timing by turns, and results as JSON, Markdown and a picture."""
 
+import argparse
 import datetime
 import json
 import math
@@ -7,15 +8,44 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
 
 import hf_linear_attn
+
+
+class Parser(argparse.ArgumentParser):
+    """A suite's flags, written as those of the commands: dashes or underscores, lists with commas or spaces."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Read flags, those of the process where there are none."""
+        return super().parse_known_args(self._plain(sys.argv[1:] if args is None else args), namespace)
+
+    def _plain(self, words: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        action = None
+        for word in words:
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                name = name.replace("_", "-")
+                action = self._option_string_actions.get(name)
+                # argparse takes one value after an equals sign, however many a flag may have.
+                found += [name, value] if equals else [name]
+                word = found.pop() if equals else ""
+            if word:
+                is_list = action is not None and action.nargs is not None and word not in (action.choices or ())
+                found += [part for part in word.split(",") if part] if is_list else [word]
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and one line."""
+        self.exit(2, f"{self.prog}: {message}; --help lists the flags\n")
 
 
 def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_linear_attn.shell import shell
+
 SUITES = Path(__file__).with_name("suites")
 
 
@@ -40,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Suites import what they share from this folder, also when they are run from another program.
     sys.path.insert(0, str(SUITES.parent))
     sys.argv = [sys.argv[0], *rest]
-    importlib.import_module(f"suites.{arguments.suite}").main(rest)
+    with shell(f"run.py --suite {arguments.suite}", interrupted=""):
+        importlib.import_module(f"suites.{arguments.suite}").main(rest)
     return 0
 
 

@@ -80,9 +80,7 @@ def main() -> None:
     """Run the three steps: distil, distil the baseline, evaluate."""
     arguments = read_arguments()
     logging.disable_progress_bar()
-    folder = make_folder(arguments.output_dir)
-    if any(folder.iterdir()) and not arguments.overwrite:
-        raise ArgumentError("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
+    folder = output_folder(arguments)
     conversion = {"feature_map": arguments.feature_map, "window": arguments.window, "sinks": arguments.sinks}
     settings = DistillationSettings(
         **conversion,
@@ -134,9 +132,17 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     for one in headlines(results):
-        print(f"{one.figure:>6}  {one.label} ({one.detail})")
+        print(one)
     print(f"Report: {folder / 'report.html'}\nStudent: {folder / 'student'}")
     next_step("open the report; `python examples/long_context_eval.py` measures the student at longer context.")
+
+
+def output_folder(arguments: Arguments) -> Path:
+    """Return the folder to write, made if need be."""
+    folder = make_folder(arguments.output_dir)
+    if any(folder.iterdir()) and not arguments.overwrite:
+        raise ArgumentError("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
+    return folder
 
 
 def evaluation_settings(arguments: Arguments, folder: Path) -> EvaluationSettings:

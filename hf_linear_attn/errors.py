@@ -4,9 +4,7 @@ Each is also a built-in exception, so that callers who catch ``ValueError``, ``T
 working. Messages have one form: the argument, the rule it broke, its value, where, and what to do about it.
 """
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 LONGEST_VALUE = 500
 """Characters of a value that a message shows."""
@@ -113,18 +111,3 @@ def _shown(value: object) -> str:
     except (RecursionError, ValueError):
         return f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-@contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """End a program with status 2 and one line where an error of this package stops it; bugs keep their traceback.
-
-    Args:
-        program: Its name, which the line begins with.
-    """
-    try:
-        yield
-    except HFLinearAttnError as error:
-        # Other libraries' messages, which ours may quote, have several.
-        sys.stderr.write(f"{program}: {' '.join(str(error).splitlines())}\n")
-        raise SystemExit(2) from error

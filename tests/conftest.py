@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# A case may take any time on a busy machine.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 if not torch.cuda.is_available():
     # Without a GPU the kernels are tested in Triton's interpreter, which has to be chosen before the first import.

@@ -33,7 +33,7 @@ import torch, hf_linear_attn
 q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
 assert hf_linear_attn.linear_attention(q, k, v, return_state=False).shape == (1, 2, 5, 4)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ops_and_feature_maps_do_not_import_transformers():
@@ -46,7 +46,7 @@ package.__path__ = [sys.argv[1]]
 sys.modules["hf_linear_attn"] = package
 import hf_linear_attn.ops
 """
-    subprocess.run([sys.executable, "-c", code, hf_linear_attn.__path__[0]], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, hf_linear_attn.__path__[0]], check=True)
 
 
 def test_errors_have_one_form():

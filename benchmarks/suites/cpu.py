@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import break_even, by_turns, facts_line, markdown, picture, provenance, write
+from harness import Parser, break_even, by_turns, facts_line, markdown, picture, provenance, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -162,7 +162,7 @@ def page(result: dict[str, Any], drawn: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="run.py --suite cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("docs/results/cpu.json"), help="result (%(default)s)")

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import provenance, replace_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from harness import Parser, provenance, replace_text
+from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
+from hf_linear_attn.loading import load_model, load_tokenizer
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
@@ -57,9 +58,9 @@ WINDOW_TEXT = "window alone, text only"
 NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, ELU_LONG)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the suite's arguments."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--teacher", default="examples/teacher", help="softmax checkpoint (%(default)s)")
     found.add_argument("--recipes", nargs="+", choices=NAMES, default=NAMES, help="all by default")
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (0 1 2)")
@@ -87,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
     arguments = parser().parse_args(argv)
-    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
+    teacher = load_model(arguments.teacher, "--teacher", attention="softmax", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(arguments.teacher)
 
     recommended = settings_of(arguments, "recommended", 0, 1)
 

@@ -25,6 +25,7 @@ from harness import break_even, facts_line, markdown, provenance, replace_text, 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
@@ -33,6 +34,7 @@ from hf_linear_attn.distill.measure import measure_encoders
 from hf_linear_attn.encoders import Frame, Pooling, embed
 from hf_linear_attn.evaluation.embedding import embed_all
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.loading import load_model, load_tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -43,6 +45,9 @@ PAIRS = 8
 PIECE = (6, 40)
 """Fewest and most tokens of a piece."""
 MASKED = 0.2
+SHARPNESS = 1.2
+"""Standard deviation of queries and keys at the teacher's start; that of scores is its square times the root of 32."""
+TEMPERATURE = 0.2
 POOLING = Pooling(("mean",))
 MAPS = ("norm_preserving", "elu", "hedgehog")
 
@@ -50,7 +55,7 @@ MAPS = ("norm_preserving", "elu", "hedgehog")
 def parser() -> argparse.ArgumentParser:
     """Return the suite's arguments."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--train-steps", type=int, default=800, help="of the teacher (%(default)s)")
+    found.add_argument("--train-steps", type=int, default=500, help="of the teacher (%(default)s)")
     found.add_argument("--width", type=int, default=64, help="of the teacher, whose heads have 32 (%(default)s)")
     found.add_argument("--vocabulary", type=int, default=512, help="(%(default)s)")
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the students (0 1 2)")
@@ -98,6 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in arguments.seeds if name == MAPS[0] else arguments.seeds[:1]:
             key = f"distilled-{name}-{seed}"
             made = settings_of(arguments, folder, seed).with_changes(feature_map=name)
+            if not feature_map_class(name).learned:
+                # What has nothing that transfer could train gets those steps as distillation.
+                steps = made.transfer_steps + made.distill_steps
+                made = made.with_changes(stages=["embed"], distill_steps=steps)
             runs.append(once(key, lambda made=made: distilled(made, teacher, tokenizer, figures, heldout)))
     result = {
         "provenance": provenance("encoders", list(sys.argv[1:] if argv is None else argv))
@@ -181,6 +190,11 @@ def train_teacher(arguments: argparse.Namespace, folder: Path) -> None:
             attention_probs_dropout_prob=0.0,
         )
     )
+    for module in model.modules():
+        # Attention that is nearly even, as at BERT's own start, could be patched at no loss; what was trained long not.
+        if isinstance(module, BertSelfAttention):
+            for projection in (module.query, module.key):
+                nn.init.normal_(projection.weight, std=SHARPNESS / math.sqrt(arguments.width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     log: list[dict[str, float]] = []
     started = time.process_time()
@@ -246,7 +260,7 @@ def losses(model: BertForMaskedLM, texts: Sequence[Sequence[int]]) -> tuple[Tens
     states = model.bert(input_ids=ids.masked_fill(hidden, MASK), attention_mask=real.long()).last_hidden_state
     masked = F.cross_entropy(model.cls(states[hidden]), ids[hidden])
     embeddings = F.normalize(POOLING(states[: 2 * PAIRS], real[: 2 * PAIRS]), dim=-1)
-    scores = embeddings[:PAIRS] @ embeddings[PAIRS:].T / 0.05
+    scores = embeddings[:PAIRS] @ embeddings[PAIRS:].T / TEMPERATURE
     return masked, F.cross_entropy(scores, torch.arange(PAIRS))
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import transformers
-from harness import by_turns, provenance, replace_text
+from harness import Parser, by_turns, provenance, replace_text
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn import available_feature_maps, linear_attention, patch_model
 from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
@@ -33,6 +33,7 @@ from hf_linear_attn.distill import Data, DistillationSettings, distill, load_dat
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.feature_maps import get_feature_map, load_feature_maps
 from hf_linear_attn.feature_maps.base import feature_map_class
+from hf_linear_attn.loading import load_model, load_tokenizer
 
 BLIND = "own token only"
 """The baseline: a window of one token, so that attention carries nothing from token to token."""
@@ -41,9 +42,9 @@ TIMED_LENGTHS = (4096, 32768)
 TIMED_HEADS, TIMED_DIM = 2, 64
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the suite's arguments."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--teacher", default="examples/teacher", help="softmax checkpoint (%(default)s)")
     found.add_argument("--dataset", help="text to train and judge on; Python's standard library by default")
     found.add_argument("--maps", nargs="+", metavar="NAME", help="feature maps; all by default")
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.feature_map_file is not None:
         load_feature_maps(arguments.feature_map_file)
     names = list(arguments.maps or available_feature_maps())
-    teacher = AutoModelForCausalLM.from_pretrained(arguments.teacher, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.teacher)
+    teacher = load_model(arguments.teacher, "--teacher", attention="softmax", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(arguments.teacher)
     base = settings_of(arguments, BLIND, 0)
 
     @cache

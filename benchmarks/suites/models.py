@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import earlier, facts_line, markdown, provenance, spread, write
+from harness import Parser, earlier, facts_line, markdown, provenance, spread, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -179,7 +179,7 @@ class Bench:
 
     def training(self, tokens: int) -> dict[str, Any]:
         """Run a training step."""
-        recompute_activations(self.model)
+        recompute_activations(self.model, True)
         self.model.train()
         ids = self.draw(tokens)
 
@@ -334,7 +334,7 @@ def _row(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="run.py --suite models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument

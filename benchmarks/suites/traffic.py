@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import facts_line, markdown, provenance, write
+from harness import Parser, facts_line, markdown, provenance, write
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -97,7 +97,7 @@ def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="run.py --suite traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("docs/results/traffic.json"), help="result (%(default)s)")

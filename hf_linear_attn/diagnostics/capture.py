@@ -12,6 +12,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import attention_layers, is_patched
+from hf_linear_attn.patching.discover import AttentionLayer
 
 IMPLEMENTATION = "hf_linear_attn_capture"
 """Name under which the observing attention function is registered while a capture runs."""
@@ -57,25 +58,7 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
         UnsupportedError: If no layer can be observed, or the model cannot use
             ``scaled_dot_product_attention``.
     """
-    if is_patched(model):
-        raise ArgumentError(
-            "model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first."
-        )
-    layers = {id(layer.module): layer for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0}
-    if not layers:
-        raise UnsupportedError(
-            "model",
-            "have full self-attention layers that call Transformers' AttentionInterface",
-            type(model).__name__,
-            "There is nothing to look at.",
-        )
-    if not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedError(
-            "model",
-            "support scaled_dot_product_attention",
-            type(model).__name__,
-            "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it.",
-        )
+    layers = _observable(model)
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -110,3 +93,32 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+
+
+def _observable(model: PreTrainedModel) -> dict[int, AttentionLayer]:
+    """Return the layers to observe, by the identity of their modules.
+
+    Raises:
+        ArgumentError: If the model is patched.
+        UnsupportedError: If there are none, or the model cannot use ``scaled_dot_product_attention``.
+    """
+    if is_patched(model):
+        raise ArgumentError(
+            "model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first."
+        )
+    layers = {id(layer.module): layer for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0}
+    if not layers:
+        raise UnsupportedError(
+            "model",
+            "have full self-attention layers that call Transformers' AttentionInterface",
+            type(model).__name__,
+            "There is nothing to look at.",
+        )
+    if not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedError(
+            "model",
+            "support scaled_dot_product_attention",
+            type(model).__name__,
+            "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it.",
+        )
+    return layers

@@ -6,7 +6,6 @@ twice. The parts are those of the recommended recipe (norm-preserving features, 
 window with sinks and a key of each query's own, the step of generation) and what else the kernels take.
 """
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -18,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.loading import find_device
@@ -385,33 +385,46 @@ def _driver() -> str:
     return f", driver {found[0]}" if found else ""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@dataclass(frozen=True)
+class CheckSettings:
+    """Settings of a check.
+
+    Args:
+        device: Device to check.
+        backend: What to check; what runs there where it is left out.
+        full: Every dtype and more shapes; minutes where kernels are to be compiled.
+    """
+
+    device: str | None = None
+    backend: Literal["triton", "torch"] | None = None
+    full: bool = False
+
+
+def main(argv: Sequence[str]) -> None:
     """Check this machine; exit with status 1 where something is wrong.
 
     Args:
-        argv: Arguments without the program's name; those of the process where None.
+        argv: Arguments without the program's name.
 
     Raises:
         ArgumentError: If there is no such device.
         BackendError: If the backend asked for cannot run there.
     """
-    parser = argparse.ArgumentParser(
-        prog="hf-linear-attn check",
-        description="Say what this machine has and which backend runs on it, and compare what that computes with "
-        "float64. Ends with a verdict to paste into an issue; the status is 1 where something is wrong. On a CPU "
-        "PyTorch's backend is checked, and with TRITON_INTERPRET=1 the kernels, interpreted.",
+    flags = CommandLine(
+        "hf-linear-attn check",
+        "Say what this machine has and which backend runs on it, and compare what that computes with float64. Ends "
+        "with a verdict to paste into an issue; the status is 1 where something is wrong. On a CPU PyTorch's backend "
+        "is checked, and with TRITON_INTERPRET=1 the kernels, interpreted.",
+        example="hf-linear-attn check\nhf-linear-attn check --full",
+        config=False,
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--backend", choices=("triton", "torch"), help="what to check; what runs there by default")
-    parser.add_argument(
-        "--full", action="store_true", help="every dtype and more shapes; minutes where kernels are to be compiled"
-    )
-    arguments = parser.parse_args(argv)
-    device = find_device(arguments.device, "--device")
+    flags.add("settings", settings_of(CheckSettings, {"device": "cuda where there is one"}))
+    arguments = CheckSettings(**flags.read(argv).values)
+    device = find_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backend, sizes = choose(device)
     if arguments.backend == "triton" != backend:
         raise BackendError(
-            "--backend", "be able to run here", "triton", f"{device_obstacle(device)}; use --backend torch."
+            "backend", "be able to run here", "triton", f"{device_obstacle(device)}; use --backend torch."
         )
     backend = arguments.backend or backend
     half = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -67,24 +67,8 @@ def inspect_model(
         >>> from hf_linear_attn.diagnostics import inspect_model
         >>> report = inspect_model(model, tokenizer, text, "inspection", maps=["elu", "hedgehog"])  # doctest: +SKIP
     """
-    positions = position_limit(model)
-    if max_tokens is None:
-        max_tokens = min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS)
-    if max_tokens < 2:
-        raise ArgumentError("max_tokens", "be at least 2", max_tokens, f"The default is {DEFAULT_TOKENS}.")
-    # A token is a few characters: tokenising a whole book to look at its first page would take minutes.
-    ids = tokenizer(text[: 20 * max_tokens], return_tensors="pt").input_ids[:, :max_tokens]
-    if ids.shape[1] < 2:
-        raise ArgumentError("text", "have at least 2 tokens", text, "Pass more text.")
-    if positions is not None and ids.shape[1] > positions:
-        raise ArgumentError(
-            "max_tokens",
-            f"be at most {positions}, for which the model has positions",
-            max_tokens,
-            "Lower it, or leave it out.",
-            where=type(model).__name__,
-        )
-    device = model.get_input_embeddings().weight.device
+    ids = _tokens(model, tokenizer, text, max_tokens)
+    device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     results: dict[str, Any] = {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
         "architecture": type(model).__name__,
@@ -108,12 +92,43 @@ def inspect_model(
     finally:
         model.train(training)
     if output_dir is not None:
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
-        write_atomic(folder / "table.md", summary_table(results))
-        write_report(results, pictures, folder / "report.html")
+        _write(results, pictures, Path(output_dir))
     return results
+
+
+def _tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None
+) -> torch.Tensor:
+    """Return the first tokens of a text, ``[1, T]``, as many as may be looked at.
+
+    Raises:
+        ArgumentError: If they are fewer than two, or more than the model has positions for.
+    """
+    positions = position_limit(model)
+    if max_tokens is None:
+        max_tokens = min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS)
+    if max_tokens < 2:
+        raise ArgumentError("max_tokens", "be at least 2", max_tokens, f"The default is {DEFAULT_TOKENS}.")
+    # A token is a few characters: tokenising a whole book to look at its first page would take minutes.
+    ids: torch.Tensor = tokenizer(text[: 20 * max_tokens], return_tensors="pt").input_ids[:, :max_tokens]
+    if ids.shape[1] < 2:
+        raise ArgumentError("text", "have at least 2 tokens", text, "Pass more text.")
+    if positions is not None and ids.shape[1] > positions:
+        raise ArgumentError(
+            "max_tokens",
+            f"be at most {positions}, for which the model has positions",
+            max_tokens,
+            "Lower it, or leave it out.",
+            where=type(model).__name__,
+        )
+    return ids
+
+
+def _write(results: Mapping[str, Any], pictures: Pictures, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
+    write_atomic(folder / "table.md", summary_table(results))
+    write_report(results, pictures, folder / "report.html")
 
 
 def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from hf_linear_attn.distill.data import Batch
@@ -51,15 +52,23 @@ def predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]
     return (*next_tokens(batch), weighted(batch, logits))
 
 
+def counted(batch: Batch) -> Tensor:
+    """Return the places in ``[B (T - 1)]`` of the next tokens that a loss counts, ``[N]`` int64."""
+    weights = batch.weights[:, 1:].flatten()
+    # A run without data, for `plan`, counts all of them.
+    fake = isinstance(weights, FakeTensor)
+    return torch.arange(len(weights), device=weights.device) if fake else weights.nonzero()[:, 0]
+
+
 def next_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the tokens that a loss counts, ``[N]``, and their weights ``[N]``."""
-    where = batch.weights[:, 1:] > 0
-    return batch.input_ids[:, 1:][where], batch.weights[:, 1:][where]
+    places = counted(batch)
+    return batch.input_ids[:, 1:].flatten()[places], batch.weights[:, 1:].flatten()[places]
 
 
 def weighted(batch: Batch, x: Tensor) -> Tensor:
     """Return those of ``[B, T, *]`` that the next tokens are predicted from, ``[N, *]``."""
-    return x[:, :-1][batch.weights[:, 1:] > 0]
+    return x[:, :-1].flatten(0, 1)[counted(batch)]
 
 
 class Predictor:
@@ -94,7 +103,7 @@ class Predictor:
             logits = self.model(**model_inputs(batch)).logits
         finally:
             handle.remove()
-        if not self._checked:
+        if not self._checked and not isinstance(logits, FakeTensor):
             self._checked = True
             with torch.no_grad():
                 same = len(seen) == 1 and seen[0].shape[:2] == batch.input_ids.shape

@@ -122,6 +122,7 @@ def measure(
     length: int,
     seed: int,
     samples: int = 64,
+    branches: bool = True,
 ) -> dict[str, Any]:
     """Measure a model on held-out text and on key-value recall.
 
@@ -135,13 +136,14 @@ def measure(
         length: Tokens of a sequence.
         seed: Of the recall samples.
         samples: Recall samples per number of pairs.
+        branches: Whether a student is measured without its linear branch too.
 
     Returns:
         ``loss_nats``, ``late_loss_nats``, ``recall`` by number of pairs, and ``linear_off`` with the same or None.
     """
     training = model.training
     model.eval()
-    has_branches = any(
+    has_branches = branches and any(
         part.settings.window is not None and part.settings.mix != "window" for part in linear_attention_parts(model)
     )
 
@@ -196,4 +198,4 @@ def measure_encoders(
         row, index = divmod(number, len(lengths))
         ids = data.text_row(row, lengths[index]).input_ids
         texts.append(ids[len(frame.begin) : len(ids) - len(frame.end)])
-    return compare_embeddings(dict(models), texts, frame, pooling, pad=data.pad)
+    return compare_embeddings(models, texts, frame, pooling, pad=data.pad)

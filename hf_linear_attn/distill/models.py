@@ -1,20 +1,29 @@
 """The models of a run: how they are loaded and converted, and what is refused."""
 
 import copy
+import importlib.util
 import logging
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, conversion_values, head_dim_of
+from hf_linear_attn.distill.settings import (
+    CONVERSION,
+    QUANTISED,
+    DistillationSettings,
+    conversion_values,
+    head_dim_of,
+)
 from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import Kind, load_model, position_limit, trained_positions
+from hf_linear_attn.loading import Kind, load_config, load_model, position_limit, trained_positions
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
+
+PATCHED_REMEDY = "Pass it as `student`, or name the softmax checkpoint that it was made from."
 
 
 def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
@@ -97,9 +106,95 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
         ArgumentError: If they name none, or a patched one.
         CheckpointError: If it cannot be loaded.
     """
-    if settings.teacher_dtype is not None:
-        options["dtype"] = getattr(torch, settings.teacher_dtype)
-    return _load_model(settings, **options)
+    dtype = settings.teacher_dtype or settings.model_dtype
+    return _load_model(settings, **loading_options("teacher_dtype", dtype), **options)
+
+
+def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
+    """Return Transformers' options for loading a model in a dtype or a quantisation.
+
+    Args:
+        argument: What the caller calls it, for messages.
+        dtype: As in :class:`DistillationSettings`.
+
+    Raises:
+        ArgumentError: If the quantisation's package is not installed.
+    """
+    if dtype is None or dtype not in QUANTISED:
+        return {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    package = "bitsandbytes" if dtype == "nf4" else "torchao"
+    if importlib.util.find_spec(package) is None:
+        raise ArgumentError(
+            argument, f"be a dtype where {package} is not installed", dtype, f"Run `pip install {package}`."
+        )
+    config: Any
+    if dtype == "nf4":
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        config = BitsAndBytesConfig(**settings)  # type: ignore[no-untyped-call]
+    else:
+        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerGroup
+
+        int4 = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))  # type: ignore[attr-defined]
+        config = TorchAoConfig(Int8WeightOnlyConfig() if dtype == "int8" else int4)
+    options = {"quantization_config": config, "dtype": torch.bfloat16}
+    # Such a model cannot be moved.
+    return options if not torch.accelerator.is_available() else options | {"device_map": {"": 0}}
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """Tell whether Transformers quantised a model's weights."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def check_quantised(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
+    """Return the settings for a model whose weights may be quantised; it is then saved as an adapter.
+
+    Raises:
+        ArgumentError: If it cannot be trained so.
+    """
+    if not is_quantised(student):
+        return settings
+    quantizer: Any = student.hf_quantizer
+    kind = type(quantizer).__name__
+    if settings.trainable != "lora":
+        raise ArgumentError("trainable", "be 'lora' for a quantised model", settings.trainable, f"It has {kind}.")
+    if not quantizer.is_trainable and settings.model_dtype not in QUANTISED:
+        raise ArgumentError(
+            "model", "have a quantisation that adapters can be trained on", kind, "Use model_dtype int8, int4 or nf4."
+        )
+    if settings.mixed_precision == "no":
+        raise ArgumentError("mixed_precision", "be 'auto' or 'bf16' for a quantised model", "no", "Leave it out.")
+    if settings.merge_lora and "merge_lora" in settings.given:
+        raise ArgumentError(
+            "merge_lora",
+            "be False for a quantised model: merged weights would be rounded again, which loses what was learned",
+            True,
+            "Load the adapter on the model in bf16 and merge it there: "
+            "PeftModel.from_pretrained(patched, folder).merge_and_unload().",
+        )
+    return settings.with_changes(merge_lora=False)
+
+
+def shares_weights(settings: DistillationSettings) -> bool:
+    """Tell whether a student made from the teacher has all its weights, so that one copy serves both."""
+    # The figures of encoders compare the two side by side.
+    own = settings.trainable == "lora" and not settings.encoder
+    return own and settings.teacher_dtype in (None, settings.model_dtype)
+
+
+def check_teacher(settings: DistillationSettings) -> PreTrainedConfig:
+    """Return the config of the teacher that will be loaded where it is needed.
+
+    Raises:
+        ArgumentError: If the settings name none, or a patched one.
+        CheckpointError: If there is none.
+    """
+    config = load_config(model_name(settings))
+    if getattr(config, "linear_attention", None):
+        rule = "be a softmax model, and this one is patched"
+        raise ArgumentError("model", rule, settings.model, PATCHED_REMEDY)
+    return config
 
 
 def model_name(settings: DistillationSettings) -> str:
@@ -114,9 +209,8 @@ def model_name(settings: DistillationSettings) -> str:
 
 
 def _load_model(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
-    remedy = "Pass it as `student`, or name the softmax checkpoint that it was made from."
     kind: Kind = "encoder" if settings.encoder else "causal"
-    return load_model(model_name(settings), kind=kind, attention="softmax", remedy=remedy, **options)
+    return load_model(model_name(settings), kind=kind, attention="softmax", remedy=PATCHED_REMEDY, **options)
 
 
 def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None) -> PreTrainedModel:
@@ -125,7 +219,8 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
         kind: Kind = "encoder" if settings.encoder else "causal"
         remedy = "Pass it as `model` to convert it."
         return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
-    student = _load_model(settings) if teacher is None else copy.deepcopy(teacher)
+    options = loading_options("model_dtype", settings.model_dtype)
+    student = _load_model(settings, **options) if teacher is None else copy.deepcopy(teacher)
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)
@@ -147,8 +242,10 @@ def check_direction(settings: DistillationSettings, model: PreTrainedModel) -> N
         )
 
 
-def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher and a student that cannot belong together.
+def check_pair(
+    teacher: PreTrainedModel | PreTrainedConfig | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a teacher, or one of that config, and a student that cannot belong together.
 
     Raises:
         ArgumentError: If one of them is patched wrongly, or architectures or vocabularies differ.
@@ -167,16 +264,17 @@ def check_pair(teacher: PreTrainedModel | None, student: PreTrainedModel, tokeni
         )
     if teacher is None:
         return
-    if is_patched(teacher):
+    config: PreTrainedConfig = teacher.config if isinstance(teacher, PreTrainedModel) else teacher
+    if isinstance(teacher, PreTrainedModel) and is_patched(teacher):
         raise ArgumentError("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
-    if teacher.config.model_type != student.config.model_type:
+    if config.model_type != student.config.model_type:
         raise ArgumentError(
             "student",
-            f"have the teacher's architecture, {teacher.config.model_type!r}",
+            f"have the teacher's architecture, {config.model_type!r}",
             student.config.model_type,
             "Patch a copy of the teacher.",
         )
-    expected = teacher.config.get_text_config().vocab_size
+    expected = config.get_text_config().vocab_size
     if expected != vocabulary:
         raise ArgumentError(
             "student",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_linear_attn.distill.settings import DistillationSettings
 
@@ -42,7 +43,8 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 def raise_precision(parameters: Iterable[nn.Parameter]) -> None:
     """Keep parameters of 16 bits in fp32, in place."""
     for parameter in parameters:
-        if parameter.dtype in HALVES:
+        # What is quantised says that it is bf16.
+        if parameter.dtype in HALVES and type(parameter.data) in (torch.Tensor, DTensor):
             parameter.data = parameter.data.float()
 
 
@@ -50,7 +52,7 @@ def restore_precision(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> No
     """Bring a model's parameters back to the dtypes they had, in place; adapters, which are new, keep theirs."""
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(plain_name(name))
-        if dtype is not None and dtype != parameter.dtype:
+        if dtype is not None and dtype != parameter.dtype and dtype.is_floating_point:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -24,10 +24,14 @@ from hf_linear_attn.distill.models import (
     check_direction,
     check_lengths,
     check_pair,
+    check_quantised,
+    check_teacher,
     fit_positions,
+    is_quantised,
     load_student,
     load_teacher,
     model_name,
+    shares_weights,
     with_own_conversion,
 )
 from hf_linear_attn.distill.picture import draw_losses
@@ -37,7 +41,7 @@ from hf_linear_attn.distill.selection import Selection, select_layers
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import Stage
-from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
+from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
@@ -130,12 +134,14 @@ def distill(
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
         made = student is None and settings.student is None
         fresh_student = partial(load_student, teacher=teacher)
-        if teacher is None and needs_teacher(settings, made):
-            teacher = load_teacher(settings)
+        asked = needs_teacher(settings, made)
+        shared = asked and made and teacher is None and shares_weights(settings)
+        own_config = check_teacher(settings) if asked and teacher is None and not shared else None
         tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
         student = student or fresh_student(settings)
-        check_pair(teacher, student, tokenizer)
+        check_pair(teacher or own_config, student, tokenizer)
         check_direction(settings, student)
+        settings = check_quantised(settings, student)
         settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
         settings = resolve(settings, student, accelerator.mixed_precision)
         check_lengths(settings, student)
@@ -146,53 +152,78 @@ def distill(
                 settings.pack,
                 "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
             )
-        if teacher is not None:
-            teacher.train(False)
+
+        def place(model: PreTrainedModel) -> PreTrainedModel:
+            # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
+            if settings.shard and not is_sharded(model):
+                shard(model, settings.mixed_precision)
+            return model if is_quantised(model) else model.to(accelerator.device)  # type: ignore[arg-type]
+
+        def load() -> PreTrainedModel:
+            return place(load_teacher(settings) if teacher is None else teacher)
+
         train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
-        if settings.softmax_budget and made and teacher is not None:
-            student.to(accelerator.device)
-            teacher.to(accelerator.device)
-            student = keep_softmax(settings, student, teacher, tokenizer, (train, heldout), fresh_student)
+        source: Teacher | None = LiveTeacher(load) if asked and not shared else None
+        if settings.softmax_budget and made:
+            if not is_quantised(student):
+                student.to(accelerator.device)  # type: ignore[arg-type]
+            compared = source if isinstance(source, ModelTeacher) else SharedTeacher(student)
+            student = keep_softmax(settings, student, compared, tokenizer, (train, heldout), fresh_student)
         dtypes = dtypes_of(student)
         if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
             # What is sharded is sharded in the dtype that it is kept in.
             raise_precision(student.parameters())
-        for model in (student, teacher):
-            if model is not None:
-                # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
-                if settings.shard and not is_sharded(model):
-                    shard(model, settings.mixed_precision)
-                model.to(accelerator.device)
-        source: Teacher | None = None if teacher is None else LiveTeacher(teacher)
+        place(student)
+        if shared:
+            source = SharedTeacher(student)
+        live = source if isinstance(source, ModelTeacher) else None
         if settings.teacher_logits is not None:
             source = TeacherLogits(Path(settings.teacher_logits))
         trainer = Trainer(settings, student, train, source, accelerator, on_step)
         trainer.run(partial(prepare_stage, settings))
         trained: Any = trainer.student
         counts = count_parameters(trained)
+        figures = partial(
+            measure,
+            data=heldout,
+            tokenizer=tokenizer,
+            rows=settings.heldout_rows,
+            length=settings.block_tokens,
+            seed=settings.seed,
+        )
+        metrics: dict[str, Any] = {}
+        if settings.heldout_rows and live is not None and not settings.encoder:
+            # Before the adapters, which may be off while the student is the teacher, are merged.
+            with live.running() as model:
+                metrics["teacher"] = figures(model, branches=False)
         distilled: PreTrainedModel = (
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
         restore_precision(distilled, dtypes)
         let_autocast_cast(distilled, autocast=False)
-        distilled.train(False).requires_grad_(True)
+        distilled.train(False)
+        for parameter in distilled.parameters():
+            # Integers, which are quantised weights, have no gradients.
+            parameter.requires_grad_(parameter.is_floating_point() and not is_quantised(student))
+        if settings.encoder and settings.heldout_rows:
+            models = {} if live is None else {"teacher": live.predictor.model}
+            metrics = encoder_figures(settings, models | {"student": distilled}, heldout, tokenizer)
+        elif settings.heldout_rows:
+            metrics["student"] = figures(distilled)
         known = student.config.linear_attention
         known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
         result = DistillResult(
             student=distilled,
             settings=settings,
             history=trainer.history,
+            metrics=metrics,
             tokens=trainer.tokens,
             elapsed_s=trainer.elapsed_s,
             trainable_parameters=counts,
             output_dir=folder,
         )
-        if settings.heldout_rows:
-            models = {"teacher": teacher, "student": distilled}
-            known_models = {name: model for name, model in models.items() if model is not None}
-            result.metrics = measure_all(settings, known_models, heldout, tokenizer)
         if settings.trackers:
             accelerator.end_training()
         # Gathering a sharded model takes all processes.
@@ -203,22 +234,16 @@ def distill(
     return result
 
 
-def measure_all(
+def encoder_figures(
     settings: DistillationSettings,
-    models: dict[str, PreTrainedModel],
+    models: dict[str, nn.Module],
     heldout: Data,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Measure teacher and student on held-out data, each kind of model by what it is for."""
-    rows, length = settings.heldout_rows, settings.block_tokens
-    if settings.encoder:
-        pooling = pooling_of(settings.model, settings.pooling)
-        lengths = [factor * length for factor in settings.factors()]
-        return measure_encoders(models, heldout, tokenizer, pooling, rows=rows, lengths=lengths)
-    return {
-        name: measure(model, heldout, tokenizer, rows=rows, length=length, seed=settings.seed)
-        for name, model in models.items()
-    }
+    """Measure teacher and student on held-out texts by their embeddings."""
+    pooling = pooling_of(settings.model, settings.pooling)
+    lengths = [factor * settings.block_tokens for factor in settings.factors()]
+    return measure_encoders(models, heldout, tokenizer, pooling, rows=settings.heldout_rows, lengths=lengths)
 
 
 def check_trackers(settings: DistillationSettings) -> None:
@@ -241,7 +266,7 @@ def check_trackers(settings: DistillationSettings) -> None:
 def keep_softmax(
     settings: DistillationSettings,
     student: PreTrainedModel,
-    teacher: PreTrainedModel,
+    teacher: ModelTeacher,
     tokenizer: PreTrainedTokenizerBase,
     data: tuple[Data, Data],
     fresh_student: Callable[[DistillationSettings], PreTrainedModel],
@@ -258,13 +283,11 @@ def keep_softmax(
         if "transfer" in settings.stages:
             changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
             quick = settings.with_changes(stages=["transfer"], **changes)
-            student = distill(quick, teacher, student, tokenizer, data=data).student
+            student = distill(quick, None, student, tokenizer, data=data).student
         rows = range(0, settings.heldout_rows or 8, settings.rows)
         batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
-        batches = [batch.to(teacher.device) for batch in batches]
-        selection = select_layers(
-            student, LiveTeacher(teacher), batches, settings.softmax_budget, progress=settings.progress
-        )
+        batches = [batch.to(student.device) for batch in batches]
+        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]

@@ -20,6 +20,7 @@ TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
 Trainable = Literal["full", "lora"]
 LossOn = Literal["answers", "all"]
+Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", None]
 MixedPrecision = Literal["auto", "no", "bf16"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
 MasterWeights = Literal["fp32", "stochastic", "compensated"]
@@ -35,6 +36,9 @@ REFERENCE_HEAD_DIM = 128
 
 REFERENCE_MAP_LR = 1e-2
 """Adam's learning rate of feature maps and mixing weights at :data:`REFERENCE_HEAD_DIM` (LoLCATs, arXiv:2410.10254)."""
+
+QUANTISED = ("int8", "int4", "nf4")
+"""Dtypes that stand for a quantisation."""
 
 LENGTH_FACTORS = (1, 2, 4)
 """Lengths of sequences, as multiples of the shortest ones."""
@@ -63,8 +67,11 @@ class DistillationSettings:
         student: A patched model to go on from, converted as it is; None to patch a copy of ``model``.
         teacher_logits: Folder with the teacher's precomputed logits, made by ``hf-linear-attn teacher-logits``; None to
             run the teacher.
-        teacher_dtype: Dtype in which the teacher is loaded and run, ``float32``, ``bfloat16`` or ``float16``; None for
-            that of ``model``, which is the student's.
+        model_dtype: Dtype in which ``model`` is loaded, for the student and the teacher: ``float32``, ``bfloat16`` or
+            ``float16``; or, where adapters are trained, a quantisation of its linear layers but the head: ``int8`` and
+            ``int4`` (torchao; a weight of int4 takes 8 bits of memory there) or ``nf4`` (bitsandbytes, 4 bits). None
+            for the checkpoint's own.
+        teacher_dtype: The same for the teacher alone; None for that of the student.
         output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
         conversion: How attention is converted; where an option of the feature map is the word ``head_dim``, it stands
             for the model's.
@@ -160,6 +167,7 @@ class DistillationSettings:
     model: str | None = None
     student: str | None = None
     teacher_logits: str | None = None
+    model_dtype: str | None = None
     teacher_dtype: str | None = None
     output_dir: str | None = None
     conversion: LinearAttentionConfig = RECOMMENDED
@@ -223,6 +231,9 @@ class DistillationSettings:
         if unknown := sorted(given.keys() - own.keys() - set(CONVERSION)):
             raise ArgumentError("settings", "be known", unknown, "Remove those", available=known_settings())
         of_conversion = {name: _conversion_value(name, given[name]) for name in CONVERSION if name in given}
+        if of_conversion.get("window", 0) is None:
+            # Sinks are beside a window; where there is none, their default gives way.
+            of_conversion = {"sinks": 0} | of_conversion
         values: dict[str, Any] = {}
         for name, setting in own.items():
             values[name] = setting.default if setting.default_factory is MISSING else setting.default_factory()
@@ -266,6 +277,9 @@ class DistillationSettings:
                 named = filter(None, choices)
                 raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
         self._check_datasets()
+        if self.model_dtype in QUANTISED and self.trainable != "lora":
+            rule = "be no quantisation where all weights are trained"
+            raise ArgumentError("model_dtype", rule, self.model_dtype, "Train adapters: trainable='lora'.")
         for name in ("optimizer", "master_weights"):
             value = getattr(self, name)
             if self.shard and value not in ("adamw", "fp32"):
@@ -463,7 +477,8 @@ LEAST: dict[str, float] = {
 }
 SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
 CHOICES: dict[str, Any] = {
-    "teacher_dtype": Literal["float32", "bfloat16", "float16", None],
+    "model_dtype": Dtype,
+    "teacher_dtype": Dtype,
     "transfer_loss": TransferLoss,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
@@ -504,6 +519,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rows": 16,
         "block_tokens": 32,
         "length_factors": [1, 2, 4, 8],
+    },
+    # A model of 8B on a GPU of 40 GB and more: one copy of the frozen base serves student and teacher.
+    "single_gpu": {
+        "model_dtype": "bfloat16",
+        "trainable": "lora",
+        "gradient_checkpointing": True,
+        "block_tokens": 1024,
     },
     # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
     "lolcats": {

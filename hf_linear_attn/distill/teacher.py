@@ -2,15 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import Predictor, weighted
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, weighted
 from hf_linear_attn.distill.losses import kl_loss
+from hf_linear_attn.distill.softmax import as_softmax
 
 Divergence = Callable[[Tensor, Tensor, slice], Tensor]
 """Sums the divergence over some of a batch's weighted tokens.
@@ -27,22 +31,17 @@ class Teacher(ABC):
         """Return the divergence from the teacher on a batch."""
 
 
-class LiveTeacher(Teacher):
-    """A softmax model.
+class ModelTeacher(Teacher):
+    """A softmax model that is run."""
 
-    Args:
-        model: On the student's device.
-    """
+    @abstractmethod
+    def running(self) -> AbstractContextManager[nn.Module]:
+        """Return a context that yields a model which computes what the teacher computes, without gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.predictor = Predictor(model)
-
-    @contextmanager
-    def running(self) -> Iterator[nn.Module]:
-        """Yield a model that computes what the teacher computes, for use within a ``with`` block; no gradients."""
-        with torch.no_grad():
-            yield self.model
+    @property
+    @abstractmethod
+    def predictor(self) -> Predictor:
+        """The teacher's two steps, the first of them to be taken while it is :meth:`running`."""
 
     @override
     def divergence(self, batch: Batch) -> Divergence:
@@ -55,3 +54,65 @@ class LiveTeacher(Teacher):
             return kl_loss(logits, of_teacher, weights)
 
         return divergence
+
+
+class LiveTeacher(ModelTeacher):
+    """A softmax model beside the student.
+
+    Args:
+        load: Returns the model on the student's device; called when the first stage asks.
+    """
+
+    def __init__(self, load: Callable[[], nn.Module]) -> None:
+        self._load = load
+
+    @override
+    @cached_property
+    def predictor(self) -> Predictor:
+        return Predictor(self._load().train(False))
+
+    @override
+    @contextmanager
+    def running(self) -> Iterator[nn.Module]:
+        with torch.no_grad():
+            yield self.predictor.model
+
+
+class SharedTeacher(ModelTeacher):
+    """The student itself as it was before it was converted, of whose own weights none are trained.
+
+    Args:
+        student: The model, into which adapters may be put later.
+    """
+
+    def __init__(self, student: nn.Module) -> None:
+        self.student = student
+
+    @override
+    @cached_property
+    def predictor(self) -> Predictor:
+        return Predictor(self.student)
+
+    @override
+    @contextmanager
+    def running(self) -> Iterator[nn.Module]:
+        adapted = [m for m in self.student.modules() if isinstance(m, (BaseTunerLayer, ModulesToSaveWrapper))]
+        # Told that training is over, bitsandbytes lays weights on a CPU out anew, such that no gradient passes them.
+        training = [m for m in self.student.modules() if m.training and not _is_quantised(m)]
+        for module in training:
+            module.training = False
+        try:
+            # By their method, adapters that were frozen would learn again afterwards.
+            for module in adapted:
+                module._disable_adapters = True  # type: ignore[assignment]
+            with torch.no_grad(), as_softmax(linear_attention_parts(self.student)):
+                yield self.student
+        finally:
+            for module in adapted:
+                module._disable_adapters = False  # type: ignore[assignment]
+            for module in training:
+                module.training = True
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return any(not p.is_floating_point() for p in module.parameters(recurse=False))

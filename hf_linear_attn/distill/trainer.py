@@ -215,7 +215,7 @@ class Trainer:
         return loss, norm
 
     def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
-        layer = stage.suspect or first_not_finite(self.student, batch)
+        layer = stage.suspect() or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
         return explain(
             "loss",
@@ -267,6 +267,11 @@ class Trainer:
         before = json.loads(json.dumps(DistillationSettings().to_dict())) | found.meta["settings"]
         if isinstance(before["feature_map_options"], str):
             before["feature_map_options"] = json.loads(before["feature_map_options"])
+        if (column := before.pop("text_column", "text")) != "text":
+            before["columns"] = [f"text={column}"]
+        for name in ("dataset", "dataset_config", "dataset_split"):
+            if isinstance(before[name], str):
+                before[name] = [before[name]]
         changed = {
             name: (before.get(name), now.get(name))
             for name in sorted(before.keys() | now.keys())

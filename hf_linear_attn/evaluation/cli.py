@@ -110,5 +110,5 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
 def _say(results: Mapping[str, Any], report: Path) -> None:
     """Write the figures of the first screen and the report's path for the person who started this."""
     for one in headlines(results):
-        tqdm.write(f"{one.figure:>6}  {one.label}" + (f" ({one.detail})" if one.detail else ""), file=sys.stdout)
+        tqdm.write(str(one), file=sys.stdout)
     tqdm.write(f"Report: {report}", file=sys.stdout)

@@ -1,6 +1,6 @@
 """How near a student encoder's embeddings are to its teacher's, and how well each finds the other half of a text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def retrieval(queries: Tensor, candidates: Tensor) -> dict[str, float]:
 
 
 def compare_embeddings(
-    models: dict[str, nn.Module], texts: Sequence[Sequence[int]], frame: Frame, pooling: Pooling, *, pad: int
+    models: Mapping[str, nn.Module], texts: Sequence[Sequence[int]], frame: Frame, pooling: Pooling, *, pad: int
 ) -> dict[str, Any]:
     """Measure encoders on held-out texts.
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.cost import calibrate, duration
+from hf_linear_attn.evaluation.cost import Pace, calibrate, duration
 from hf_linear_attn.evaluation.provenance import environment, source_commit
 from hf_linear_attn.evaluation.report import write_report
 from hf_linear_attn.evaluation.results import (
@@ -35,7 +35,7 @@ from hf_linear_attn.evaluation.subjects import (
     gather_subjects,
 )
 from hf_linear_attn.evaluation.suite import Plan, Suite, suites_of
-from hf_linear_attn.loading import load_tokenizer, load_users_maps, make_folder, process_state
+from hf_linear_attn.loading import Kind, load_tokenizer, load_users_maps, make_folder, process_state
 
 
 def evaluate(
@@ -134,7 +134,8 @@ def _prepare(
         load_users_maps(settings.feature_map_file)
     if process_state().num_processes > 1 and settings.output_dir is None:
         raise ArgumentError("output_dir", "be set when several processes share the work", None, "Name a folder.")
-    subjects = gather_subjects(settings, model, teacher, baselines)
+    kind = kind_of(suites_of(settings))
+    subjects = gather_subjects(settings, model, teacher, baselines, kind)
     if tokenizer is None:
         if settings.model is None:
             raise ArgumentError("tokenizer", "be given with a model in memory", None, "Pass tokenizer=...")
@@ -142,12 +143,30 @@ def _prepare(
         tokenizer = load_tokenizer(settings.model, local_files_only=local)
     check_tokenizer(tokenizer)
     refusal = subjects[0].refusal(settings.lengths[0])
-    if refusal is not None:
+    if refusal is not None and kind == "causal":
         raise ArgumentError(refusal)
     suites = [suite(settings, subjects, tokenizer) for suite in suites_of(settings)]
     for suite in suites:
         suite.check()
     return subjects, suites
+
+
+def kind_of(suites: Sequence[type[Suite]]) -> Kind:
+    """Return the kind of model that suites measure.
+
+    Raises:
+        ArgumentError: If they do not all measure one kind.
+    """
+    kinds = {suite.kind for suite in suites}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            "suite",
+            "be for one kind of model",
+            [suite.name for suite in suites],
+            "Run those for encoders by themselves.",
+            available=[suite.name for suite in suites if suite.kind == "encoder"],
+        )
+    return next(iter(kinds), "causal")
 
 
 def _open_store(settings: EvaluationSettings, subjects: Sequence[Subject], state: PartialState) -> SampleStore:
@@ -212,7 +231,10 @@ def estimate_cost(settings: EvaluationSettings, subjects: Sequence[Subject], sui
         subjects: The models.
         suites: What is to run, checked.
     """
-    paces = {}
+    paces: dict[str, Pace] = {}
+    if kind_of([type(suite) for suite in suites]) == "encoder":
+        # Nothing is decoded, and what there is to read is over before a trial would be.
+        return Cost({suite.name: suite.plan(paces) for suite in suites})
     with torch.inference_mode():
         for subject in subjects:
             able = [length for length in settings.lengths if subject.refusal(length) is None]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-from hf_linear_attn.loading import find_device, load_model, position_limit, process_state
+from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class Subject:
     @cached_property
     def vocabulary(self) -> int:
         """Return the number of logits per token."""
-        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return int(head.weight.shape[0])  # type: ignore[index]
+        head: nn.Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        # An encoder may have none.
+        table = self.model.get_input_embeddings() if head is None else head  # type: ignore[no-untyped-call]
+        return int(table.weight.shape[0])  # type: ignore[index]
 
     @cached_property
     def position_limit(self) -> int | None:
@@ -123,20 +125,22 @@ class Subject:
         }
 
 
-def load_subject(path: str, role: str, settings: EvaluationSettings) -> PreTrainedModel:
+def load_subject(path: str, role: str, settings: EvaluationSettings, kind: Kind = "causal") -> PreTrainedModel:
     """Load a model of a run.
 
     Args:
         path: A folder or hub name.
         role: `"model"` or `"teacher"`.
         settings: `dtype`, `device` and `offline` are used.
+        kind: The kind of model.
 
     Raises:
         ArgumentError: If the device cannot be used.
         CheckpointError: If there is no loadable causal language model at `path`.
     """
     device = find_device(settings.device) if settings.device else process_state().device
-    model = load_model(path, role, local_files_only=settings.offline or os.path.isdir(path), dtype=settings.dtype)
+    local = settings.offline or os.path.isdir(path)
+    model = load_model(path, role, kind=kind, local_files_only=local, dtype=settings.dtype)
     model.to(device)  # type: ignore[arg-type]
     return model
 
@@ -156,7 +160,14 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, settings: EvaluationSettings) -> Subject:
+def prepare(
+    name: str,
+    role: str,
+    model: PreTrainedModel,
+    path: str | None,
+    settings: EvaluationSettings,
+    kind: Kind = "causal",
+) -> Subject:
     """Check a model and put it into evaluation mode.
 
     Raises:
@@ -166,7 +177,7 @@ def prepare(name: str, role: str, model: PreTrainedModel, path: str | None, sett
             memory.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None or model.config.is_encoder_decoder:
+    if kind == "causal" and (head is None or model.config.is_encoder_decoder):
         raise UnsupportedError(
             "model",
             "be a causal language model",
@@ -212,6 +223,7 @@ def gather_subjects(
     model: PreTrainedModel | None,
     teacher: PreTrainedModel | None,
     baselines: Mapping[str, PreTrainedModel],
+    kind: Kind = "causal",
 ) -> list[Subject]:
     """Load or take every model of a run, the one under test first.
 
@@ -231,9 +243,9 @@ def gather_subjects(
     subjects = []
     for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):
         if given is not None:
-            subjects.append(prepare(role, role, given, None, settings))
+            subjects.append(prepare(role, role, given, None, settings, kind))
         elif path is not None:
-            subjects.append(prepare(role, role, load_subject(path, role, settings), path, settings))
+            subjects.append(prepare(role, role, load_subject(path, role, settings, kind), path, settings, kind))
         elif role == "model":
             raise ArgumentError(
                 "model", "be a model or a path", None, "Pass model=..., or set the path in the settings."
@@ -241,5 +253,5 @@ def gather_subjects(
     for name, baseline in baselines.items():
         if name in ("model", "teacher"):
             raise ArgumentError("baselines", "have names of their own", name, "Choose another name.")
-        subjects.append(prepare(name, "baseline", baseline, None, settings))
+        subjects.append(prepare(name, "baseline", baseline, None, settings, kind))
     return subjects

@@ -23,7 +23,7 @@ from hf_linear_attn.evaluation.settings import EvaluationSettings, add_group
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.view import Headline, Results, Section, Table, slug
-from hf_linear_attn.loading import users_code
+from hf_linear_attn.loading import Kind, users_code
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Suite(ABC):
     Attributes:
         name: What `--suite` calls it.
         title: Heading of its settings in the help.
+        kind: The kind of model that it measures.
         Settings: Dataclass of its own settings; every field is a flag too.
         parts: The keys of `results.json` that it fills, with what stands there where it did not run.
         row_key: Names that tell the rows of its parts apart.
@@ -69,6 +70,7 @@ class Suite(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    kind: ClassVar[Kind] = "causal"
     Settings: ClassVar[type] = NoSettings
     parts: ClassVar[Mapping[str, Any]]
     row_key: ClassVar[Sequence[str]] = ("model", "task", "length")

@@ -27,6 +27,9 @@ class Headline:
     label: str
     detail: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.figure:>6}  {self.label}" + (f" ({self.detail})" if self.detail else "")
+
 
 @dataclass(frozen=True)
 class Table:

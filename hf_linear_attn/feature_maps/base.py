@@ -82,6 +82,8 @@ class FeatureMap(nn.Module, ABC):
     """What users should know before they choose the map; logged when it is built, and shown in the docs."""
     positional: ClassVar[bool] = True
     """Whether :meth:`phi_q` or :meth:`phi_k` read positions; maps that define only :meth:`phi` cannot."""
+    joint: ClassVar[bool] = False
+    """Whether there is a :meth:`phi_step`."""
     kernel: str | None = None
     """Name of the elementwise map inside the kernels, or None where features are computed first."""
 
@@ -124,11 +126,15 @@ class FeatureMap(nn.Module, ABC):
     def feature_dim(self) -> int:
         """Number ``F`` of features."""
 
-    def forward(self, x: Tensor, side: Literal["q", "k"], positions: Tensor | None = None) -> Tensor:
-        """Map queries or keys to features, by :meth:`phi_q` or :meth:`phi_k`.
+    def forward(
+        self, x: Tensor, side: Literal["q", "k"], positions: Tensor | None = None, key: Tensor | None = None
+    ) -> Tensor:
+        """Map queries or keys to features, by :meth:`phi_q` or :meth:`phi_k`, or with ``key`` by :meth:`phi_step`.
 
         A map is called so that what keeps weights elsewhere, as Accelerate's offloading does, can fetch them.
         """
+        if key is not None:
+            return self.phi_step(x, key)
         return self.phi_q(x, positions) if side == "q" else self.phi_k(x, positions)
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
@@ -159,6 +165,18 @@ class FeatureMap(nn.Module, ABC):
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         """Map keys ``[B, HKV, S, D]`` to features ``[B, HKV, S, F]``; see :meth:`phi_q`."""
         return saturated(self.phi(self.scaled(k)), k.dtype)
+
+    def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
+        """Map the queries and the key of a step in fewer operations than one after the other.
+
+        Args:
+            q: Queries ``[B, HKV, G, D]``.
+            k: Keys ``[B, HKV, 1, D]``.
+
+        Returns:
+            Features of the key and of the queries after it, ``[B, HKV, 1 + G, F]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no phi_step")
 
 
 def upcast(x: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """A learned map that bends directions and keeps lengths."""
 
 import math
+from functools import cache
 from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map
+from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map, saturated
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
 
 TINY = 1e-12
@@ -40,6 +41,7 @@ class NormPreserving(LearnedMap):
     name: ClassVar[str] = "norm_preserving"
     formula: ClassVar[str] = "|y| r^p / |r^p|, y = xW, r = max([y, -y], 0), p learned"
     paper: ClassVar[str] = "after Han et al., 2023, arXiv:2308.00442 and Meng et al., 2025, arXiv:2506.21137"
+    joint: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -75,3 +77,37 @@ class NormPreserving(LearnedMap):
         shares = (2 * power * (y.abs() + TINY).log()).log_softmax(-1)
         bent = length * (0.5 * shares).exp() * y.sign()
         return torch.relu(torch.cat([bent, -bent], dim=-1))
+
+    @override
+    def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
+        batch, kv_heads, group, dim = q.shape
+        x, key = self.scaled(q), self.scaled(k)
+        of_q = self.weight_of("weight", "q", x).expand(kv_heads * group, -1, -1)
+        of_k = self.weight_of("weight", "k", x).expand(kv_heads, -1, -1)
+        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).view(kv_heads, group, batch, dim)
+        y_k = torch.bmm(key[:, :, 0].transpose(0, 1), of_k)[:, None]
+        y = torch.cat([y_k.permute(2, 0, 1, 3), y_q.permute(2, 0, 1, 3)], 2)
+        sides: tuple[tuple[Side, int], ...] = (("k", 1), ("q", group))
+        powers = [
+            self.weight_of("power", side, x).expand(kv_heads * heads, 1, 1).view(kv_heads, heads, 1)
+            for side, heads in sides
+        ]
+        constants = _constants if torch.compiler.is_compiling() else _kept_constants
+        tiny, factors, offsets = constants(group, math.sqrt(self.scaling), x.dtype, x.device)
+        # Of each vector what its power depends on, its length, and minus that.
+        lengths = torch.linalg.vector_norm(y, dim=-1, keepdim=True) * factors
+        power = torch.cat(powers, 1) * (lengths[..., :1].tanh() + offsets)
+        # p log y^2 is twice p log |y|.
+        r = torch.xlogy(power, torch.addcmul(tiny, y, y)).softmax(-1).sqrt()
+        bent = r.copysign(y)[..., None, :] * lengths[..., 1:, None]
+        return saturated(bent.relu().flatten(-2), q.dtype)
+
+
+def _constants(group: int, sharpness: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :meth:`NormPreserving.phi_step` needs: TINY squared, factors on lengths, offsets of powers."""
+    factors = torch.tensor([[0.0, 1.0, -1.0], *[[sharpness, 1.0, -1.0]] * group], dtype=dtype, device=device)
+    offsets = torch.tensor([[1.0], *[[0.5]] * group], dtype=dtype, device=device)
+    return torch.tensor(TINY**2, dtype=dtype, device=device), factors, offsets
+
+
+_kept_constants = cache(_constants)

@@ -19,6 +19,7 @@ from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import copies_of
 from hf_linear_attn.ops.window import running_sum
 
 Branch = Literal["window", "sinks", "linear"]
@@ -80,14 +81,16 @@ class LinearAttention(nn.Module):
         """Show the settings that matter in ``print(model)``."""
         return f"window={self.settings.window}, sinks={self.settings.sinks}, mix={self.settings.mix!r}"
 
-    def slots(self, value_dim: int) -> dict[str, Slot]:
-        """Describe the tensors of this layer's state, for values of that size."""
+    def slots(self, value_dim: int, device: torch.device) -> dict[str, Slot]:
+        """Describe the tensors of this layer's state, for values of that size on a device."""
         head_dim, _, kv_heads, _ = self.sizes
+        features = self.feature_map.feature_dim
+        copies = copies_of(device, "decode" if self.window is None else "hybrid", features, value_dim)
         slots = {"seen": Slot((), torch.int64)}
         if self.window is None or self.mix.has_far:
-            slots |= self.rule.slots(kv_heads, self.feature_map.feature_dim, value_dim)
+            slots |= self.rule.slots(kv_heads, features, value_dim, copies)
         if self.window is not None:
-            slots |= self.window.slots(kv_heads, head_dim, value_dim) | self.mix.slots()
+            slots |= self.window.slots(kv_heads, head_dim, value_dim) | self.mix.slots(copies)
         return slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
@@ -114,6 +117,8 @@ class LinearAttention(nn.Module):
                 "Leave the window out, or this layer with layers=.",
                 where=self.name,
             )
+        if call.state is not None and steps(self, q, call):
+            return step_(self, q, k, v, call)
         if call.key_mask is not None:
             # What is masked must not matter, whatever it holds.
             hidden = ~call.key_mask[:, None, :, None]
@@ -124,8 +129,6 @@ class LinearAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window."""
-        if call.state is not None and steps(self, q, call):
-            return step_(self, q, k, v, call)
         whole = self._split(q, k, v, call)
         read = walk if walks(self, whole) else LinearAttention.read
         o, carried = read(self, whole, self._carried(call.state))
@@ -265,7 +268,7 @@ class LinearAttention(nn.Module):
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""
         batch, _, count, _ = whole.q.shape
-        state.allocate(self.slots(v.shape[3]), batch, v)
+        state.allocate(self.slots(v.shape[3], v.device), batch, v)
         kept = dict(carried)
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)

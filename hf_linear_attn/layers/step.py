@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
+from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, constant, hybrid_obstacle, hybrid_step_
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -32,18 +35,77 @@ def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
 
 def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
     """Read one token and fold it into the call's state in place; arguments as of :meth:`LinearAttention.forward`."""
-    state = call.state
+    state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    if layer.window is None:
-        seen = state.tensors["seen"]
-        o = _read_far(layer, q, k, v, call.key_mask, seen, seen, state)
-        seen.add_(1 if call.key_mask is None else call.key_mask[:, 0])
+    whole = None if window is None else _for_kernel(layer, window, q, k, v, call, state)
+    if whole is not None:
+        o = hybrid_step_(whole)
+        _count_(state.tensors["seen"], real)
+    elif window is None:
+        o = _plain_(layer, q, k, v, real, state)
     else:
-        o = _hybrid_(layer, layer.window, q, k, v, call.key_mask, state, layer.scaling(call))
+        o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
+        layer.look_for_sinks(state, 1)
     state.advance(1, q.device)
-    layer.look_for_sinks(state, 1)
-    return o
+    return o if whole is not None else o.flatten(1, 2)[:, :, None].to(q.dtype)
+
+
+def _for_kernel(
+    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+) -> HybridStep | None:
+    """Return the step as its kernel takes it; None where the kernel does not serve it."""
+    backend, mix = layer.settings.backend, layer.mix.name
+    if not wants_kernels(backend, q.device):
+        return None
+    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
+        return None
+    features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
+    if features is None:
+        return None
+    phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
+    tensors, weights, length = state.tensors, layer.weights(), state.length
+    whole = HybridStep(
+        q,
+        k,
+        v,
+        call.key_mask,
+        tensors["seen"],
+        length if isinstance(length, Tensor) else None,
+        0 if isinstance(length, Tensor) else length,
+        tensors.get("kv"),
+        tensors.get("z"),
+        tensors.get("far_keys"),
+        tensors["near_k"],
+        tensors["near_v"],
+        tensors["near_mask"],
+        weight_q,
+        power_q,
+        weight_k,
+        power_k,
+        weights.get("bias"),
+        weights.get("weight"),
+        phi,
+        factor,
+        sharpness,
+        mix,
+        window.sinks,
+        layer.scaling(call),
+        layer.rule.eps,
+    )
+    return whole if hybrid_obstacle(whole) is None else None
+
+
+def _features_for_kernel(
+    feature_map: FeatureMap,
+) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
+    """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
+    if feature_map.kernel is not None:
+        return feature_map.kernel, None, None, None, None, 1.0, 0.0
+    of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
+    if of_q is None or of_k is None:
+        return None
+    return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
 def _read_far(
@@ -56,12 +118,42 @@ def _read_far(
     position_k: Tensor,
     state: State,
 ) -> Tensor:
-    """Fold a key into the linear branch and read it: ``o [B, H, 1, V]``."""
-    phi, backend = layer.feature_map.kernel, layer.settings.backend
-    if phi is None:
-        q = features_of(layer.feature_map, q, "q", position_q[:, None], backend)
-        k = features_of(layer.feature_map, k, "k", position_k[:, None], backend)
-    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts)
+    """Fold a key into the linear branch and read it.
+
+    Args:
+        layer: The layer.
+        q: Queries ``[B, HKV, G, D]``.
+        k: The key ``[B, HKV, 1, D]``.
+        v: Its value.
+        counts: Whether it counts ``[B, 1]``; None where all do.
+        position_q: Numbers of the queries ``[B]``.
+        position_k: Numbers of the keys.
+        state: The layer's state.
+
+    Returns:
+        ``o [B, HKV, G, V]``.
+    """
+    feature_map, backend = layer.feature_map, layer.settings.backend
+    phi = feature_map.kernel
+    if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
+        both = feature_map(q, "q", key=k)
+        q, k = both[:, :, 1:], both[:, :, :1]
+    elif phi is None:
+        group = q.shape[1:3]
+        of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
+        q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
+    signed = not feature_map.non_negative
+    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts, signed=signed)
+
+
+def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
+    """Step a layer without a window: the token is folded at once."""
+    seen = state.tensors["seen"]
+    if not wants_kernels(layer.settings.backend, q.device):
+        k, v = _cleared(k, real), _cleared(v, real)
+    o = _read_far(layer, _grouped(q, k.shape[1]), k, v, real, seen, seen, state)
+    _count_(seen, real)
+    return o
 
 
 def _hybrid_(
@@ -75,27 +167,51 @@ def _hybrid_(
     scaling: float,
 ) -> Tensor:
     """Step a layer with a window; ``real`` is the key mask ``[B, 1]``."""
+    k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    far = None
+    keys, far, number = tensors.get("far_keys"), None, None
+    rows = _grouped(q, near_k.shape[1])
+    wide = upcast(rows)
     if layer.mix.has_far:
-        # Those that are in the circle came last, and the one that leaves is the first of them.
-        position = seen - mask[:, window.sinks :].sum(1) if layer.feature_map.positional else seen
         gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
-        far = _read_far(layer, q, gone_k, gone_v, counts, seen, position, state)
-        if layer.mix.sums_keys:
-            tensors["far_keys"].addcmul_(gone_k[:, :, 0], counts.to(gone_k.dtype)[:, None])
+        position = seen
+        if layer.feature_map.positional and layer.feature_map.kernel is None:
+            # Those that are in the circle came last, and the one that leaves is the first of them.
+            position = seen - mask[:, window.sinks :].sum(1)
+        queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
+        far = _read_far(layer, queries, gone_k, gone_v, counts, seen, position, state)
+        if keys is not None:
+            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
+            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
+    _count_(seen, real)
+    if far is not None:
+        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
+    if keys is not None and keys.ndim == 4:
+        keys = keys[:, :, 0]
+    return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """Return the queries of a step by group, ``[B, HKV, G, D]``."""
+    batch, heads, _, dim = q.shape
+    return q.reshape(batch, kv_heads, heads // kv_heads, dim)
+
+
+def _cleared(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return keys or values without what is masked: it must not matter, whatever it holds."""
+    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
+
+
+def _count_(seen: Tensor, real: Tensor | None) -> None:
+    """Count the new token."""
     seen.add_(1 if real is None else real[:, 0])
-    rows = torch.unflatten(q, 1, (near_k.shape[1], -1)).squeeze(3)
-    scores = upcast(rows @ near_k.mT).mul_(scaling)
-    scores.masked_fill_(~mask[:, None, None], torch.finfo(scores.dtype).min)
-    number = seen - mask.sum(1) if far is not None else None
-    last = LastToken(rows, scores, near_v, far, number, tensors.get("far_keys"), scaling)
-    return layer.mix.join_last(last, layer.weights()).flatten(1, 2)[:, :, None]
 
 
 def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Any:

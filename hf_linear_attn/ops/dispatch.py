@@ -82,13 +82,18 @@ def choose_backend(
     """
     if backend not in BACKENDS:
         raise ArgumentError("backend", "be a known backend", backend, "Use one of those", available=BACKENDS)
-    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+    if wants_kernels(backend, device):
         reason = obstacle()
         if reason is None:
             return "triton"
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
     return "reference" if backend == "reference" else "torch"
+
+
+def wants_kernels(backend: str, device: torch.device) -> bool:
+    """Tell whether the kernels compute what they can take there."""
+    return backend == "triton" or (backend == "auto" and device.type == "cuda")
 
 
 def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

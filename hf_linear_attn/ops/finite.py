@@ -17,7 +17,7 @@ def broken_keys(k: Tensor, v: Tensor) -> Tensor | None:
         v: Values ``[B, HKV, S, V]``.
     """
     # On a device to ask would be to wait for it, in every layer.
-    if k.device.type != "cpu" or torch.compiler.is_compiling():
+    if k.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
     if bool((k.detach().sum() + v.detach().sum()).isfinite()):
         return None

@@ -358,7 +358,7 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
         state = layer.of_call(call).state
         if part is not None:
             values = held["near_v"] if "near_v" in held else held["kv"]
-            state.allocate(part.slots(values.shape[-1]), len(values), values)
+            state.allocate(part.slots(values.shape[-1], values.device), len(values), values)
             state.write(held)
         state.length = length
 

@@ -42,6 +42,22 @@ def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrecognized arguments: --longest 3" in capsys.readouterr().err
 
 
+def test_suites_take_flags_as_the_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = load("harness").Parser(prog="suite")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--recipes", nargs="+", choices=["a", "b", "c, in full"])
+    parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--finished-only", action="store_true")
+    for words in ("--seeds 1,2 --work_dir x,y_z --finished_only", "--seeds=1,2 --work-dir=x,y_z --finished-only",
+                  "--finished-only --seeds 1 2 --work-dir x,y_z"):  # fmt: skip
+        found = parser.parse_args(words.split())
+        assert (found.seeds, found.work_dir, found.finished_only) == ([1, 2], Path("x,y_z"), True)
+    assert parser.parse_args(["--recipes", "a,b", "c, in full"]).recipes == ["a", "b", "c, in full"]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--seeds", "x"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_kernels_suite_asks_for_a_gpu() -> None:
     found = run("--suite", "kernels")

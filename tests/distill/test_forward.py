@@ -82,7 +82,7 @@ def test_losses_in_pieces_are_those_of_whole_logits(name, share, data, monkeypat
     expected = expected + share * kl_loss(logits, predictions(teacher, batch)[2].detach(), weights)
     (0.1 * expected).backward()
     predictor = Predictor(student)
-    found = next_token_loss(predictor, batch, LiveTeacher(teacher) if share else None, share)
+    found = next_token_loss(predictor, batch, LiveTeacher(lambda: teacher) if share else None, share)
     assert (predictor.head is None) == (name == "whole")
     (0.1 * found).backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

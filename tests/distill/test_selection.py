@@ -22,8 +22,8 @@ def four(data):
 
 def test_the_ranking_is_the_kl_of_models_patched_without_that_layer(four):
     teacher, student, batches = four
-    selection = select_layers(student, LiveTeacher(teacher), batches, 0.5)
-    expected = [LiveTeacher(teacher).divergence(batch) for batch in batches]
+    selection = select_layers(student, LiveTeacher(lambda: teacher), batches, 0.5)
+    expected = [LiveTeacher(lambda: teacher).divergence(batch) for batch in batches]
     for entry in selection.ranking:
         layers = [n for n in range(4) if n != entry["layer"]]
         other = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", layers=layers)
@@ -33,12 +33,12 @@ def test_the_ranking_is_the_kl_of_models_patched_without_that_layer(four):
 
 def test_the_curve_is_greedy_and_begins_at_the_ranking(four):
     teacher, student, batches = four
-    selection = select_layers(student, LiveTeacher(teacher), batches, 0.5)
+    selection = select_layers(student, LiveTeacher(lambda: teacher), batches, 0.5)
     assert [entry["softmax_layers"] for entry in selection.curve] == [0, 1, 2]
     assert selection.curve[1]["layer"] == selection.ranking[0]["layer"]
     assert selection.curve[1]["kl_nats"] == selection.ranking[0]["kl_nats"]
     assert selection.chosen == sorted(entry["layer"] for entry in selection.curve[1:])
-    expected = [LiveTeacher(teacher).divergence(batch) for batch in batches]
+    expected = [LiveTeacher(lambda: teacher).divergence(batch) for batch in batches]
     with as_softmax([linear_attention_parts(student)[n] for n in selection.chosen]), torch.no_grad():
         assert mean_kl(student, batches, expected) == selection.curve[-1]["kl_nats"]
 
@@ -46,14 +46,14 @@ def test_the_curve_is_greedy_and_begins_at_the_ranking(four):
 def test_restoring_all_layers_gives_the_teacher(four):
     teacher, student, batches = four
     with as_softmax(linear_attention_parts(student)), torch.no_grad():
-        expected = [LiveTeacher(teacher).divergence(batch) for batch in batches]
+        expected = [LiveTeacher(lambda: teacher).divergence(batch) for batch in batches]
         assert mean_kl(student, batches, expected) < 1e-6
 
 
 def test_budgets_that_leave_nothing_are_refused(four):
     teacher, student, batches = four
     with pytest.raises(ArgumentError, match=r"`softmax_budget` must leave at least one of 4 converted layers, got 0.9"):
-        select_layers(student, LiveTeacher(teacher), batches, 0.9)
+        select_layers(student, LiveTeacher(lambda: teacher), batches, 0.9)
 
 
 def test_distillation_keeps_the_chosen_layers_and_saves_the_choice(settings, tokenizer, data, tmp_path):

@@ -87,7 +87,10 @@ def test_every_setting_is_described_in_the_help():
             r"`teacher_dtype` must be a known choice, .* available: bfloat16, float16, float32.",
         ),
         ({"trainable": "some"}, r"`trainable` must be a known choice, got 'some'. .* available: full, lora."),
-        ({"stages": ["distill", "transfer"]}, r"`stages` must be some of transfer, distill, extend, in that order"),
+        (
+            {"stages": ["distill", "transfer"]},
+            r"`stages` must be some of transfer, distill, extend, embed, in that order",
+        ),
         ({"stages": []}, r"`stages` must be some of"),
         ({"feature_map_options": "[1]"}, r"`feature_map_options` must be a JSON object, got '\[1\]'"),
         (
@@ -105,7 +108,7 @@ def test_values_out_of_range_are_refused(changes, message):
 def test_unknown_presets_and_settings_are_refused(tmp_path):
     with pytest.raises(
         ArgumentError,
-        match=r"`preset` must be a known preset, got 'x'.*available: elu, finetune, lolcats, recommended.",
+        match=r"`preset` must be a known preset, got 'x'.*available: elu, encoder, finetune, lolcats, .*single_gpu\.",
     ):
         DistillationSettings.from_preset("x")
     path = tmp_path / "recipe.yaml"

@@ -14,18 +14,13 @@ from hf_linear_attn.feature_maps import base as registry
 from tools import snippets
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted(
-        page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts and page.name != "kernels.md"
-    ),
-]
-LANGUAGES = {"python", "bash", "sh", "yaml", "text", ""}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = {"python", "bash", "sh", "yaml", "json", "text"}
 TUTORIAL = ROOT / "docs/tutorial.md"
 
 # A minute's work in a second: fewer and smaller steps, nothing else.
 SHORT = {
-    "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 16 --rows 4 --accumulation 1 "
+    "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 32 --rows 4 --accumulation 1 "
     "--heldout-rows 2 --checkpoint-every 1 --no-progress",
     "evaluate": "--lengths 512 --num-samples 1 --depths 50 --max-text-tokens 1024 "
     "--final-windows 0 --decode-tokens 2 --warmups 0 --repeats 1 --no-plots --no-progress --batch-size 8",
@@ -38,7 +33,7 @@ FEWER = {
     r"\brows=16\b": "rows=2",
     r"\blengths=\([\d, ]+\)": "lengths=(512,)",
     r'model="examples/teacher", (?=window)': 'model="examples/teacher", dataset="your.txt", ',
-    r"DistillationSettings\((?!\n)": "DistillationSettings(transfer_steps=1, distill_steps=1, block_tokens=16, "
+    r"DistillationSettings\((?!\n)": "DistillationSettings(transfer_steps=1, distill_steps=1, block_tokens=32, "
     "rows=4, heldout_rows=2, progress=False, dataset='your.txt', ",
     r"EvaluationSettings\((?!\n)": "EvaluationSettings(suite=('retrieval', 'latency'), depths=(50,), decode_tokens=2, "
     "warmups=0, repeats=1, progress=False, ",
@@ -127,6 +122,10 @@ def adapted(name, words):
     """Leave out what a machine without an accelerator refuses; the tiny model has no half precision to win by."""
     if name in ("distill", "teacher-logits") and "recipes/8b-lora-one-gpu.yaml" in words:
         words += ["--mixed-precision", "no"]
+    if "encoder" in words:
+        words += ["--length-factors", "1"]
+    if "embedding" in words:
+        words += ["--embedding-lengths", "32", "--embedding-texts", "4"]
     if name == "inspect":
         words += ["--max-tokens", "64"]
     return words

@@ -1,10 +1,18 @@
+import copy
+import json
+
+import jsonschema
 import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_linear_attn import patch_model
 from hf_linear_attn.encoders import Frame, Pooling
+from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.evaluation import EvaluationSettings, evaluate, schema
 from hf_linear_attn.evaluation.embedding import compare_embeddings, embed_all, likeness, retrieval
-from tests.distill.tiny_encoders import tiny_bert
+from hf_linear_attn.evaluation.report import write_report
+from tests.distill.tiny_encoders import framing_tokenizer, tiny_bert
 
 FRAME = Frame((2,), (3,))
 
@@ -49,3 +57,65 @@ def test_a_model_is_compared_with_its_teacher():
     assert found["student"]["cosine_mean"] == pytest.approx(1)
     assert {name: value for name, value in found["student"].items() if name in found["teacher"]} == found["teacher"]
     assert "cosine_mean" not in compare_embeddings({"student": model}, texts, FRAME, Pooling(), pad=0)["student"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text, and {n * n} more\n" for n in range(60)))
+    return str(tmp_path / "text.txt")
+
+
+def test_the_suite_compares_a_student_with_its_teacher(tmp_path, texts):
+    teacher = tiny_bert()
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog")
+
+    def run(**changes):
+        settings = EvaluationSettings(
+            suite=("embedding",), output_dir=str(tmp_path / "run"), embedding_lengths=(16, 64, 512), embedding_texts=8,
+            embedding_file=texts, embedding_repeats=1, progress=False, **changes,
+        )  # fmt: skip
+        return evaluate(settings, model=student, teacher=teacher, tokenizer=framing_tokenizer())
+
+    results = run()
+    jsonschema.validate(json.loads(json.dumps(results)), schema())
+    rows = {(row["model"], row["length"]): row for row in results["embedding"]}
+    assert rows["model", 512]["status"] == "unsupported"
+    assert "130 learned positions" in rows["model", 512]["reason"]
+    for length in (16, 64):
+        assert 0 < rows["model", length]["cosine_mean"] < 1
+        assert rows["teacher", length]["cosine_mean"] is None
+        assert rows["model", length]["ms_per_text"] > 0
+        assert rows["model", length]["texts"] == 8
+    write_report(results, tmp_path / "run")
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "mean cosine to the teacher at 64 tokens" in report
+    assert "finds the second half" in report
+    # What is on disk is not measured again.
+    assert run(resume=True)["embedding"] == results["embedding"]
+
+
+def test_suites_of_two_kinds_do_not_run_together(texts):
+    settings = EvaluationSettings(suite=("perplexity", "embedding"), progress=False)
+    with pytest.raises(ArgumentError, match=r"`suite` must be for one kind of model.*available: embedding"):
+        evaluate(settings, model=tiny_bert(), tokenizer=framing_tokenizer())
+
+
+def test_an_encoder_is_loaded_with_all_its_weights(tmp_path, texts):
+    model = tiny_bert()
+    state = {name: x for name, x in model.state_dict().items() if "layer.1." not in name}
+    model.save_pretrained(tmp_path / "broken", state_dict=state)
+    framing_tokenizer().save_pretrained(tmp_path / "broken")
+    settings = EvaluationSettings(
+        model=str(tmp_path / "broken"), suite=("embedding",), embedding_file=texts, embedding_lengths=(16,),
+        progress=False,
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"`model` must hold all weights of an encoder.*lacks encoder\.layer\.1"):
+        evaluate(settings)
+
+
+def test_lengths_without_texts_are_refused(texts):
+    settings = EvaluationSettings(
+        suite=("embedding",), embedding_file=texts, embedding_lengths=(16, 100000), progress=False
+    )
+    with pytest.raises(ArgumentError, match="`embedding_lengths` must leave two texts at least, got 100000"):
+        evaluate(settings, model=tiny_bert(), tokenizer=framing_tokenizer())

@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import jsonschema
 import pytest
 
-from hf_linear_attn.evaluation import write_report
+from hf_linear_attn.evaluation import read_results, schema, write_report
 from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, line_chart
-from hf_linear_attn.evaluation.results import add_comparisons
+from hf_linear_attn.evaluation.report import headlines
+from hf_linear_attn.evaluation.results import add_comparisons, combine
 from hf_linear_attn.evaluation.statistics import wilson_interval
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -147,6 +150,59 @@ def test_costs_that_hardly_differ_are_called_the_same_and_a_loss_is_named(result
     assert speed[0].startswith("At 32,768 tokens in a batch of 4, model beside teacher: ")
     assert "peak memory above the weights about the same" in speed[0]
     assert speed[-1] == "model does not cost less than teacher in memory at the tested lengths."
+
+
+def test_the_first_screen_says_in_figures_what_was_kept_and_what_was_gained(results, report):
+    found = {one.label: one for one in headlines(results)}
+    # The teacher has no score to keep beyond 2,048 tokens; of its vt the model keeps as much.
+    kept = next(iter(found.values()))
+    assert (kept.figure, kept.label) == ("100%", "of the teacher's score kept at 2,048 tokens")
+    assert (
+        kept.detail
+        == "passkey 100% (teacher 100%), kv_recall:pairs=8 100% (teacher 100%), vt 100% (teacher 100%); n = 60 or 20"
+    )
+    decode = (1.5 + 32768 / 3000) / 2.2
+    assert found["faster decode at 32,768 tokens"].figure == f"{decode:.1f}x"
+    assert found["smaller cache at 32,768 tokens"].figure == f"{32768 * 2048 / 150_000:.0f}x"
+    assert found["smaller cache at 32,768 tokens"].detail == "146 KiB, teacher 64 MiB"
+    # The teacher reads best at 512 tokens, though not as well as the model.
+    expected = 2.718**2.0 / 2.718 ** (2.1 + 512 / 40000) - 1
+    assert found["perplexity at 512 tokens"].figure == f"{expected:+.0%}"
+    assert found["perplexity at 512 tokens"].detail == "7.388, teacher 8.27"
+    text = report.read_text()
+    first = text.index('<div class="headlines">')
+    assert first < text.index("<details><summary>In words") < text.index("<h2>")
+    assert all(f'<p class="figure">{one.figure}</p>' in text for one in found.values())
+    assert f"| **{kept.figure}** | {kept.label} |" in (report.parent / "report.md").read_text()
+
+
+def test_figures_that_are_no_gain_say_so(results):
+    slow = copy.deepcopy(results)
+    for row in slow["latency"]:
+        if row["model"] == "model":
+            row.update(decode_ms_per_token=50.0, cache_bytes=32768 * 2048 * 3)
+    labels = {one.label: one.figure for one in headlines(slow)}
+    assert labels["slower decode at 32,768 tokens"] == "4.0x"
+    assert labels["larger cache at 32,768 tokens"] == "3.0x"
+    alone = copy.deepcopy(results)
+    alone["references"] = []
+    for part in ("cells", "latency", "floors"):
+        alone[part] = [row for row in alone[part] if row["model"] == "model"]
+    windows = alone["perplexity"]["windows"]
+    alone["perplexity"]["windows"] = [row for row in windows if row["model"] == "model"]
+    assert [one.label for one in headlines(alone)] == ["score at 32,768 tokens", "perplexity at 32,768 tokens"]
+
+
+def test_saved_results_are_read_and_say_what_they_said():
+    """What was saved before suites were files."""
+    saved = read_results(Path(__file__).parents[2] / "docs" / "results" / "quickstart")
+    jsonschema.validate(saved, schema())
+    found = add_comparisons(saved)
+    for part in ("effective_length", "paired", "gap_closed", "break_even", "summary"):
+        assert found[part] == saved[part], part
+    both = combine([("old", saved), ("again", saved)])
+    assert {row["model"] for row in both["cells"]} == {"old", "teacher", "merely patched", "window 98 alone"}
+    assert len(both["cells"]) == len(saved["cells"])
 
 
 def test_the_page_is_one_file_without_a_network(report):

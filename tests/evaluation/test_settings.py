@@ -64,7 +64,10 @@ def test_a_suite_is_known_by_dashes_and_by_underscores():
 
 
 BAD = [
-    ({"suite": "speed"}, r"`suite` must be a suite, got 'speed'. Use one of those; available: latency, lm-eval"),
+    (
+        {"suite": "speed"},
+        r"`suite` must be a suite, got 'speed'. Use one of those; available: embedding, lat",
+    ),
     ({"tasks": "passkeys"}, r"`name` must be a registered task, got 'passkeys'"),
     ({"tasks": "passkey:pairs=2"}, r"`tasks` must name settings that the task has, got 'passkey:pairs=2'"),
     ({"tasks": "kv_recall:pairs=two"}, r"`tasks` must be written name:setting=integer"),

@@ -3,9 +3,9 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,24 @@ SCALE = 0.001
 SMALL = ["--steps-scale", str(SCALE), "--max-documents", "4", "--samples", "1", "--lengths", "256", "--log-every", "1"]
 
 
+KILLED = """
+import os, runpy, signal, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+from pathlib import Path
+moved = Path.replace
+
+def replace_and_die(self, target):
+    found = moved(self, target)
+    if Path(target).name == "checkpoint.pt":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+Path.replace = replace_and_die
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def command(folder, *extra):
     script = str(EXAMPLES / "train_teacher.py")
     folders = ["--run-dir", str(folder), "--output-dir", str(folder / "teacher")]
@@ -37,11 +55,10 @@ def killed_and_resumed(tmp_path_factory):
     """Kill a run after its first checkpoint, then let it finish."""
     folder = tmp_path_factory.mktemp("run")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    with subprocess.Popen(command(folder, "--save-every-s", "0"), env=environment, stderr=subprocess.DEVNULL) as run:
-        while not (folder / "checkpoint.pt").exists():
-            assert run.poll() is None
-            time.sleep(0.02)
-        run.kill()
+    # It kills itself, as `kill -9` does: watched from outside, it might be done before it is noticed.
+    script, *arguments = command(folder, "--save-every-s", "0")[1:]
+    run = subprocess.run([sys.executable, "-c", KILLED, script, *arguments], env=environment, check=False)
+    assert run.returncode == -signal.SIGKILL
     first = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
     subprocess.run(command(folder), env=environment, check=True, stderr=subprocess.DEVNULL)
     return folder, first

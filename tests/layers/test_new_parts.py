@@ -36,7 +36,7 @@ from hf_linear_attn.layers.state import Slot
 class Last(Rule):
     name = "last"
 
-    def slots(self, kv_heads, feature_dim, value_dim):
+    def slots(self, kv_heads, feature_dim, value_dim, *others):
         return {"last": Slot((kv_heads, value_dim))}
 
     def read(self, phi_q, phi_k, v, state, *, kernel=None, key_mask=None, cu_seqlens=None, causal=True, delay=0,

@@ -228,10 +228,11 @@ def test_adapters_that_name_another_model_are_refused(saved, tmp_path, mark):
     assert not mark.exists()
 
 
-def test_what_is_no_file_is_refused(saved, tmp_path):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["pipe", "broken link"])
+def test_what_is_no_file_is_refused(saved, tmp_path, make):
     folder = copied(saved, "softmax", tmp_path)
     (folder / "generation_config.json").unlink()
-    os.mkfifo(folder / "generation_config.json")
+    make(folder / "generation_config.json")
     with pytest.raises(CheckpointError, match=r"`model` must hold files and folders only, got 'generation_con"):
         load_model(str(folder))
 

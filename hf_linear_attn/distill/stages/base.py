@@ -41,8 +41,6 @@ class Stage(ABC):
     """Whether adapters are trained in place of weights where the settings say ``trainable="lora"``."""
     recomputes: ClassVar[bool] = True
     """Whether there are activations to recompute: a backward at the end of the forward."""
-    suspect: str | None = None
-    """The layer whose loss was not finite, where a stage can tell."""
     learn: Callable[[Tensor], None] = staticmethod(Tensor.backward)
     """Differentiates a part of the loss at once, so that its graph need not wait for the rest."""
 
@@ -114,6 +112,10 @@ class Stage(ABC):
 
     def end(self) -> None:  # noqa: B027
         """Undo what :meth:`begin_step` did."""
+
+    def suspect(self) -> str | None:
+        """Return the layer whose loss on the latest batch was not finite, where a stage can tell."""
+        return None
 
     def weight(self, batch: Batch) -> Tensor:
         """Return what the batch's loss is a sum over: its tokens, weighted."""

@@ -12,7 +12,7 @@ from hf_linear_attn.distill.losses import hidden_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages.distill import Distill
-from hf_linear_attn.distill.teacher import LiveTeacher, Teacher
+from hf_linear_attn.distill.teacher import ModelTeacher, Teacher
 from hf_linear_attn.encoders import hidden_states, pooling_of
 from hf_linear_attn.errors import ArgumentError
 
@@ -48,7 +48,7 @@ class Embed(Distill):
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        if not isinstance(self.teacher, LiveTeacher):
+        if not isinstance(self.teacher, ModelTeacher):
             raise ArgumentError("teacher", "be there for the stage `embed`", None, "Name `model`.")
         with self.teacher.running() as model:
             expected = hidden_states(model, batch.input_ids, batch.real)

@@ -30,6 +30,8 @@ class Transfer(Stage):
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
     recomputes: ClassVar[bool] = False
+    losses: list[tuple[str, Tensor]]
+    """The loss of each layer on the latest batch."""
 
     @override
     @classmethod
@@ -52,8 +54,8 @@ class Transfer(Stage):
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        total = torch.zeros((), device=batch.input_ids.device)
         weights = batch.real.float()
+        self.losses = []
         layers = len(linear_attention_parts(self.student))
         forced, measured = {"output": (teacher_forced, output_loss), "weights": (weights_forced, weights_loss)}[
             self.settings.transfer_loss
@@ -61,17 +63,19 @@ class Transfer(Stage):
 
         def observe(part: LinearAttention, own: Tensor, softmax: Tensor) -> None:
             loss = measured(own, softmax, laid_out(weights, own)) / layers
-            if self.suspect is None and not torch.isfinite(loss):
-                self.suspect = f"layer {part.name}"
             self.learn(loss)
-            total.add_(loss.detach())
+            self.losses.append((part.name, loss.detach()))
 
         with forced(self.student, observe):
             # The logits are not read; models that can leave them out do.
             options = {"logits_to_keep": 1} if takes(self.student, "logits_to_keep") else {}
             inputs = encoder_inputs(batch) if self.settings.encoder else model_inputs(batch)
             self.student(**inputs, **options)
-        return total
+        return torch.stack([loss for _, loss in self.losses]).sum()
+
+    @override
+    def suspect(self) -> str | None:
+        return next((f"layer {name}" for name, loss in self.losses if not torch.isfinite(loss)), None)
 
 
 def laid_out(weights: Tensor, output: Tensor) -> Tensor:

@@ -245,10 +245,8 @@ class Retrieval(Suite):
         worth = [length for length in shared if _mean(theirs[length]) >= _WORTH_KEEPING]
         length = max(worth) if worth else max(shared, key=lambda length: _mean(theirs[length]))
         kept = _mean(mine[length]) / _mean(theirs[length]) if _mean(theirs[length]) else None
-        detail = ", ".join(
-            f"{task} {row['score']:.0%} ({other} {theirs[length][task]['score']:.0%}, n = {row['n']})"
-            for task, row in mine[length].items()
-        )
+        beside = {task: f" ({other} {row['score']:.0%})" for task, row in theirs[length].items()}
+        detail = _list(mine[length], beside)
         if kept is None:
             return [Headline(f"{_mean(mine[length]):.0%}", f"score at {tokens(length)} tokens", detail)]
         return [Headline(f"{kept:.0%}", f"of the {other}'s score kept at {tokens(length)} tokens", detail)]
@@ -335,8 +333,11 @@ def _mean(rows: Mapping[str, Row]) -> float:
     return fmean(row["score"] for row in rows.values())
 
 
-def _list(rows: Mapping[str, Row]) -> str:
-    return ", ".join(f"{task} {row['score']:.0%} (n = {row['n']})" for task, row in rows.items())
+def _list(rows: Mapping[str, Row], beside: Mapping[str, str] | None = None) -> str:
+    """List the score of each task, and of how many samples."""
+    counts = " or ".join(dict.fromkeys(str(row["n"]) for row in rows.values()))
+    scores = ", ".join(f"{task} {row['score']:.0%}{(beside or {}).get(task, '')}" for task, row in rows.items())
+    return f"{scores}; n = {counts}"
 
 
 def _reach(row: Row) -> str:

@@ -86,11 +86,11 @@ class LastToken(NamedTuple):
     """One query of each row in a step, with what it sees.
 
     Attributes:
-        q: ``[B, HKV, G, D]``.
+        q: ``[B, HKV, G, D]``, fp32 (fp64).
         scores: Of the window and the sinks ``[B, HKV, G, P]``, fp32 (fp64), far below 0 where a slot is not seen.
         v: Their values ``[B, HKV, P, V]``.
-        o_far: The linear branch's output ``[B, H, 1, V]``; None where there is no such branch.
-        number: Keys beyond the window ``[B]`` int64.
+        o_far: The linear branch's output ``[B, HKV, G, V]``; None where there is no such branch.
+        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores.
         keys: Their sum ``[B, HKV, D]``; None where the mix keeps none.
         scaling: Factor on ``q.k``.
     """
@@ -105,10 +105,10 @@ class LastToken(NamedTuple):
 
     @property
     def far(self) -> tuple[Tensor, Tensor]:
-        """The linear branch's output, with heads as q has them, and the number of its keys."""
+        """The linear branch's output, and the number of its keys ``[B, 1, 1, 1]``."""
         if self.o_far is None or self.number is None:
             raise RuntimeError("there is no linear branch")
-        return self.o_far.view(*self.q.shape[:3], -1), self.number
+        return self.o_far, self.number[:, :, None, None]
 
     def attend(self) -> Tensor:
         """Return the exact branch's output ``[B, HKV, G, V]``."""
@@ -141,9 +141,10 @@ class Mix(ABC):
         """Return what is learned, as it starts; layers hold it as ``mix_bias``, ``mix_weight``, ..."""
         return {}
 
-    def slots(self) -> dict[str, Slot]:
-        """Describe the tensors that the rule needs in a state beside the window's and the update rule's."""
-        return {"far_keys": Slot((self.sizes.num_kv_heads, self.sizes.head_dim))} if self.sums_keys else {}
+    def slots(self, copies: int | None = None) -> dict[str, Slot]:
+        """Describe the tensors that it needs in a state beside the window's and the rule's; see :meth:`Rule.slots`."""
+        keys = Slot((self.sizes.num_kv_heads, self.sizes.head_dim), copies=copies)
+        return {"far_keys": keys} if self.sums_keys else {}
 
     @abstractmethod
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
@@ -156,5 +157,5 @@ class Mix(ABC):
         """
 
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the layer's output ``[B, HKV, G, V]`` in a step; see :meth:`join`."""
+        """Return the layer's output ``[B, HKV, G, V]`` in a step, in the dtype of the values; see :meth:`join`."""
         raise NotImplementedError(f"{type(self).__name__} has no step")

@@ -35,8 +35,7 @@ class Gate(Mix):
     @override
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
         o_far, number = last.far
-        x = upcast(last.q)
-        learned = weights["weight"].to(x.dtype).view(*x.shape[1:])
-        score = (x * learned).sum(-1, keepdim=True) + weights["bias"].view(*x.shape[1:3], 1)
-        gate = (score.sigmoid() * (number > 0)[:, None, None, None]).to(last.v.dtype)
-        return torch.lerp(last.attend(), o_far, gate)
+        learned, bias = weights["weight"].view(last.q.shape[1:]), weights["bias"].view(*last.q.shape[1:3], 1)
+        score = (last.q * learned).sum(-1, keepdim=True) + bias
+        gate = score.sigmoid() * (number > 0)
+        return torch.lerp(last.attend().to(o_far.dtype), o_far, gate).to(last.v.dtype)

@@ -36,12 +36,11 @@ class Key(Mix):
         o_far, number = last.far
         if last.keys is None:
             raise RuntimeError("the sum of the keys beyond the window is not kept")
-        n = number[:, None, None, None]
+        q = last.q
+        learned, bias = weights["weight"].view(q.shape[1:]), weights["bias"].view(*q.shape[1:3], 1)
+        direction = torch.addcdiv(learned, last.keys[:, :, None], number.clamp(min=1), value=last.scaling)
         # Of no key the logarithm is -inf, which is what it should weigh.
-        learned = weights["weight"].to(last.keys.dtype).view(*last.q.shape[1:])
-        direction = torch.addcdiv(
-            learned, last.keys[:, :, None], n.clamp(min=1).to(last.keys.dtype), value=last.scaling
-        )
-        own = (last.q * direction).sum(-1, keepdim=True) + weights["bias"].view(*last.q.shape[1:3], 1) + n.log()
-        shares = torch.cat([last.scores, own.to(last.scores.dtype)], -1).softmax(-1).to(last.v.dtype)
-        return torch.addcmul(shares[..., :-1] @ last.v, shares[..., -1:], o_far)
+        base = number.log() + bias
+        own = torch.baddbmm(base.view(-1, 1, 1), q.reshape(-1, 1, q.shape[3]), direction.view(-1, q.shape[3], 1))
+        shares = torch.cat([last.scores, own.view(base.shape)], -1).softmax(-1)
+        return (shares[..., :-1].to(last.v.dtype) @ last.v).addcmul_(shares[..., -1:], o_far)

@@ -12,7 +12,8 @@ from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.layers.rules.base import Reading, Rule
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
-from hf_linear_attn.ops.step import decode_opaque_, decode_plain_
+from hf_linear_attn.ops.dispatch import wants_kernels
+from hf_linear_attn.ops.step import decode_opaque_, decode_plain_, fold_and_read_
 from hf_linear_attn.ops.window import key_product, running_sum
 
 
@@ -27,8 +28,11 @@ class Additive(Rule):
     steps: ClassVar[bool] = True
 
     @override
-    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
-        return {"kv": Slot((kv_heads, feature_dim, value_dim)), "z": Slot((kv_heads, feature_dim))}
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
+        return {
+            "kv": Slot((kv_heads, feature_dim, value_dim)),
+            "z": Slot((kv_heads, feature_dim), copies=copies),
+        }
 
     @override
     def read(
@@ -78,7 +82,14 @@ class Additive(Rule):
         *,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
+        signed: bool = True,
     ) -> Tensor:
+        if not wants_kernels(self.backend, v.device):
+            if kernel is not None:
+                phi = elementwise_map(kernel)
+                phi_q, phi_k, signed = phi.phi(phi_q), phi.phi(phi_k), not phi.non_negative
+            return fold_and_read_(phi_q, phi_k, v, state["kv"], state["z"], key_mask, self.eps, signed)
         step = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
-        phi = kernel or "identity"
-        return step(phi_q, phi_k, v, state["kv"], state["z"], key_mask, phi, self.eps, self.backend)
+        q, name = phi_q.flatten(1, 2)[:, :, None], kernel or "identity"
+        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend)
+        return o.view(*phi_q.shape[:3], -1)

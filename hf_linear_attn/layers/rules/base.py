@@ -59,8 +59,8 @@ class Rule(ABC):
         self.eps, self.backend = eps, backend
 
     @abstractmethod
-    def slots(self, kv_heads: int, feature_dim: int, value_dim: int) -> dict[str, Slot]:
-        """Describe the state's tensors."""
+    def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
+        """Describe the state's tensors; ``copies`` is for those that all programs of a step's kernel need."""
 
     @abstractmethod
     def read(
@@ -101,6 +101,20 @@ class Rule(ABC):
         *,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
+        signed: bool = True,
     ) -> Tensor:
-        """Take in one key and answer one query, in place: as :meth:`read` with T = 1, and ``o [B, H, 1, V]``."""
+        """Take in one key and answer one query of each head, in place; see :meth:`read`.
+
+        Args:
+            phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
+            phi_k: Features of the key ``[B, HKV, 1, F]``.
+            v: Its value ``[B, HKV, 1, V]``.
+            state: The rule's tensors.
+            kernel: As there.
+            key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
+            signed: Whether features can be negative.
+
+        Returns:
+            ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no step")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.dispatch import device_obstacle
+from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
 
 LARGEST_PAIR = 128
 """Dimensions up to which the weights of paired maps fit into shared memory."""
@@ -28,7 +28,7 @@ def features_of(
     Returns:
         Features ``[B, H or HKV, T, F]``.
     """
-    if backend == "triton" or (backend == "auto" and x.is_cuda):
+    if wants_kernels(backend, x.device):
         pair = feature_map.pair(side)
         if pair is not None and computes_features(x, pair):
             # Imported here so that the package needs neither Triton nor a GPU.

@@ -1,195 +1,27 @@
-"""The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
+"""Generation a token at a time, against a state that is updated in place, at fixed addresses."""
 
-from typing import Any
+from hf_linear_attn.ops.step.copies import copies_of
+from hf_linear_attn.ops.step.decode import (
+    constant,
+    decode_opaque_,
+    decode_plain_,
+    decode_state,
+    decode_step_,
+    fold_and_read_,
+)
+from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step.problem import HybridStep
 
-import torch
-from torch import Tensor
-
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.linear_attention.reference import guarded
-from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.triton.plan import target_of, tile
-
-
-def decode_state(
-    batch: int, num_kv_heads: int, feature_dim: int, value_dim: int, *, device: torch.device | str
-) -> LinearAttentionState:
-    """Allocate an empty state for :func:`decode_step_`.
-
-    Args:
-        batch: Sequences ``B``.
-        num_kv_heads: Key heads ``HKV``.
-        feature_dim: Features ``F``.
-        value_dim: Size ``V`` of a value.
-        device: Where.
-
-    Returns:
-        ``kv [B, HKV, F, V]`` and ``z [B, HKV, C, F]``, fp32 zeros. The C copies of the normaliser, one per
-        program of the kernel that shares a head, are always equal: fill them all
-        (``z.copy_(other.z[:, :, None])``) and read any one (``z[:, :, 0]``).
-    """
-    device = torch.device(device)
-    copies = 1
-    if device.type == "cuda":
-        copies = _copies(device, feature_dim, value_dim)
-    return LinearAttentionState(
-        torch.zeros(batch, num_kv_heads, feature_dim, value_dim, device=device),
-        torch.zeros(batch, num_kv_heads, copies, feature_dim, device=device),
-    )
-
-
-def _copies(device: torch.device, feature_dim: int, value_dim: int) -> int:
-    """Return how many programs share a head in a step; each keeps its own copy of z."""
-    target = target_of(device)
-    if target is None:
-        return 1
-    return -(-value_dim // tile(target, torch.bfloat16, "decode", feature_dim, value_dim, 0).width)
-
-
-@torch.no_grad()
-def decode_step_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearAttentionState,
-    *,
-    phi: str = "elu",
-    key_mask: Tensor | None = None,
-    eps: float = 1e-6,
-    backend: str = "auto",
-) -> Tensor:
-    """Read T new tokens and fold them into ``state`` in place; no gradients.
-
-    The same sums as :func:`linear_attention` with ``causal=True`` and that state, without a new state each
-    time, so that a captured graph can replay it. Masked tokens leave the state as it is: a finished row is a
-    masked row.
-
-    Args:
-        q: Queries ``[B, H, T, D]``; features already where ``phi`` is ``"identity"``.
-        k: Keys ``[B, HKV, T, D]``.
-        v: Values ``[B, HKV, T, V]``.
-        state: ``kv [B, HKV, F, V]`` and ``z [B, HKV, F]`` or ``[B, HKV, C, F]``, contiguous, fp32 (fp64 for
-            fp64 tokens); see :func:`decode_state`.
-        phi: Name of an elementwise map.
-        key_mask: ``[B, T]`` bool, True = a real token.
-        eps: Added to the normaliser, away from 0.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``.
-
-    Returns:
-        ``o [B, H, T, V]`` in q's dtype.
-
-    Raises:
-        ArgumentError: If shapes or names do not fit, or the state is not contiguous.
-        ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
-        BackendError: If the backend asked for cannot run here.
-    """
-    _check(q, k, v, state, key_mask)
-    if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
-        # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops.step.triton.op import decode_step_triton_
-
-        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
-    return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
-
-
-def decode_plain_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    z: Tensor,
-    key_mask: Tensor | None,
-    phi: str,
-    eps: float,
-    backend: str,
-) -> Tensor:
-    """Run :func:`decode_step_` on plain tensors."""
-    state = LinearAttentionState(kv, z)
-    return decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend).contiguous()
-
-
-decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decode_plain_, mutates_args=("kv", "z"))
-"""The same as one node of a graph: what chooses a backend does not belong into it."""
-
-
-@decode_opaque_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None) -> None:
-    batch, heads, tokens, dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
-    kv, z = state
-    shapes = (
-        ("k", k, (batch, kv_heads, tokens, dim)),
-        ("v", v, (batch, kv_heads, tokens, value_dim)),
-        ("state.kv", kv, (batch, kv_heads, dim, value_dim)),
-        ("state.z", z, (batch, kv_heads, dim) if z.ndim == 3 else (batch, kv_heads, *z.shape[2:3], dim)),
-    )
-    for name, x, shape in shapes:
-        if x.shape != shape:
-            raise ArgumentError(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own.")
-    if z.ndim == 4 and not 1 <= z.shape[2] <= value_dim:
-        raise ArgumentError(
-            "state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state()."
-        )
-    if heads % kv_heads:
-        raise ArgumentError(
-            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
-        )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, x in (("state.kv", kv), ("state.z", z)):
-        if x.dtype != dtype:
-            raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
-        if not x.is_contiguous():
-            raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
-        raise ArgumentError(
-            "key_mask",
-            f"be bool of shape [B, T] = {(batch, tokens)}",
-            (key_mask.dtype, tuple(key_mask.shape)),
-            "Slice the mask to the new tokens.",
-        )
-
-
-def _decode_step_torch_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearAttentionState,
-    phi: str,
-    key_mask: Tensor | None,
-    eps: float,
-) -> Tensor:
-    feature_map = elementwise_map(phi)
-    kv, z = state
-    batch, kv_heads, tokens, dim = k.shape
-    rows, value_dim = batch * kv_heads, v.shape[3]
-    phi_q = feature_map.phi(q).reshape(rows, -1, dim)
-    phi_k = feature_map.phi(k)
-    if key_mask is not None:
-        phi_k = phi_k * key_mask[:, None, :, None]
-    phi_k = phi_k.reshape(rows, tokens, dim)
-    v_rows = v.to(kv.dtype).reshape(rows, tokens, value_dim)
-    kv_rows = kv.view(rows, dim, value_dim)
-    z_one = z if z.ndim == 3 else z[:, :, 0]
-    if tokens == 1:
-        # Fold first: the token sees itself, and no [T, T] scores are needed.
-        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
-        sums = phi_k.view(batch, kv_heads, dim)
-        z += sums if z.ndim == 3 else sums[:, :, None]
-        num = torch.bmm(phi_q, kv_rows)
-        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1))
-    else:
-        scores = torch.bmm(phi_q, phi_k.transpose(1, 2))
-        scores.view(rows, -1, tokens, tokens).tril_()
-        num = torch.bmm(phi_q, kv_rows).baddbmm_(scores, v_rows)
-        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1)).add_(scores.sum(-1, keepdim=True))
-        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
-        sums = phi_k.sum(1).view(batch, kv_heads, dim)
-        z += sums if z.ndim == 3 else sums[:, :, None]
-    den = den.add_(eps) if feature_map.non_negative else guarded(den, eps)
-    return num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)
+__all__ = [
+    "HYBRID_MIXES",
+    "HybridStep",
+    "constant",
+    "copies_of",
+    "decode_opaque_",
+    "decode_plain_",
+    "decode_state",
+    "decode_step_",
+    "fold_and_read_",
+    "hybrid_obstacle",
+    "hybrid_step_",
+]

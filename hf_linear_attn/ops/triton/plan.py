@@ -22,7 +22,10 @@ TABLE_VERSION = 2
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
-TILED = {"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V", "decode": "V"}
+TILED = {
+    **{"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V"},
+    **{"decode": "V", "hybrid": "V"},
+}
 """Kernels whose programs share a head, and the dimension that they share out."""
 
 

@@ -32,6 +32,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Number(int):
+    """A number that a launch takes and on which its plan does not depend, as where in a text a token stands."""
+
+
 class Start(NamedTuple):
     """A launch: the jitted function, the size of its grid, and its arguments by name."""
 
@@ -42,6 +46,11 @@ class Start(NamedTuple):
     def run(self) -> None:
         """Launch the kernel."""
         self.kernel[(self.programs,)](**self.arguments)
+
+    def with_plain_numbers(self) -> "Start":
+        """Return the launch as Triton takes it."""
+        plain = {name: int(x) if isinstance(x, Number) else x for name, x in self.arguments.items()}
+        return self._replace(arguments=plain)
 
 
 class Operation(NamedTuple):
@@ -113,9 +122,10 @@ class Plan(NamedTuple):
     results: list[int | None]
     form: Callable[[list[Any]], Any]
 
-    def run(self, given: list[Tensor]) -> Any:
+    def run(self, given: Sequence[Tensor | Number]) -> Any:
         """Repeat it with other tensors."""
-        tensors: list[Any] = given + [None] * (self.numbers - len(given))
+        tensors: list[Any] = [int(x) if isinstance(x, Number) else x for x in given]
+        tensors += [None] * (self.numbers - len(given))
         for number, size, stride, dtype, device in self.allocations:
             tensors[number] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         for operation in self.operations:
@@ -127,7 +137,7 @@ class Plan(NamedTuple):
                 arguments[name] = tensors[number]
             starts.append(Start(kernel, programs, arguments))
         results = self.form([None if number is None else tensors[number] for number in self.results])
-        return _run(results, starts, given[0].device)
+        return _run(results, starts, tensors[0].device)
 
 
 class _Stay:
@@ -153,8 +163,10 @@ def _on(device: torch.device) -> Any:
 Where = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 
 
-def _where(x: Tensor) -> Where:
+def _where(x: Tensor | Number) -> Where | int:
     """Return what tells a tensor from others: one tensor may come as several objects."""
+    if isinstance(x, Number):
+        return id(x)
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
@@ -162,16 +174,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what runs while a plan is made.
 
     Args:
-        given: The tensors of the call.
+        given: The tensors of the call, and the numbers that its plan does not depend on.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor | Number]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known: dict[Where, int] = {_where(x): number for number, x in enumerate(given)}
+        self.known: dict[Where | int, int] = {_where(x): number for number, x in enumerate(given)}
         # Where one tensor is given twice, the next call like this may give two.
         self.repeatable = len(self.known) == len(given)
         # Memory of what is freed would be given to others, that were then taken for it.
-        self.alive: list[Tensor] = list(given)
+        self.alive: list[Any] = list(given)
         self.operations: list[Operation] = []
         self.writes = True
 
@@ -221,7 +233,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known[_where(x)] = len(self.alive) - 1
         return len(self.alive) - 1
 
-    def number(self, x: Tensor) -> int:
+    def number(self, x: Tensor | Number) -> int:
         """Return a tensor's number; one that comes from elsewhere may be another next time."""
         number = self.known.get(_where(x))
         if number is None:
@@ -233,8 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the plan, or None where it cannot be repeated."""
         numbered = []
         for start in starts:
-            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor)]
-            fixed = {name: None if isinstance(x, Tensor) else x for name, x in start.arguments.items()}
+            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor | Number)]
+            fixed = {name: None if isinstance(x, Tensor | Number) else x for name, x in start.arguments.items()}
             numbered.append((start._replace(arguments=fixed), names))
         whole = [result] if isinstance(result, Tensor) else list(result)
         results = [None if x is None else self.number(x) for x in whole]
@@ -325,9 +337,10 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
     """Run what a planning function plans, and plan calls that are alike only once.
 
     Args:
-        plan: Takes tensors, the first of them on the device of the launches, and settings that hash; returns the
-            results, a tensor or a tuple of them, allocated, and the launches that compute them, in order. Apart from
-            its arguments it may depend on the precision of fp32 products alone.
+        plan: Takes tensors, the first of them on the device of the launches, settings that hash, and a
+            :class:`Number` where an integer only goes on to the launches; returns the results, a tensor or a tuple of
+            them, allocated, and the launches that compute them, in order. Apart from its arguments it may depend on
+            the precision of fp32 products alone.
 
     Returns:
         A function of the same arguments that launches the kernels and returns the results.
@@ -337,7 +350,7 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
 
     @functools.wraps(plan)
     def run(*arguments: P.args, **settings: P.kwargs) -> R:
-        given: list[Tensor] = []
+        given: list[Any] = []
         key: list[Any] = [torch.get_float32_matmul_precision()]
         for x in arguments:
             if isinstance(x, Tensor):
@@ -345,6 +358,9 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
                     return _run(*plan(*arguments, **settings), x.device)
                 given.append(x)
                 key += (x.shape, x.stride(), x.dtype, x.device)
+            elif type(x) is Number:
+                given.append(x)
+                key.append(Number)
             else:
                 key.append(x)
         named = tuple(key)
@@ -366,7 +382,7 @@ def _run(result: R, starts: Sequence[Start], device: torch.device) -> R:
     if starts:
         with _on(device):
             for start in starts:
-                start.run()
+                start.with_plain_numbers().run()
     return result
 
 

@@ -69,6 +69,23 @@ def roots(y, power, sharpness, inside, QUERY: tl.constexpr):
     return length, p, tl.sqrt(softmax(2 * p[:, None] * logs, inside)), logs
 
 
+@triton.jit
+def halves(y, power, sharpness, inside, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr):
+    """Return both halves of the features of each row, as large as ``dtype`` can hold."""
+    if MAP == "hedgehog":
+        above = softmax(y, inside)
+        below = softmax(-y, inside)
+    else:
+        length, _, r, _ = roots(y, power, sharpness, inside, QUERY)
+        bent = length[:, None] * r
+        if dtype == tl.float16:
+            bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
+        # Of a NaN, neither half is 0.
+        above = tl.where(y <= 0, 0.0, bent)
+        below = tl.where(y >= 0, 0.0, bent)
+    return above, below
+
+
 @triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
 def features_kernel(
     x, weight, power, o,
@@ -91,6 +108,7 @@ def features_kernel(
     # [BD, BM]
     w, rest = load_weight(weight + i_h.to(tl.int64) * w_h, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
+    a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     start = i_l.to(tl.int64) * L
@@ -100,17 +118,7 @@ def features_kernel(
         xx = load_operand(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD, PRECISION)
         # [BT, BM]
         y = project(xx, w, rest, factor, PRECISION, SPLIT)
-        if MAP == "hedgehog":
-            above = softmax(y, inside)
-            below = softmax(-y, inside)
-        else:
-            length, _, r, _ = roots(y, a, sharpness, inside, QUERY)
-            bent = length[:, None] * r
-            if o.dtype.element_ty == tl.float16:
-                bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
-            # Of a NaN, neither half is 0.
-            above = tl.where(y <= 0, 0.0, bent)
-            below = tl.where(y >= 0, 0.0, bent)
+        above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty)
         store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
 

@@ -1,4 +1,6 @@
-"""The decode kernel as a torch.library op."""
+"""The kernels of a step as torch.library ops."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,9 +8,12 @@ from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
+from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import directly, planned, target_for
+from hf_linear_attn.ops.triton.remember import Number
+from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
 
 def decode_step_triton_(
@@ -58,5 +63,60 @@ def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: T
     return empty_like_tokens(q, v.shape[3])
 
 
-refuse_vmap("triton", triton_decode_)
+@torch.library.custom_op(
+    "hf_linear_attn::triton_hybrid_", mutates_args=("kv", "z", "far_keys", "near_k", "near_v", "near_mask")
+)
+def triton_hybrid_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    seen: Tensor,
+    place: Tensor | None,
+    length: int,
+    kv: Tensor | None,
+    z: Tensor | None,
+    far_keys: Tensor | None,
+    near_k: Tensor,
+    near_v: Tensor,
+    near_mask: Tensor,
+    weight_q: Tensor | None,
+    power_q: Tensor | None,
+    weight_k: Tensor | None,
+    power_k: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    phi: str,
+    factor: float,
+    sharpness: float,
+    mix: str,
+    sinks: int,
+    scaling: float,
+    eps: float,
+) -> Tensor:
+    """Return o of one token per row and update its state in place; see :class:`HybridStep`."""
+    tensors = kv, z, far_keys, near_k, near_v, near_mask, weight_q, power_q, weight_k, power_k, bias, weight
+    settings = phi, factor, sharpness, mix, sinks, scaling, eps
+    # A plan is the same wherever in the text the token stands.
+    return _hybrid(q, k, v, key_mask, seen, place, Number(length), *tensors, *settings)
+
+
+@planned
+def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
+    step = HybridStep(*inputs)
+    weights = ("weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
+    laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
+    laid_out |= {name: contiguous(getattr(step, name)) for name in weights}
+    step = step._replace(**laid_out)
+    o, launch = hybrid_launch(target_for(step.q.device), step)
+    return o, [launch]
+
+
+@triton_hybrid_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return empty_like_tokens(q, v.shape[3])
+
+
+refuse_vmap("triton", triton_decode_, triton_hybrid_)
+
 _fold = directly(triton_decode_, _changing)

@@ -1,0 +1,261 @@
+"""The embedding suite, for encoders: nearness to the teacher, retrieval of a text's other half, and time, by length."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from hf_linear_attn.encoders import Frame, Pooling, embed, pooling_of
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.cost import Pace
+from hf_linear_attn.evaluation.embedding import LOW_PERCENT, compare_embeddings
+from hf_linear_attn.evaluation.figures import Axes
+from hf_linear_attn.evaluation.meters import timed
+from hf_linear_attn.evaluation.settings import check_settings
+from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
+from hf_linear_attn.evaluation.view import (
+    Headline,
+    Point,
+    Results,
+    Row,
+    Section,
+    Table,
+    chart,
+    compared,
+    lines,
+    number,
+    or_status,
+    other_of,
+    percent,
+    tokens,
+)
+from hf_linear_attn.loading import Kind, read_text
+
+_FIGURES = (
+    "texts", "mean_reciprocal_rank", "top1", "median_rank", "cosine_mean", f"cosine_p{LOW_PERCENT:02d}", "cosine_min",
+    "between_texts", "ms_per_text",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """Settings of the embedding suite.
+
+    Args:
+        embedding_lengths: Tokens of a text, special ones included.
+        embedding_texts: Texts of each length.
+        embedding_file: UTF-8 text to cut them from; without it, held-out source of the standard library.
+        embedding_repeats: Timed forwards of each length.
+        pooling: How an embedding is made of tokens; without it, what the model's folder says, else ``mean``.
+    """
+
+    embedding_lengths: tuple[int, ...] = (32, 128, 512)
+    embedding_texts: int = 128
+    embedding_file: str | None = None
+    embedding_repeats: int = 5
+    pooling: str | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self, embedding_lengths=8, embedding_texts=2, embedding_repeats=1)
+
+
+@register_suite
+class Embedding(Suite):
+    """Are a student encoder's embeddings the teacher's?"""
+
+    name = "embedding"
+    title = "embedding suite (encoders)"
+    Settings = EmbeddingSettings
+    kind: ClassVar[Kind] = "encoder"
+    parts = {"embedding": []}  # noqa: RUF012
+    row_key = ("model", "length")
+    place = 40
+    unit = "text"
+    own: EmbeddingSettings
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The special tokens around a text."""
+        return Frame.of(self.tokenizer)
+
+    @cached_property
+    def pooling(self) -> Pooling:
+        """How an embedding is made of hidden states."""
+        return pooling_of(self.subjects[0].path, self.own.pooling)
+
+    @cached_property
+    def documents(self) -> list[list[int]]:
+        """The tokens of the documents that texts are cut from."""
+        named = self.own.embedding_file
+        texts = load_stdlib_documents("heldout") if named is None else [read_text(named, "embedding_file")]
+        return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+
+    def texts(self, length: int) -> list[list[int]]:
+        """Return texts of that many tokens, special ones included, spread over all documents."""
+        size = length - len(self.frame.begin) - len(self.frame.end)
+        found = [ids[n : n + size] for ids in self.documents for n in range(0, len(ids) - size + 1, size)]
+        count = min(self.own.embedding_texts, len(found))
+        return [found[n * len(found) // count] for n in range(count)]
+
+    def check(self) -> None:
+        """Refuse lengths of which there are no two texts.
+
+        Raises:
+            ArgumentError: If there is one, or the pooling is unknown.
+        """
+        _ = self.pooling
+        for length in self.own.embedding_lengths:
+            if len(self.texts(length)) < 2:
+                raise ArgumentError(
+                    "embedding_lengths", "leave two texts at least", length, "Shorten it, or name a longer file."
+                )
+
+    def plan(self, paces: Mapping[str, Pace]) -> Plan:
+        """Count the texts that are read: whole and in halves, and again to time them."""
+        count = sum(2 * len(self.texts(n)) + self.own.embedding_repeats for n in self.own.embedding_lengths)
+        read = sum(n * (2 * len(self.texts(n)) + self.own.embedding_repeats) for n in self.own.embedding_lengths)
+        return Plan(count * len(self.subjects), read * len(self.subjects))
+
+    def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
+        """Measure every length that the store does not hold yet."""
+        for length in self.own.embedding_lengths:
+            able = [subject for subject in self.subjects if subject.refusal(length) is None]
+            if any(store.get(self._key(store, subject, length)) is None for subject in able):
+                texts = self.texts(length)
+                models = {subject.name: subject.model for subject in able}
+                found = compare_embeddings(models, texts, self.frame, self.pooling, pad=self.pad)
+                for subject in able:
+                    found[subject.name]["ms_per_text"] = self._time(subject.model, texts[0])
+                    key = self._key(store, subject, length)
+                    store.add(
+                        [{"key": key, "id": f"embedding/{subject.name}/{length}", "figures": found[subject.name]}]
+                    )
+            advance((2 * self.own.embedding_texts + self.own.embedding_repeats) * len(self.subjects))
+
+    @property
+    def pad(self) -> int:
+        """The token that fills up short rows."""
+        return self.tokenizer.pad_token_id or 0
+
+    def _time(self, model: Any, text: list[int]) -> float:
+        device = next(model.parameters()).device
+        ids = torch.tensor([self.frame.around(text)], device=device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        taken = [
+            timed(device, lambda: embed(model, ids, mask, self.pooling)) for _ in range(self.own.embedding_repeats + 1)
+        ]
+        return statistics.median(taken[1:])
+
+    @staticmethod
+    def _key(store: SampleStore, subject: Any, length: int) -> str:
+        return store.key(subject.fingerprint, f"embedding/{subject.name}/{length}")
+
+    def collect(self, store: SampleStore) -> dict[str, Any]:
+        """Turn the store's records into rows."""
+        rows = []
+        for subject in self.subjects:
+            for length in self.own.embedding_lengths:
+                record = store.get(self._key(store, subject, length))
+                figures = dict.fromkeys(_FIGURES) | ({} if record is None else record["figures"])
+                status = {"status": "ok", "reason": None}
+                if record is None:
+                    status = {"status": "unsupported", "reason": subject.refusal(length)}
+                rows.append({"model": subject.name, "length": length, **status, **figures})
+        return {"embedding": rows}
+
+    @classmethod
+    def without_times(cls, results: dict[str, Any]) -> dict[str, Any]:
+        """Return results without what a clock decides."""
+        for row in results["embedding"]:
+            row.pop("ms_per_text", None)
+        return results
+
+    @classmethod
+    def headlines(cls, results: Results) -> list[Headline]:
+        """Say how near the embeddings are."""
+        mine = _longest(results)
+        if mine is None or mine["cosine_mean"] is None:
+            return []
+        detail = f"worst {LOW_PERCENT}% {mine[f'cosine_p{LOW_PERCENT:02d}']:.3f}; "
+        detail += f"different texts have {mine['between_texts']:.3f}"
+        return [
+            Headline(
+                f"{mine['cosine_mean']:.3f}", f"mean cosine to the teacher at {tokens(mine['length'])} tokens", detail
+            )
+        ]
+
+    @classmethod
+    def quality(cls, results: Results) -> list[str]:
+        """Compare retrieval with the teacher's at the longest length."""
+        mine, other = _longest(results), other_of(results)
+        theirs = None if mine is None else _row(results, other, mine["length"])
+        if mine is None or theirs is None:
+            return []
+        first = results["model"]["name"]
+        return [
+            f"Among {mine['texts']} texts of {tokens(mine['length'])} tokens, {first} finds the second half of "
+            f"{percent(mine['top1'])} by the first, {other} of {percent(theirs['top1'])}."
+        ]
+
+    @classmethod
+    def speed(cls, results: Results) -> list[str]:
+        """Compare the time of a text with the teacher's at the longest length."""
+        mine, other = _longest(results), other_of(results)
+        theirs = None if mine is None else _row(results, other, mine["length"])
+        if mine is None or theirs is None:
+            return []
+        figure, word = compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
+        return [f"A text of {tokens(mine['length'])} tokens is embedded {figure} {word} than by {other}."]
+
+    @classmethod
+    def pictures(cls, results: Results) -> list[Section]:
+        """Draw the time of a text by its length."""
+
+        def point(row: Row) -> Point | None:
+            return None if row["ms_per_text"] is None else (row["length"], row["ms_per_text"], None, None)
+
+        series = lines(results, results["embedding"], point)
+        axes = Axes("tokens of a text", "ms per text", log_y=True)
+        drawn = chart("embedding-time", "Embedding", "one text at a time", series, axes)
+        return [Section("Embeddings", "Both axes are logarithmic, lower is better.", drawn)]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """Return the rows."""
+        header = (
+            "model", "length", "texts", "mean cosine", f"worst {LOW_PERCENT}%", "different texts", "reciprocal rank",
+            "found first", "ms per text",
+        )  # fmt: skip
+        low = f"cosine_p{LOW_PERCENT:02d}"
+        rows = [
+            [
+                row["model"],
+                f"{row['length']:,}",
+                or_status(row, str(row["texts"])),
+                *(number(row[name]) for name in ("cosine_mean", low, "between_texts", "mean_reciprocal_rank")),
+                percent(row["top1"]),
+                number(row["ms_per_text"]),
+            ]
+            for row in results["embedding"]
+        ]
+        return [Table("Embeddings", header, rows)]
+
+
+def _row(results: Results, model: str | None, length: int) -> Row | None:
+    """Return the figures of a model at a length, if there are any."""
+    rows = (row for row in results["embedding"] if row["status"] == "ok")
+    return next((row for row in rows if (row["model"], row["length"]) == (model, length)), None)
+
+
+def _longest(results: Results) -> Row | None:
+    """Return the figures of the model under test at its longest length, if there are any."""
+    name = results["model"]["name"]
+    rows = [row for row in results["embedding"] if row["model"] == name and row["status"] == "ok"]
+    return max(rows, key=lambda row: row["length"], default=None)

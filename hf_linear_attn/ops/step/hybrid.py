@@ -1,0 +1,121 @@
+"""A whole step of a layer with a window by one kernel: features, fold, read, window, sinks and join."""
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.ops.dispatch import choose_backend
+from hf_linear_attn.ops.features import LARGEST_PAIR
+from hf_linear_attn.ops.library import refuse_functional
+from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.window.api import window_obstacle
+
+HYBRID_MIXES = ("gate", "key", "window")
+"""Mixing rules that the kernel knows."""
+
+
+def hybrid_obstacle(step: HybridStep) -> str | None:
+    """Say why the kernel cannot take a step here, or None where it can."""
+    reason = window_obstacle(step.q, step.k, step.v)
+    if reason is not None:
+        return reason
+    if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype:
+        return "tokens and window are of several dtypes"
+    if step.weight_q is None or step.weight_k is None:
+        return None
+    if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
+        return (
+            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernel holds at most {LARGEST_PAIR}"
+        )
+    if not step.weight_q.device == step.weight_k.device == step.q.device:
+        return "the map's weights are kept elsewhere"
+    return None
+
+
+def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
+    """Read one new token per row and update the tensors of its state in place, but for the number of tokens seen.
+
+    The kernel is the only implementation: what is computed is said by the general path of a layer, of which it is one
+    step. Masked rows leave sums and sinks as they are. Raise ``seen`` afterwards.
+
+    Args:
+        step: The tokens, the state and the settings.
+        backend: ``"auto"`` or ``"triton"``.
+
+    Returns:
+        ``o [B, H, 1, V]`` in q's dtype; of masked rows anything finite.
+
+    Raises:
+        ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
+        ArgumentTypeError: If sums are not fp32.
+        BackendError: If the kernel cannot run here.
+    """
+    _check(step)
+    choose_backend("triton" if backend == "auto" else backend, step.q.device, lambda: hybrid_obstacle(step))
+    refuse_functional("triton", step.q, step.k, step.v)
+    # Imported here so that the package needs neither Triton nor a GPU.
+    from hf_linear_attn.ops.step.triton.op import triton_hybrid_
+
+    o: Tensor = triton_hybrid_(*step)
+    return o
+
+
+def _check(step: HybridStep) -> None:
+    """Refuse a step whose tensors do not fit together: the kernel would write beyond them."""
+    (batch, kv_heads, slots, head_dim), heads = step.near_k.shape, step.q.shape[1]
+    value_dim, features = step.v.shape[3], head_dim
+    if step.mix not in HYBRID_MIXES:
+        raise ArgumentError("mix", "be one that the kernel knows", step.mix, "Use one of those", available=HYBRID_MIXES)
+    if heads % kv_heads:
+        raise ArgumentError(
+            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
+        )
+    if not 0 <= step.sinks <= slots - 2:
+        raise ArgumentError("sinks", f"leave 2 of {slots} slots to the window", step.sinks, "Pass the layer's own.")
+    shapes: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("q", step.q, (batch, heads, 1, head_dim)),
+        ("k", step.k, (batch, kv_heads, 1, head_dim)),
+        ("v", step.v, (batch, kv_heads, 1, value_dim)),
+        ("seen", step.seen, (batch,)),
+        ("near_v", step.near_v, (batch, kv_heads, slots, value_dim)),
+        ("near_mask", step.near_mask, (batch, slots)),
+    ]
+    if step.key_mask is not None:
+        shapes.append(("key_mask", step.key_mask, (batch, 1)))
+    if step.mix != "window":
+        if step.weight_k is not None:
+            half = step.weight_k.shape[2]
+            features = 2 * half
+            for name, x, number in (("weight_q", step.weight_q, heads), ("weight_k", step.weight_k, kv_heads)):
+                copies = 1 if x is None or len(x) == 1 else number
+                shapes.append((name, x, (copies, head_dim, half)))
+        shapes += [
+            ("kv", step.kv, (batch, kv_heads, features, value_dim)),
+            ("z", step.z, (batch, kv_heads, *_copies(step.z, value_dim), features)),
+            ("bias", step.bias, (heads,)),
+            ("weight", step.weight, (heads, head_dim)),
+        ]
+        if step.mix == "key":
+            shapes.append(("far_keys", step.far_keys, (batch, kv_heads, *_copies(step.z, value_dim), head_dim)))
+    for name, x, shape in shapes:
+        if x is None or x.shape != shape:
+            raise ArgumentError(
+                name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
+            )
+    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "seen"):
+        x = getattr(step, name)
+        if x is None:
+            continue
+        if name in ("kv", "z", "far_keys") and x.dtype != torch.float32:
+            raise ArgumentTypeError(name, "be torch.float32", x.dtype, "States are never kept in less.")
+        if not x.is_contiguous():
+            raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "Copy it once.")
+
+
+def _copies(z: Tensor | None, value_dim: int) -> tuple[int, ...]:
+    """Return the dimension of copies that z has, if it has one."""
+    if z is None or z.ndim == 3:
+        return ()
+    if not 1 <= z.shape[2] <= value_dim:
+        raise ArgumentError("z", f"have 1 to V = {value_dim} copies", z.shape[2], "Let the layer allocate its state.")
+    return (z.shape[2],)

@@ -1,0 +1,65 @@
+"""What a step of a layer with a window is made of."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class HybridStep(NamedTuple):
+    """One step of a layer with a window.
+
+    Attributes:
+        q: Queries ``[B, H, 1, D]``.
+        k: Keys of the new tokens ``[B, HKV, 1, D]``.
+        v: Their values ``[B, HKV, 1, V]``.
+        key_mask: ``[B, 1]`` bool, True = a real token; None where all are.
+        seen: Real tokens read before ``[B]`` int64.
+        place: Tokens read before, padding included, 0-d int64; None where ``length`` says it.
+        length: The same, where it is known to the host.
+        kv: State ``[B, HKV, F, V]`` fp32, as all of the linear branch None where there is no such branch.
+        z: Its normaliser, ``[B, HKV, F]`` or ``[B, HKV, C, F]`` fp32.
+        far_keys: Sum of the keys beyond the window, ``[B, HKV, D]`` or ``[B, HKV, C, D]`` fp32; of the mix "key".
+        near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
+        near_v: Their values.
+        near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool.
+        weight_q: W of a paired map for queries ``[H or 1, D, F / 2]``; None for an elementwise map.
+        power_q: Power of the norm-preserving map ``[H or 1]``.
+        weight_k: Those for keys.
+        power_k: Likewise.
+        bias: The mix's ``[H]``; None where it has none.
+        weight: The mix's ``[H, D]``.
+        phi: Name of the map.
+        factor: On ``x W``.
+        sharpness: By which a query's power grows with its length.
+        mix: ``"key"``, ``"gate"`` or ``"window"``.
+        sinks: N.
+        scaling: Factor on ``q.k``.
+        eps: Added to the normaliser, away from 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    seen: Tensor
+    place: Tensor | None
+    length: int
+    kv: Tensor | None
+    z: Tensor | None
+    far_keys: Tensor | None
+    near_k: Tensor
+    near_v: Tensor
+    near_mask: Tensor
+    weight_q: Tensor | None
+    power_q: Tensor | None
+    weight_k: Tensor | None
+    power_k: Tensor | None
+    bias: Tensor | None
+    weight: Tensor | None
+    phi: str
+    factor: float
+    sharpness: float
+    mix: str
+    sinks: int
+    scaling: float
+    eps: float

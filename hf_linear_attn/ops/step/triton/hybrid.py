@@ -1,0 +1,287 @@
+"""The kernel of a whole step of a layer with a window, in one launch.
+
+A token t comes and the token t - W leaves the window. With F features and the sums ``S [F, V]``, ``z [F]``::
+
+    S += phi(k_{t-W}) v_{t-W}^T        z += phi(k_{t-W})        m: the mean of the n keys beyond the window
+    f = phi(q)^T S / (phi(q)^T z + eps)
+    o = (sum_j exp(s_j) v_j + exp(e) f) / (sum_j exp(s_j) + exp(e))     e = log n + scaling q.m + bias + weight.q
+
+over the W keys of the window and the sinks, where the mix is "key"; "gate" and "window" join otherwise. A program takes
+a key head of a row with all its query heads, and a tile of BV columns of V. It holds ``S [F, BV]`` in fp32 registers,
+walks the slots in tiles ``[BP, BD]``, and reads the weights of a paired map in tiles ``[BK, BM]``; everything but the
+operands of the slots' products is fp32.
+
+Programs of one head, and of one row, run at the same time. What one of them writes none of the others may read:
+
+* The token is written into a slot that holds no token of the window. It comes to the programs as k and v.
+* Whether a sink has come is told by the number of tokens seen, not by its flag, and a token that becomes a sink is read
+  from k and v, too. That number is raised after the launch.
+* z and the keys' sum have a copy per program of a head; all of them stay equal.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.features.triton.kernels import halves
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.triton.plan import Launch, Target, padded, precision, tile
+from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, operand, phi, product
+
+PRODUCTS = 4096
+"""Entries of a tile of a map's weights, which are summed up by rows at the end."""
+
+
+@triton.jit
+def features_of_head(
+    x, columns, weight, power, w, p, factor, sharpness,
+    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    MAP: tl.constexpr, PAIR: tl.constexpr, QUERY: tl.constexpr,
+):  # fmt: skip
+    """Return the features of a vector and, of a paired map, their second half.
+
+    Its head's weights begin at ``w``, its power is at ``p``. Of a vector without columns, all features are 0.
+    """
+    om = tl.arange(0, BM)
+    if PAIR:
+        # [BK, BM]
+        products = tl.zeros([BK, BM], tl.float32)
+        for d in range(0, D, BK):
+            od = d + tl.arange(0, BK)
+            xx = tl.load(x + od, mask=od < columns, other=0.0).to(tl.float32)
+            inside = (od < D)[:, None] & (om < M)[None, :]
+            ww = tl.load(weight + w + od[:, None] * M + om[None, :], mask=inside, other=0.0).to(tl.float32)
+            products += xx[:, None] * ww
+        y = tl.sum(products, 0)[None, :] * factor
+        a = 0.0
+        if MAP == "norm_preserving":
+            a = tl.load(power + p).to(tl.float32)
+        above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, x.dtype.element_ty)
+        first = tl.where(columns > 0, tl.reshape(above, [BM]), 0.0)
+        second = tl.where(columns > 0, tl.reshape(below, [BM]), 0.0)
+    else:
+        xx = tl.load(x + om, mask=om < columns, other=0.0)
+        first = tl.where(om < columns, phi(xx, MAP), 0.0)
+        second = first
+    return first, second
+
+
+@triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b"])
+def hybrid_kernel(
+    q, k, v, key_mask, seen, length, kv, z, far_keys, near_k, near_v, near_mask,
+    weight_q, power_q, weight_k, power_k, bias, weight, o,
+    HKV, N, W, scaling, eps, factor, sharpness,
+    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, wq_h, pq_h, wk_h, pk_h,
+    G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
+    GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, MIX: tl.constexpr, MASKED: tl.constexpr,
+    STATIC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read one token of one key head, fold the one that leaves, and write the outputs of its query heads."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    F: tl.constexpr = 2 * M if PAIR else M
+    pid = tl.program_id(0)
+    i_c = pid % C
+    bh = (pid // C).to(tl.int64)
+    i_b = bh // HKV
+    i_hk = bh % HKV
+    od = tl.arange(0, BD)
+    om = tl.arange(0, BM)
+    og = tl.arange(0, GP)
+    heads = i_hk * G + og
+    slots = N + W + 1
+    place = length
+    if STATIC:
+        place = tl.load(length)
+    new = (N + place % (W + 1)).to(tl.int64)
+    old = (N + (place + 1) % (W + 1)).to(tl.int64)
+    read = tl.load(seen + i_b)
+    real = read >= 0
+    if MASKED:
+        real = tl.load(key_mask + i_b * m_b) != 0
+    becomes_sink = real & (read < N)
+    enters = real & (read >= N)
+    near_mask += i_b * slots
+    near_k += bh * slots * D
+    near_v += bh * slots * V
+    q += i_b * q_b
+    k += i_b * k_b + i_hk * k_h
+    v += i_b * v_b + i_hk * v_h
+    o += i_b * o_b
+    # The token goes where nobody reads. Of one that is masked, nothing is read.
+    key = tl.load(k + od, mask=od < tl.where(real, D, 0), other=0.0)
+    if i_c == 0:
+        tl.store(near_k + new * D + od, key, mask=od < D)
+        tl.store(near_k + read * D + od, key, mask=od < tl.where(becomes_sink, D, 0))
+        if i_hk == 0:
+            tl.store(near_mask + new, enters)
+            tl.store(near_mask + read, becomes_sink, mask=becomes_sink)
+    # [GP, BD]
+    x = load_operand(q, heads[:, None] * q_h + od[None, :], og < G, od < D, D == BD, PRECISION)
+    wide = x.to(tl.float32)
+    own = tl.sum(wide * key.to(tl.float32)[None, :], 1) * (scaling * LOG2E)
+    if MIX != "window":
+        leaves = tl.load(near_mask + old) != 0
+        columns = tl.where(leaves, D, 0)
+        gone = near_k + old * D
+        fk, fk2 = features_of_head(
+            gone, columns, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
+            D, M, BD, BM, BK, MAP, PAIR, False,
+        )  # fmt: skip
+        z += (bh * C + i_c) * F
+        zz = tl.load(z + om, mask=om < M, other=0.0) + fk
+        zz2 = zz
+        if PAIR:
+            zz2 = tl.load(z + M + om, mask=om < M, other=0.0) + fk2
+        # Of a linear part: what each query gives it besides, and its direction.
+        u = tl.load(weight + heads[:, None] * D + od[None, :], mask=(og < G)[:, None] & (od < D)[None, :], other=0.0)
+        score = tl.load(bias + heads, mask=og < G, other=0.0).to(tl.float32) + tl.sum(wide * u.to(tl.float32), 1)
+        keys = tl.zeros([BD], tl.float32)
+        if MIX == "key":
+            far_keys += (bh * C + i_c) * D
+            keys = tl.load(far_keys + od, mask=od < D, other=0.0)
+            keys += tl.load(gone + od, mask=od < columns, other=0.0).to(tl.float32)
+    for i_v in range(i_c, NV, C):
+        ov = i_v * BV + tl.arange(0, BV)
+        value = tl.load(v + ov, mask=ov < tl.where(real, V, 0), other=0.0)
+        tl.store(near_v + new * V + ov, value, mask=ov < V)
+        tl.store(near_v + read * V + ov, value, mask=ov < tl.where(becomes_sink, V, 0))
+        # [GP, BV]
+        far = tl.zeros([GP, BV], tl.float32)
+        if MIX != "window":
+            gone_v = tl.load(near_v + old * V + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
+            # [BM, BV]
+            state = kv + bh * (F * V) + om[:, None] * V + ov[None, :]
+            inside = (om < M)[:, None] & (ov < V)[None, :]
+            s = tl.load(state, mask=inside, other=0.0) + fk[:, None] * gone_v[None, :]
+            tl.store(state, s, mask=inside)
+            s2 = s
+            if PAIR:
+                s2 = tl.load(state + M * V, mask=inside, other=0.0) + fk2[:, None] * gone_v[None, :]
+                tl.store(state + M * V, s2, mask=inside)
+            for g in range(G):
+                i_h = i_hk * G + g
+                fq, fq2 = features_of_head(
+                    q + i_h * q_h, D, weight_q, power_q, i_h * wq_h, i_h * pq_h, factor, sharpness,
+                    D, M, BD, BM, BK, MAP, PAIR, True,
+                )  # fmt: skip
+                y, mass = fq[:, None] * s, fq * zz
+                if PAIR:
+                    y, mass = y + fq2[:, None] * s2, mass + fq2 * zz2
+                num, den = tl.sum(y, 0), tl.sum(mass, 0)
+                if SIGNED:
+                    den = tl.where(den < 0, den - eps, den + eps)
+                else:
+                    den += eps
+                far = tl.where((og == g)[:, None], (num / den)[None, :], far)
+        # A query sees itself, whatever else it sees: no row is empty.
+        m = own
+        total = tl.full([GP], 1.0, tl.float32)
+        acc = tl.zeros([GP, BV], tl.float32) + value.to(tl.float32)[None, :]
+        held = tl.zeros([], tl.int32)
+        for j in range(0, slots, BP):
+            op = j + tl.arange(0, BP)
+            flag = tl.load(near_mask + op, mask=(op >= N) & (op < slots), other=0) != 0
+            circle = flag & (op != new) & (op != old)
+            held += tl.sum(circle.to(tl.int32), 0)
+            sees = circle | ((op < N) & (op < read))
+            # [BP, BD] and [BP, BV]
+            offset = op.to(tl.int64)[:, None]
+            kk = load_operand(near_k, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)
+            vv = load_operand(near_v, offset * V + ov[None, :], sees, ov < V, V % BV == 0, PRECISION)
+            scores = product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E)
+            scores = tl.where(sees[None, :], scores, float("-inf"))
+            largest = tl.maximum(m, tl.max(scores, 1))
+            p = tl.exp2(scores - largest[:, None])
+            before = tl.exp2(m - largest)
+            total = total * before + tl.sum(p, 1)
+            acc = dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
+            m = largest
+        if MIX != "window":
+            count = read + real.to(tl.int64)
+            n = (count - tl.minimum(count, N) - held - enters.to(tl.int64)).to(tl.float32)
+            if MIX == "key":
+                some = tl.maximum(n, 1.0)
+                e = score + tl.sum(wide * keys[None, :], 1) * (scaling / some) + tl.log(some)
+                e = tl.where(n > 0, e * LOG2E, float("-inf"))
+                largest = tl.maximum(m, e)
+                share = tl.exp2(e - largest)
+                before = tl.exp2(m - largest)
+                total = total * before + share
+                y = (acc * before[:, None] + share[:, None] * far) / total[:, None]
+            else:
+                gate = tl.where(n > 0, 1.0 / (1.0 + tl.exp2(-score * LOG2E)), 0.0)
+                y = acc / total[:, None]
+                y += gate[:, None] * (far - y)
+        else:
+            y = acc / total[:, None]
+        place_o = o + heads[:, None] * o_h + ov[None, :]
+        tl.store(place_o, y.to(o.dtype.element_ty), mask=(og < G)[:, None] & (ov < V)[None, :])
+    if MIX != "window":
+        tl.store(z + om, zz, mask=om < M)
+        if PAIR:
+            tl.store(z + M + om, zz2, mask=om < M)
+        if MIX == "key":
+            tl.store(far_keys + od, keys, mask=od < D)
+
+
+def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
+    """Plan one step.
+
+    Args:
+        target: The device.
+        step: The step, with q, k and v in the layout that kernels read and everything else contiguous.
+
+    Returns:
+        The output, allocated, and the launch.
+    """
+    q, k, v, near_k, z = step.q, step.k, step.v, step.near_k, step.z
+    (B, HKV, slots, D), V, G = near_k.shape, v.shape[3], q.shape[1] // k.shape[1]
+    o = empty_like_tokens(q, V)
+    M = D if step.weight_k is None else step.weight_k.shape[2]
+    F = M if step.weight_k is None else 2 * M
+    chosen = tile(target, q.dtype, "hybrid", F, V, G)
+    width = chosen.width
+    copies = -(-V // width) if z is None else z.shape[2] if z.ndim == 4 else 1
+    # A program without a tile would leave its copies behind.
+    while -(-V // width) < copies:
+        width //= 2
+    tensors = {
+        **{"q": q, "k": k, "v": v, "key_mask": step.key_mask, "seen": step.seen, "kv": step.kv, "z": z},
+        **{"far_keys": step.far_keys, "near_k": near_k, "near_v": step.near_v, "near_mask": step.near_mask},
+        **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
+        **{"bias": step.bias, "weight": step.weight, "o": o},
+    }
+    arguments = {
+        **tensors,
+        **{"length": step.length if step.place is None else step.place, "HKV": HKV, "N": step.sinks},
+        **{"W": slots - step.sinks - 1, "scaling": step.scaling, "eps": step.eps},
+        **{"factor": step.factor, "sharpness": step.sharpness},
+        **{
+            f"{name}_{dim}": x.stride(n)
+            for name, x in (("q", q), ("k", k), ("v", v), ("o", o))
+            for n, dim in enumerate("bh")
+        },
+        "m_b": 0 if step.key_mask is None else step.key_mask.stride(0),
+        **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
+        **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
+        **{"G": G, "C": copies, "D": D, "V": V, "M": M},
+        **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
+        **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
+        "SIGNED": step.weight_k is None and not elementwise_map(step.phi).non_negative,
+        **{"MIX": step.mix, "MASKED": step.key_mask is not None, "STATIC": step.place is not None},
+        "PRECISION": precision(target, q.dtype, max(D, V)),
+    }
+    reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
+    written = (o, step.kv, z, step.far_keys)
+    return o, Launch(
+        "hybrid", hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
+    )
+
+
+def _of_heads(x: Tensor | None) -> int:
+    """Return the distance between the weights of two heads; 0 where all share them."""
+    return 0 if x is None or len(x) == 1 else x.stride(0)

@@ -1,0 +1,172 @@
+"""A frozen base that student and teacher share, and one that is quantised."""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.lora import add_lora
+from hf_linear_attn.distill.models import is_quantised
+from hf_linear_attn.distill.teacher import SharedTeacher
+from hf_linear_attn.errors import ArgumentError
+from tests.distill.tiny import byte_tokenizer, tiny_teacher
+
+ROOT = Path(__file__).parents[2]
+# PEFT reads an attribute that Transformers renames.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    tiny_teacher(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    (tmp_path / "texts").mkdir()
+    for n in range(25):
+        (tmp_path / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
+    return tmp_path
+
+
+def settings_in(folder, **changes):
+    values = {
+        "model": f"{folder}/teacher",
+        "dataset": f"{folder}/texts",
+        "output_dir": f"{folder}/run",
+        "window": 4,
+        "sinks": 1,
+        "block_tokens": 16,
+        "rows": 2,
+        "transfer_steps": 2,
+        "distill_steps": 4,
+        "heldout_rows": 2,
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "progress": False,
+    }
+    return DistillationSettings.from_preset("single_gpu", **(values | changes))
+
+
+def same(a, b):
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_student_itself_is_the_teacher_while_its_adapters_and_patch_are_off(teacher, data):
+    student = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4)
+    shared, batch = SharedTeacher(student), data[0].batch(range(4), 16)
+    peft = add_lora(student, rank=2, alpha=4.0)
+    with torch.no_grad():
+        for name, p in peft.named_parameters():
+            if "lora_B" in name or "linear_attention" in name:
+                p.normal_(generator=torch.Generator().manual_seed(0))
+    peft.requires_grad_(False).train()
+    before = student(batch.input_ids).logits
+    with shared.running() as model:
+        torch.testing.assert_close(model(batch.input_ids).logits, teacher(batch.input_ids).logits, rtol=1e-4, atol=1e-5)
+        assert not model.training
+    assert peft.training
+    assert torch.equal(student(batch.input_ids).logits, before)
+    assert not torch.allclose(before, teacher(batch.input_ids).logits, atol=1e-2)
+    assert not any(p.requires_grad for p in peft.parameters())
+    assert all(part.feature_map is not None for part in linear_attention_parts(peft))
+
+
+def test_one_copy_of_the_base_trains_as_two_do(saved, monkeypatch):
+    # In fp32, where the two compute alike up to rounding.
+    two = settings_in(saved, model_dtype="float32", output_dir=None)
+    teacher = AutoModelForCausalLM.from_pretrained(saved / "teacher")
+    expected = distill(two, teacher=teacher)
+    monkeypatch.setattr("hf_linear_attn.distill.run.load_teacher", None)
+    found = distill(two)
+    losses = [record["loss_nats"] for record in expected.history]
+    assert [record["loss_nats"] for record in found.history] == pytest.approx(losses, rel=1e-3)
+    figures = [result.metrics["teacher"]["loss_nats"] for result in (expected, found)]
+    assert figures[1] == pytest.approx(figures[0], rel=1e-4)
+    assert found.metrics["teacher"]["linear_off"] is None
+
+
+def test_the_preset_keeps_a_frozen_bf16_base(saved, monkeypatch):
+    made, seen = [], {}
+    monkeypatch.setattr(
+        "hf_linear_attn.distill.run.add_lora", lambda *a, **options: made.append(add_lora(*a, **options)) or made[0]
+    )
+
+    def look(record):
+        if record["stage"] == "distill" and not seen:
+            seen.update({name: (p.dtype, p.requires_grad) for name, p in made[0].named_parameters()})
+
+    result = distill(settings_in(saved), on_step=look)
+    assert seen
+    for name, (dtype, trained) in seen.items():
+        new = "lora_" in name or "modules_to_save" in name
+        assert trained == new, name
+        assert dtype == (torch.float32 if new or "linear_attention" in name else torch.bfloat16), name
+    assert {p.dtype for p in result.student.parameters()} == {torch.bfloat16}
+    assert same(from_pretrained(saved / "run"), result.student)
+
+
+def test_a_quantised_base_needs_adapters_and_the_package(saved, monkeypatch):
+    with pytest.raises(ArgumentError, match=r"`model_dtype` must be no quantisation where all weights are tr.*'int8'"):
+        DistillationSettings(model_dtype="int8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="`model_dtype` must be a dtype where torchao is not installed"):
+        distill(settings_in(saved, model_dtype="int4"))
+
+
+def killed_run(folder, dtype, step):
+    """Train on a quantised base, and kill the process at a step (0: never)."""
+    torch.set_num_threads(1)
+
+    def callback(record):
+        if record["stage"] == "distill" and record["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return distill(settings_in(folder, model_dtype=dtype), on_step=callback, tokenizer=byte_tokenizer())
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tests.distill.test_single_gpu import killed_run
+killed_run(sys.argv[2], sys.argv[3], 3)
+"""
+
+
+@pytest.mark.optional
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dtype", ["int8", "int4", "nf4"])
+def test_a_quantised_base_trains_resumes_and_loads(saved, dtype):
+    pytest.importorskip("bitsandbytes" if dtype == "nf4" else "torchao")
+    whole = distill(settings_in(saved, model_dtype=dtype, output_dir=None))
+    arguments = [sys.executable, "-c", KILLED, str(ROOT), str(saved), dtype]
+    process = subprocess.run(arguments, capture_output=True, check=False)
+    assert process.returncode == -9, process.stderr.decode()
+    resumed = killed_run(saved, dtype, 0)
+    trained = {name: p for name, p in resumed.student.named_parameters() if "lora_" in name or "to_save" in name}
+    expected = dict(whole.student.named_parameters())
+    assert trained
+    assert all(torch.equal(p, expected[name]) for name, p in trained.items())
+    steps = [(record["stage"], record["step"], record["loss_nats"]) for record in resumed.history]
+    assert steps == [(record["stage"], record["step"], record["loss_nats"]) for record in whole.history]
+    assert is_quantised(resumed.student.get_base_model())
+    # The adapter loads on a quantised base, and merges on one that is not.
+    ids = torch.arange(3, 20)[None]
+    options = {"feature_map": "norm_preserving", "window": 4, "sinks": 1}
+    base = patch_model(AutoModelForCausalLM.from_pretrained(saved / "teacher", dtype=torch.bfloat16), **options)
+    merged = PeftModel.from_pretrained(base, saved / "run").merge_and_unload()
+    assert torch.isfinite(merged(ids).logits).all()
+    message = r"`merge_lora` must be False for a quantised model: merged weights would be rounded again"
+    with pytest.raises(ArgumentError, match=message):
+        distill(settings_in(saved, model_dtype=dtype, merge_lora=True, output_dir=None))
+    message = "`mixed_precision` must be 'auto' or 'bf16' for a quantised model, got 'no'"
+    with pytest.raises(ArgumentError, match=message):
+        distill(settings_in(saved, model_dtype=dtype, mixed_precision="no", output_dir=None))

@@ -1,0 +1,277 @@
+"""A step of a layer with a window by its kernel, against the same tokens read in one piece by PyTorch."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, step
+from hf_linear_attn.ops.step import HybridStep, hybrid_step_
+from hf_linear_attn.ops.step.triton import op
+
+from .oracle import DEVICE
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""By norm: the general path rounds features and the linear branch's output to the tokens' dtype."""
+
+
+class Case(NamedTuple):
+    """A layer, and a text that it reads: a first piece in whatever way, then token by token."""
+
+    feature_map: str = "elu"
+    mix: str = "key"
+    B: int = 2
+    H: int = 4
+    HKV: int = 2
+    D: int = 16
+    V: int = 16
+    window: int = 4
+    sinks: int = 2
+    first: int = 1
+    T: int = 10
+    dtype: torch.dtype = torch.float32
+    padded: bool = False
+    static: bool = False
+    copies: int | None = None
+    options: dict[str, object] = {}  # noqa: RUF012  # nobody changes it
+
+    def layer(self, backend: str) -> LinearAttention:
+        """Return the layer, with weights that are not where they start, the same ones for both backends."""
+        config = LinearAttentionConfig(
+            feature_map=self.feature_map,
+            feature_map_options=self.options,
+            mix=self.mix,
+            window=self.window,
+            sinks=self.sinks,
+            backend=backend,
+        )
+        layer = LinearAttention(config, Sizes(self.D, self.H, self.HKV, self.D**-0.5), "layer").to(DEVICE)
+        g = torch.Generator(DEVICE).manual_seed(1)
+        for weight in layer.parameters():
+            nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
+        return layer
+
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw q, k and v."""
+        g = torch.Generator(DEVICE).manual_seed(0)
+        sizes = ((self.H, self.D), (self.HKV, self.D), (self.HKV, self.V))
+        q, k, v = (
+            torch.randn(self.B, self.T, heads, dim, generator=g).to(self.dtype).transpose(1, 2) for heads, dim in sizes
+        )
+        return (q.abs(), k.abs(), v) if self.feature_map == "identity" else (q, k, v)
+
+    def mask(self) -> Tensor | None:
+        """Pad the first row on the left beyond the first piece, and finish the last one early."""
+        if not self.padded:
+            return None
+        mask = torch.ones(self.B, self.T, dtype=torch.bool)
+        mask[0, : self.first + 2] = False
+        mask[-1, self.T - 2 :] = False
+        return mask
+
+
+CASES = [
+    Case(),
+    Case("norm_preserving", padded=True, first=3, copies=2, V=40, D=20, T=12),
+    Case("hedgehog", "gate", H=3, HKV=1, sinks=0, first=7),
+    Case("relu", "window", H=2, padded=True, static=True, V=24),
+    Case("norm_preserving", B=1, H=4, HKV=1, window=19, sinks=4, first=18, T=26, dtype=torch.bfloat16, V=33),
+    Case("hedgehog", "key", static=True, D=24, sinks=3, padded=True, dtype=torch.float16),
+    Case("identity", "gate", H=2, HKV=2, D=8, V=33, copies=3, window=1, sinks=1, T=7),
+    Case("exp", "key", B=3, H=3, HKV=3, D=5, V=7, window=2, sinks=4, T=11, padded=True),
+    Case("hedgehog", "key", options={"num_features": 12, "separate": False}, D=16, sinks=0, window=2, T=6),
+    Case(
+        "hedgehog",
+        "key",
+        options={"per_head": False},
+        B=1,
+        H=2,
+        HKV=1,
+        window=30,
+        dtype=torch.bfloat16,
+        static=True,
+        T=5,
+    ),
+]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HybridStep]]:
+    """Collect the steps that the kernel serves."""
+    served: list[HybridStep] = []
+
+    def serve(whole: HybridStep) -> Tensor:
+        served.append(whole)
+        return hybrid_step_(whole)
+
+    monkeypatch.setattr(step, "hybrid_step_", serve)
+    return served
+
+
+def read(layer: LinearAttention, case: Case, state: State, start: int, end: int) -> Tensor:
+    """Read some of the tokens."""
+    q, k, v = (x[:, :, start:end] for x in case.tokens())
+    mask = case.mask()
+    with torch.no_grad():
+        return layer(q, k, v, Call(key_mask=None if mask is None else mask[:, start:end], state=state))
+
+
+def begin(case: Case, monkeypatch: pytest.MonkeyPatch) -> State:
+    """Read the first piece in PyTorch, into a state of so many copies."""
+    monkeypatch.setattr("hf_linear_attn.layers.attention.copies_of", lambda *sizes: case.copies)
+    state = State(static=case.static)
+    read(case.layer("torch"), case, state, 0, case.first)
+    return state
+
+
+def poison(case: Case, state: State) -> None:
+    """Fill the slots that hold no token with NaN."""
+    for name in ("near_k", "near_v"):
+        unused = ~state.tensors["near_mask"][:, None, :, None].clone()
+        unused[:, :, : case.sinks] &= (torch.arange(case.sinks) >= state.tensors["seen"][:, None])[:, None, :, None]
+        state.tensors[name].masked_fill_(unused, float("nan"))
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)
+    assert error <= TOLERANCE[dtype], f"{what} off by {error:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_are_the_general_path(case: Case, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, state, whole = case.layer("triton"), begin(case, monkeypatch), State()
+    expected = read(case.layer("torch"), case, whole, 0, case.T)
+    poison(case, state)
+    addresses = {name: x.data_ptr() for name, x in state.tensors.items()}
+    found = torch.cat([read(layer, case, state, t, t + 1) for t in range(case.first, case.T)], 2)
+    assert len(launches) == case.T - case.first
+    assert found.dtype == case.dtype
+    assert found.isfinite().all()
+    mask = case.mask()
+    real = 1 if mask is None else mask[:, None, case.first :, None]
+    assert_near(found * real, expected[:, :, case.first :] * real, case.dtype, "o")
+    assert {name: x.data_ptr() for name, x in state.tensors.items()} == addresses
+    assert int(state.length) == whole.length == case.T
+    held, exact = state.read(), whole.read()
+    for name in exact.keys() & {"kv", "z", "far_keys"}:
+        assert_near(held[name], exact[name], case.dtype, name)
+        copies = state.tensors[name]
+        if case.copies is not None and name != "kv":
+            assert copies.shape[2] == case.copies
+            assert all(torch.equal(x, held[name]) for x in copies.unbind(2))
+    assert torch.equal(held["seen"], exact["seen"])
+    # The slot left over holds a token that nobody sees.
+    seen = [*range(case.sinks), *(case.sinks + (case.T - 1 - n) % (case.window + 1) for n in range(case.window))]
+    assert torch.equal(held["near_mask"][:, seen], exact["near_mask"][:, seen])
+    counts = exact["near_mask"][:, None, seen, None]
+    for name in ("near_k", "near_v"):
+        assert torch.equal(
+            held[name][:, :, seen].masked_fill(~counts, 0), exact[name][:, :, seen].masked_fill(~counts, 0)
+        )
+
+
+@pytest.mark.parametrize("mix", ["key", "gate", "window"])
+def test_pieces_and_steps_alternate(mix: str, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("elu", mix, padded=True, copies=2, V=24, T=18)
+    state, whole = begin(case, monkeypatch), State()
+    expected, found = read(case.layer("torch"), case, whole, 0, case.T), []
+    for n, (start, end) in enumerate([(1, 2), (2, 3), (3, 7), (7, 8), (8, 9), (9, 14), (14, 15), (15, 16), (16, 18)]):
+        found.append(read(case.layer("torch" if n % 3 == 2 else "triton"), case, state, start, end))
+    assert launches
+    real = case.mask()[:, None, 1:, None]
+    assert_near(torch.cat(found, 2) * real, expected[:, :, 1:] * real, case.dtype, "o")
+
+
+@pytest.mark.parametrize("feature_map", ["dpfp", "taylor"])
+def test_maps_without_a_kernel_take_the_general_path(
+    feature_map: str, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(feature_map, D=4, T=4)
+    state, other = begin(case, monkeypatch), begin(case, monkeypatch)
+    found = read(case.layer("triton"), case, state, 1, 2)
+    assert not launches
+    assert_near(found, read(case.layer("torch"), case, other, 1, 2), case.dtype, "o")
+
+
+def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made, launch = Case(B=1, H=1, HKV=1), [], op.hybrid_launch
+    monkeypatch.setattr(op, "hybrid_launch", lambda *arguments: made.append(arguments) or launch(*arguments))
+    state = begin(case, monkeypatch)
+    for t in range(1, case.T):
+        read(case.layer("triton"), case, state, t, t + 1)
+    assert len(made) == 1
+
+
+def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
+    """Return one step as the layer hands it to the op."""
+    found: list[HybridStep] = []
+    monkeypatch.setattr(step, "hybrid_step_", lambda whole: found.append(whole) or whole.q)
+    read(case.layer("triton"), case, begin(case, monkeypatch), 1, 2)
+    return found[0]._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(B=1, H=1, HKV=1, T=3), Case("norm_preserving", B=1, H=1, HKV=1, static=True, padded=True, T=4)],
+    ids=str,
+)
+def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = drawn(case, monkeypatch)
+    torch.library.opcheck(
+        op.triton_hybrid_,
+        tuple(x.detach() if isinstance(x, Tensor) else x for x in whole),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_compiles_into_one_graph(launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("norm_preserving", B=1, H=2, HKV=1, static=True, padded=True, T=6)
+    layer, state, other = case.layer("triton"), begin(case, monkeypatch), begin(case, monkeypatch)
+    monkeypatch.setattr(step, "hybrid_step_", hybrid_step_)
+    compiled = torch.compile(
+        lambda *x: layer(*x[:3], Call(key_mask=x[3], state=state)), fullgraph=True, backend="aot_eager"
+    )
+    for t in range(1, case.T):
+        q, k, v = (x[:, :, t : t + 1] for x in case.tokens())
+        with torch.no_grad():
+            found = compiled(q, k, v, case.mask()[:, t : t + 1])
+        assert torch.equal(found, read(layer, case, other, t, t + 1))
+    for name, x in other.read().items():
+        assert torch.equal(state.read()[name], x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"q": torch.zeros(2, 4, 2, 16)}, "`q` must have shape (2, 4, 1, 16)"),
+        ({"mix": "shared"}, "`mix` must be one that the kernel knows"),
+        ({"near_v": torch.zeros(2, 2, 6, 16)}, "`near_v` must have shape (2, 2, 7, 16)"),
+        ({"z": torch.zeros(2, 2, 17, 16)}, "`z` must have 1 to V = 16 copies"),
+        ({"bias": None}, "`bias` must have shape (4,), got None"),
+        ({"sinks": 6}, "`sinks` must leave 2 of 7 slots"),
+        ({"kv": torch.zeros(2, 2, 16, 32)[..., ::2]}, "`kv` must be contiguous"),
+    ],
+)
+def test_refuses_what_does_not_fit(changes: dict[str, object], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changes.items()}
+    with pytest.raises(ArgumentError) as error:
+        hybrid_step_(drawn(Case(), monkeypatch, **changes))
+    assert word in str(error.value)
+
+
+# Torch's own rules for forward mode are scripted.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_refuses_other_dtypes_and_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = drawn(Case(), monkeypatch)
+    with pytest.raises(ArgumentTypeError, match=r"`kv` must be torch\.float32"):
+        hybrid_step_(whole._replace(kv=whole.kv.double()))
+    with pytest.raises(BackendError, match="several dtypes"):
+        hybrid_step_(whole._replace(q=whole.q.bfloat16()))
+    with pytest.raises(BackendError, match="under vmap"):
+        torch.vmap(lambda q: hybrid_step_(whole._replace(q=q)))(whole.q[None])
+    with pytest.raises(BackendError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
+        hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)))

@@ -1,0 +1,123 @@
+"""Many threads on one model, and runs that are killed again and again: the same answers, the same figures."""
+
+import json
+import multiprocessing
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.evaluation import evaluate, read_results, without_times
+from tests.distill.tiny import tiny_teacher
+from tests.evaluation import workers
+from tests.evaluation.helpers import byte_tokenizer, tiny_linear
+from tests.safety.test_runs import run as distil
+
+THREADS, GENERATIONS = 8, 50
+
+
+@pytest.fixture
+def one_thread():
+    # Sums are then added in one order, and threads of tests do not fight for cores with those of torch.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "conversion",
+    [{"feature_map": "elu"}, {"feature_map": "hedgehog", "window": 5, "sinks": 2, "layers": [1]}],
+    ids=["plain", "window"],
+)
+def test_threads_generate_what_each_generates_alone(conversion):
+    model = patch_model(tiny_teacher(), **conversion).eval()
+    rng = random.Random(0)
+    prompts = [torch.tensor([[rng.randrange(3, 250) for _ in range(rng.randrange(1, 40))]]) for _ in range(40)]
+
+    def generate(prompt):
+        return model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0].tolist()
+
+    alone = [generate(prompt) for prompt in prompts]
+    barrier = threading.Barrier(THREADS)
+
+    def work(seed):
+        drawn = random.Random(seed)
+        barrier.wait()
+        numbers = [drawn.randrange(len(prompts)) for _ in range(GENERATIONS)]
+        return sum(generate(prompts[number]) != alone[number] for number in numbers)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert list(pool.map(work, range(THREADS))) == [0] * THREADS
+
+
+def distillation(folder):
+    torch.set_num_threads(1)
+    distil(folder)
+
+
+def figures_of_distillation(folder):
+    said = json.loads((folder / "distillation.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    return {name: said[name] for name in ("settings", "tokens", "trainable_parameters")} | {"weights": weights}
+
+
+def evaluation(folder):
+    torch.set_num_threads(1)
+    # Latencies differ from run to run.
+    settings = workers.settings(folder, suite=("retrieval", "perplexity"), plots=False)
+    evaluate(settings, model=tiny_linear(), tokenizer=byte_tokenizer())
+
+
+def figures_of_evaluation(folder):
+    results = without_times(read_results(folder))
+    del results["args"]
+    return json.dumps(results)
+
+
+JOBS = {"distillation": (distillation, figures_of_distillation), "evaluation": (evaluation, figures_of_evaluation)}
+
+
+@pytest.mark.usefixtures("one_thread")
+# A child of `fork` inherits one thread alone, which is all it needs; starting anew would take ten seconds a kill.
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.optional)])
+@pytest.mark.parametrize(("job", "figures"), JOBS.values(), ids=JOBS)
+def test_runs_that_are_killed_end_with_the_same_figures(job, figures, kills, tmp_path):
+    context = multiprocessing.get_context("fork")
+    rng = random.Random(kills)
+
+    def start(folder):
+        child = context.Process(target=job, args=(folder,))
+        child.start()
+        return child
+
+    whole = tmp_path / "whole"
+    child = start(whole)
+    child.join()
+    assert child.exitcode == 0
+    folder, longest = tmp_path / "killed", 3.0
+    expected = json.dumps(figures(whole), default=repr).replace(str(whole), str(folder))
+    done, finished = 0, 0
+    while done < kills or not finished:
+        child = start(folder)
+        child.join(rng.uniform(0, longest) if done < kills else None)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            done += 1
+            # A machine that is too busy to finish in time is given more of it.
+            longest *= 1.05
+            continue
+        assert child.exitcode == 0
+        assert json.dumps(figures(folder), default=repr) == expected
+        finished += 1
+        longest *= 0.8
+        shutil.rmtree(folder)
+    assert finished
