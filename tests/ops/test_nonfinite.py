@@ -47,6 +47,19 @@ def test_masked_content_matters_nowhere_when_split(case: Case, cut: str, request
     masked_content_matters_nowhere(case)
 
 
+@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+def test_masked_keys_get_no_gradient_of_a_nan(cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
+    case = Case(B=1, H=1, HKV=1, T=40, masked=True)
+    x = case.inputs()
+    x["q"][0, 0, 39] = torch.nan
+    found = run(case, "triton", x)
+    real = x["key_mask"][0]
+    for name in ("dk", "dv"):
+        assert found[name][0, 0, real].isnan().any()
+        assert (found[name][0, 0, ~real] == 0).all()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_step_folds_no_masked_content(value: float) -> None:
     mask = torch.tensor([[True, False, True]])
@@ -156,5 +169,7 @@ def test_features_keep_a_nan(name: str, dtype: torch.dtype) -> None:
         x[0, 1, 4, 2] = torch.nan
         found = features_of(phi, x, "q", None, "triton")
     assert rows_with_nan(found) == [[], [4]]
+    # Of the entry itself, which has no sign, in both halves.
+    assert found[0, 1, 4, [2, 18]].isnan().all()
     others = torch.arange(9) != 4
     assert torch.equal(found[:, :, others], clean[:, :, others])
