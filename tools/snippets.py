@@ -2,9 +2,8 @@
 
     python -m tools.snippets README.md docs/tutorial.md     # renew the outputs of these pages
 
-A block that cannot run says why in a comment above it: `<!-- not run: needs eight GPUs -->`. A page of which nothing
-can says so once: `<!-- nothing here is run: the files are the reader's -->`. Output stands in a `text` block right
-below the Python that printed it.
+A block that cannot run says why in a comment above it: `<!-- not run: needs eight GPUs -->`. Output stands in a `text`
+block right below the Python that printed it.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ FENCE = re.compile(
     r"^(?:<!-- (?P<comment>[^\n]*?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 REASON = re.compile(r"not run: (\w.*)")
-NOTHING = re.compile(r"^<!-- nothing here is run: (\w.*) -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Block:
         line: Its first line of code there.
         language: What its fence says.
         code: What it holds.
-        comment: The comment on the line above the fence, if any, or that of a page of which nothing is run.
+        comment: The comment on the line above the fence, if any.
         span: Where its code begins and ends in the page's text.
     """
 
@@ -56,14 +54,13 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Return a page's code blocks in order."""
     text = page.read_text()
-    nothing = NOTHING.search(text)
     return [
         Block(
             page,
             text.count("\n", 0, found.start("code")) + 1,
             found["language"],
             found["code"],
-            f"not run: {nothing[1]}" if nothing else found["comment"] or "",
+            found["comment"] or "",
             found.span("code"),
         )
         for found in FENCE.finditer(text)

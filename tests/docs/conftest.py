@@ -60,19 +60,22 @@ def models(tmp_path_factory):
 
 def write_datasets(folder):
     """Write the datasets that the pages name, one of each form."""
-    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because of that."}]
+    said = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because of that, and of all that came before it."},
+    ]
     rows = {
-        "stories.jsonl": {"text": "one two three four five six"},
-        "sentences.jsonl": {"text": "one two three four five six"},
+        "stories.jsonl": {"text": "one two three four five six seven eight"},
+        "sentences.jsonl": {"text": "one two three four five six seven eight"},
         "chats.jsonl": {"messages": said},
-        "alpaca.json": {"instruction": "Translate.", "input": "Himmel", "output": "sky, and heaven"},
+        "alpaca.json": {"instruction": "Translate.", "input": "Himmel", "output": "sky, and heaven, and all above"},
     }
     for name, row in rows.items():
         (folder / name).write_text((json.dumps(row) + "\n") * 60)
-    (folder / "pairs.csv").write_text("prompt,completion\n" + "The sky is, blue\n" * 60)
-    Dataset.from_dict({"question": ["2 + 2?"] * 60, "answer": [" It is 4."] * 60}).to_parquet(
-        folder / "problems.parquet"
-    )
+    (folder / "pairs.csv").write_text("prompt,completion\n" + "The sky is, blue on most days of the year\n" * 60)
+    Dataset.from_dict(
+        {"question": ["2 + 2?"] * 60, "answer": [" It is 4, as it always was and will be."] * 60}
+    ).to_parquet(folder / "problems.parquet")
     (folder / "stories.jsonl.zst").write_bytes(zstandard.compress((folder / "stories.jsonl").read_bytes()))
     (folder / "corpus").mkdir()
     for name in ("your.txt", "stories.jsonl"):
