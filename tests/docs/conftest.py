@@ -14,8 +14,6 @@ from hf_linear_attn import patch_model
 from tests.distill.tiny import byte_tokenizer, tiny_gpt2, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-CHAT = '{"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two, three, four."}]}\n'
 MAP = """
 import torch
 from hf_linear_attn.feature_maps import FeatureMap, register_feature_map
@@ -41,7 +39,6 @@ def models(tmp_path_factory):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     made = {
         "your/model": tiny_teacher(),
-        "your/instruct": tiny_teacher(),
         "meta-llama/Llama-3.1-8B": tiny_teacher(),
         "gpt2": tiny_gpt2(256),
         "your/encoder": BertForMaskedLM(BertConfig(vocab_size=259, max_position_embeddings=64, **sizes)),
@@ -49,14 +46,9 @@ def models(tmp_path_factory):
     }
     for name, model in made.items():
         model.save_pretrained(folder / name)
-        tokenizer = byte_tokenizer()
-        tokenizer.chat_template = TEMPLATE if name == "your/instruct" else None
-        tokenizer.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
     (folder / "your.txt").write_text("one two three four " * 60)
     (folder / "your.jsonl").write_text('{"body": "one two three four five six seven eight"}\n' * 60)
-    (folder / "chats.jsonl").write_text(CHAT * 60)
-    (folder / "books").mkdir()
-    (folder / "books/one.txt").write_text("five six seven eight " * 60)
     (folder / "mine.py").write_text(MAP)
     instruct = byte_tokenizer()
     instruct.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -84,7 +84,9 @@ class Additive(Rule):
         key_mask: Tensor | None = None,
         signed: bool = True,
     ) -> Tensor:
-        if not wants_kernels(self.backend, v.device):
+        # An elementwise map is chosen by name, which a compiler does not trace: one node of its graph does all.
+        named = kernel is not None and torch.compiler.is_compiling()
+        if not named and not wants_kernels(self.backend, v.device):
             if kernel is not None:
                 phi = elementwise_map(kernel)
                 phi_q, phi_k, signed = phi.phi(phi_q), phi.phi(phi_k), not phi.non_negative
