@@ -148,9 +148,8 @@ CALLS = ((1, 8_192), (512, 1_024), (1, 1_024))
 """Batches and lengths that are planned: a long lone sequence, a batch that fills a device, and a short sequence."""
 
 
-def problem(config: Config, batch: int, tokens: int) -> Problem:
+def problem(config: Config, batch: int, tokens: int, kv_heads: int = 8) -> Problem:
     """Build a problem of that size without memory."""
-    kv_heads = 8
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, tokens, heads, dim, dtype=DTYPES[config.dtype], device="meta").transpose(1, 2)

@@ -4,7 +4,7 @@
     python benchmarks/run.py --suite compiled
 
 Both are compiled with the same Triton for the same shapes: causal linear attention with elu + 1 and its normaliser, in
-bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens. Theirs are
+bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens and 32 heads. Theirs are
 those of `chunk_linear_attn`, each in the best of a sample of its tunings; its feature map and its normaliser are
 PyTorch's operations, which are counted as they run. Without flash-linear-attention only ours are listed.
 
@@ -35,7 +35,7 @@ from hf_linear_attn.ops.linear_attention.triton.backward import backward_launche
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch
 
-TOKENS = 8192
+TOKENS, HEADS = 8192, 32
 CHUNK = 64
 """Tokens per chunk of theirs."""
 
@@ -131,7 +131,7 @@ PEERS = (
 
 def ours(config: Config) -> Iterator[dict[str, Any]]:
     """Compile the launches of one sequence, and yield a row for each."""
-    p = problem(config, 1, TOKENS)
+    p = problem(config, 1, TOKENS, HEADS)
     u = p.q.nbytes
     out, forward = forward_launches(p, 1e-6)
     do, dkv, dz = torch.empty_like(out.o), torch.empty_like(out.kv), torch.empty_like(out.z)
@@ -172,7 +172,7 @@ def compiled(peer: Peer, D: int, arch: str, tuning: tuple[int, int, int, int]) -
     BK, BV, warps, stages = min(tuning[0], D), min(tuning[1], D), *tuning[2:]
     sums = tuning[0] == 0
     constants = {"K": D, "V": D, "S": D, "BT": CHUNK, "BS": BV if sums else CHUNK, "BK": BK, "BV": BV, "NG": 1}
-    constants |= {"B": 1, "H": 32, "HQ": 32, "HV": 32}
+    constants |= {"B": 1, "H": HEADS, "HQ": HEADS, "HV": HEADS}
     types: dict[str, str] = {}
     values: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
