@@ -4,9 +4,9 @@
     python benchmarks/run.py --suite compiled
 
 Both are compiled with the same Triton for the same shapes: causal linear attention with elu + 1 and its normaliser, in
-bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens and 32 heads. Theirs are
-those of `chunk_linear_attn`, each in the best of a sample of its tunings; its feature map and its normaliser are
-PyTorch's operations, which are counted as they run. Without flash-linear-attention only ours are listed.
+bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens and 32 heads.
+Theirs are those of `chunk_linear_attn`, each in the best of a sample of its tunings; its feature map and its normaliser
+are PyTorch's operations, which are counted as they run. Without flash-linear-attention only ours are listed.
 
 The page says what such figures can tell and what they cannot.
 """
