@@ -38,13 +38,14 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, feature_problem, window_problem
+from problems import WINDOW, feature_problem, hybrid_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
 from hf_linear_attn.ops.window.triton.kernels import window_backward_launches, window_launches
@@ -94,6 +95,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -146,9 +148,8 @@ CALLS = ((1, 8_192), (512, 1_024), (1, 1_024))
 """Batches and lengths that are planned: a long lone sequence, a batch that fills a device, and a short sequence."""
 
 
-def problem(config: Config, batch: int, tokens: int) -> Problem:
+def problem(config: Config, batch: int, tokens: int, kv_heads: int = 8) -> Problem:
     """Build a problem of that size without memory."""
-    kv_heads = 8
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, tokens, heads, dim, dtype=DTYPES[config.dtype], device="meta").transpose(1, 2)
@@ -202,6 +203,9 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         features, launch = features_launch(of_features)
         yield launch
         yield features_backward_launch(of_features, features)[1]
+    of_step = hybrid_problem(p)
+    if of_step is not None:
+        yield hybrid_launch(p.target, of_step)[1]
 
 
 def signature(launch: Launch) -> ASTSource:
@@ -310,7 +314,7 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     """Return the clocks for issue per token and query head; 0 where there is no loop over tokens."""
     tokens = launch.arguments.get("BT", 1)
     loop = listing.largest()
-    if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "key_sums"):
+    if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "hybrid", "key_sums"):
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
     if launch.role.startswith("stored"):

@@ -4,7 +4,8 @@ import torch
 
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
-from hf_linear_attn.ops.triton.plan import Problem
+from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.triton.plan import Problem, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.kernels import WindowProblem
 
@@ -48,3 +49,42 @@ def feature_problem(p: Problem) -> FeatureProblem | None:
     weight = torch.randn(heads, D, D, device=p.q.device)
     power = torch.full((heads,), 3.0, device=p.q.device)
     return FeatureProblem(p.target, p.q, weight, power, "norm_preserving", 1.0, D**-0.25)
+
+
+def hybrid_problem(p: Problem) -> HybridStep | None:
+    """Return a step of generation of a layer with that window and those features, or None where no kernel holds it."""
+    (batch, heads, _, D), kv_heads, V = p.q.shape, p.k.shape[1], p.v.shape[3]
+    device, dtype, slots = p.q.device, p.q.dtype, SINKS + WINDOW + 1
+    if D > LARGEST_PAIR:
+        return None
+    copies = -(-V // tile(p.target, dtype, "hybrid", 2 * D, V, p.group).width)
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    return HybridStep(
+        *(x[:, :, :1] for x in (p.q, p.k, p.v)),
+        key_mask=zeros(batch, 1, dtype=torch.bool),
+        seen=zeros(batch, dtype=torch.int64),
+        place=None,
+        length=2 * slots,
+        kv=zeros(batch, kv_heads, 2 * D, V),
+        z=zeros(batch, kv_heads, copies, 2 * D),
+        far_keys=zeros(batch, kv_heads, copies, D),
+        near_k=zeros(batch, kv_heads, slots, D, dtype=dtype),
+        near_v=zeros(batch, kv_heads, slots, V, dtype=dtype),
+        near_mask=zeros(batch, slots, dtype=torch.bool),
+        weight_q=zeros(heads, D, D),
+        power_q=zeros(heads),
+        weight_k=zeros(kv_heads, D, D),
+        power_k=zeros(kv_heads),
+        bias=zeros(heads),
+        weight=zeros(heads, D),
+        phi="norm_preserving",
+        factor=1.0,
+        sharpness=D**-0.25,
+        mix="key",
+        sinks=SINKS,
+        scaling=D**-0.5,
+        eps=1e-6,
+    )

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import torch
 from harness import replace_text
-from problems import feature_problem, window_problem
+from problems import feature_problem, hybrid_problem, window_problem
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton import model
 from hf_linear_attn.ops.linear_attention.triton.backward import Wanted, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
@@ -37,16 +38,17 @@ DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 OF_WINDOW = ("window", "window_dq", "window_dkv")
 OF_FEATURES = ("features", "features_backward")
 STORED = ("stored_forward", "stored_dq", "stored_dk", "stored_dv", "stored_dkv")
-ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", *STORED, *OF_WINDOW, *OF_FEATURES)
+ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", "hybrid", *STORED, *OF_WINDOW, *OF_FEATURES)
 STORED_LENGTH = 256
 """Tokens per segment with which walks that read their states are timed."""
 
 
 def candidates(role: str, size: int) -> Iterator[Tile]:
     """Yield the tiles to try; ``size`` is the larger of a head's sizes."""
-    if role == "decode":
+    if role in ("decode", "hybrid"):
+        # Of the latter, tokens of its window at a time.
         for width, warps in itertools.product((16, 32, 64), (2, 4, 8)):
-            yield Tile(1, width, warps, 1)
+            yield Tile(1 if role == "decode" else 32, width, warps, 1)
     elif role in OF_FEATURES:
         # Its width is the number of tokens that a program walks.
         for tokens, width, warps in itertools.product((32, 64), (128, 256, 512), (4, 8)):
@@ -99,6 +101,12 @@ def launch_of(
     p = Problem(target, draw(D), draw(D), draw(V), None, None, None, None, "elu", True, 0)
     if role in (*OF_WINDOW, *OF_FEATURES):
         return launch_of_recipe(role, p)
+    if role == "hybrid":
+        # Its row is that of its features, twice as many as a head has dimensions.
+        step = hybrid_problem(p._replace(q=p.q[..., : D // 2], k=p.k[..., : D // 2]))
+        if step is None:
+            raise SystemExit(f"{role} does not hold {D} features")
+        return hybrid_launch(target, step)[1]
     # Both gradients come from one kernel where there is one; each has its own for those who want no other.
     wanted = Wanted(k=role != "stored_dv", v=role != "stored_dk")
     with cut_for(role, tokens):

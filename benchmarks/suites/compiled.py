@@ -4,9 +4,9 @@
     python benchmarks/run.py --suite compiled
 
 Both are compiled with the same Triton for the same shapes: causal linear attention with elu + 1 and its normaliser, in
-bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens. Theirs are
-those of `chunk_linear_attn`, each in the best of a sample of its tunings; its feature map and its normaliser are
-PyTorch's operations, which are counted as they run. Without flash-linear-attention only ours are listed.
+bf16, a head of 64 and one of 128. Ours are the launches that are planned for one sequence of 8192 tokens and 32 heads.
+Theirs are those of `chunk_linear_attn`, each in the best of a sample of its tunings; its feature map and its normaliser
+are PyTorch's operations, which are counted as they run. Without flash-linear-attention only ours are listed.
 
 The page says what such figures can tell and what they cannot.
 """
@@ -14,7 +14,6 @@ The page says what such figures can tell and what they cannot.
 import argparse
 import importlib
 import itertools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# Interpreted kernels cannot be compiled.
-os.environ.pop("TRITON_INTERPRET", None)
 
 import compile_check
 import torch
@@ -39,16 +35,16 @@ from hf_linear_attn.ops.linear_attention.triton.backward import backward_launche
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch
 
-TOKENS = 8192
+TOKENS, HEADS = 8192, 32
 CHUNK = 64
 """Tokens per chunk of theirs."""
 
 TEXT = """
 *Clocks* are those that a processor's four schedulers need to issue a kernel's instructions, per query head and token:
 instructions times warps / 4, loops as often as they run. *Bytes* are those of the tensors that a launch takes and
-gives, each once, in U, the bytes of q; memory on this processor moves about {per_u:.0f} clocks' worth of U per token at
-D = 128 (4 TB/s, 132 processors, 1.755 GHz). *Programs held* is how many a processor holds, from registers, shared
-memory and warps.
+gives, each once, in U, the bytes of q. An H200's memory takes about {per_u:.0f} clocks for a head and token of U at
+D = 128, and half as many at D = 64 (4 TB/s, 132 processors, 1.755 GHz). *Programs held* is how many a processor holds,
+from registers, shared memory and warps.
 
 What this can tell: which of two kernels issues more instructions for the same work, whether registers spill to the
 stack, whether a kernel fits a processor, and how often a tensor crosses memory. A kernel takes no less time than its
@@ -135,7 +131,7 @@ PEERS = (
 
 def ours(config: Config) -> Iterator[dict[str, Any]]:
     """Compile the launches of one sequence, and yield a row for each."""
-    p = problem(config, 1, TOKENS)
+    p = problem(config, 1, TOKENS, HEADS)
     u = p.q.nbytes
     out, forward = forward_launches(p, 1e-6)
     do, dkv, dz = torch.empty_like(out.o), torch.empty_like(out.kv), torch.empty_like(out.z)
@@ -176,7 +172,7 @@ def compiled(peer: Peer, D: int, arch: str, tuning: tuple[int, int, int, int]) -
     BK, BV, warps, stages = min(tuning[0], D), min(tuning[1], D), *tuning[2:]
     sums = tuning[0] == 0
     constants = {"K": D, "V": D, "S": D, "BT": CHUNK, "BS": BV if sums else CHUNK, "BK": BK, "BV": BV, "NG": 1}
-    constants |= {"B": 1, "H": 32, "HQ": 32, "HV": 32}
+    constants |= {"B": 1, "H": HEADS, "HQ": HEADS, "HV": HEADS}
     types: dict[str, str] = {}
     values: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -218,7 +214,7 @@ def compiled(peer: Peer, D: int, arch: str, tuning: tuple[int, int, int, int]) -
     return {
         "part": peer.part,
         "kernel": peer.name,
-        "tile": "x".join(map(str, (BK, BV, warps, stages))),
+        "tile": "x".join(map(str, (BV if sums else f"{BK}x{BV}", warps, stages))),
         "clocks": round(run * warps / 4 / CHUNK * tiles, 1),
         "registers": figures["registers"],
         "stack, B": figures["stack"],
@@ -279,7 +275,7 @@ def total(rows: Sequence[dict[str, Any]], who: str) -> list[dict[str, Any]]:
                 "launches": sum(row.get("operations", 1) for row in mine),
                 "clocks of kernels": round(sum(row.get("clocks", 0.0) for row in mine), 1),
                 "bytes, U": sum(row["bytes, U"] for row in mine),
-                "most stack, B": max(row.get("stack, B", 0) for row in mine),
+                "most stack, B": max((row.get("stack, B", 0) for row in mine), default=0),
             }
         )
     return found
@@ -294,6 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arch", default="sm_90", choices=[x for x in compile_check.PROCESSORS if x[0] == "s"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="head sizes (%(default)s)")
     arguments = parser.parse_args(argv)
+    if triton.knobs.runtime.interpret:
+        sys.exit("Interpreted kernels cannot be compiled: unset TRITON_INTERPRET.")
     facts = provenance("compiled", argv or []) | {"triton": triton.__version__, "fla": _version()}
     result: dict[str, Any] = {"provenance": facts, "arch": arguments.arch, "sizes": {}}
     for D in arguments.sizes:
@@ -304,19 +302,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             tables["flash-linear-attention"] = [*(row for row in found if row is not None), *eager(D)]
             print(f"D = {D}: theirs", flush=True)
         result["sizes"][D] = tables
-    page = [
+    write(arguments.output, result, page(result))
+    print(f"wrote {arguments.output} and .md")
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return what was found as a page: what each pass comes to, and the kernels."""
+    facts = result["provenance"]
+    parts = [
         "# Compiled kernels side by side\n",
         facts_line(facts),
-        f"{arguments.arch}, Triton {facts['triton']}, flash-linear-attention {facts['fla']}. Nothing was run.\n",
+        f"{result['arch']}, Triton {facts['triton']}, flash-linear-attention {facts['fla']}. Nothing was run.\n",
         TEXT.format(per_u=2 * 128 * 132 * 1755 / 4e6),
     ]
     for D, tables in result["sizes"].items():
         sums = itertools.chain.from_iterable(total(rows, who) for who, rows in tables.items())
-        page += [f"## D = {D}, as many key heads as query heads\n", markdown(list(sums))]
+        parts += [f"## D = {D}, as many key heads as query heads\n", markdown(list(sums))]
         for who, rows in tables.items():
-            page += [f"### {who}\n", markdown(rows)]
-    write(arguments.output, result, "\n".join(page))
-    print(f"wrote {arguments.output} and .md")
+            parts += [f"### {who}\n", markdown(rows)]
+    return "\n".join(parts)
 
 
 def _version() -> str | None:

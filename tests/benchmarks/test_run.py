@@ -163,6 +163,34 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
     assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
 
 
+def test_compiled_kernels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    suite = load("suites/compiled")
+    ours = [
+        {"part": "forward", "kernel": "state", "clocks": 4.0, "stack, B": 0, "bytes, U": 1.5},
+        {"part": "forward", "kernel": "forward", "clocks": 19.2, "stack, B": 16, "bytes, U": 4.25},
+        {"part": "backward", "kernel": "dq", "clocks": 17.0, "stack, B": 0, "bytes, U": 5.0},
+    ]
+    theirs = [
+        {"part": "forward", "kernel": "outputs", "clocks": 10.0, "stack, B": 0, "bytes, U": 5.0},
+        {"part": "forward", "kernel": "feature map, PyTorch", "operations": 4, "bytes, U": 8.0},
+    ]
+    facts = load("harness").provenance("compiled", []) | {"triton": "3.9.0", "fla": "0.6.0"}
+    tables = {"ours": ours, "flash-linear-attention": theirs}
+    page = suite.page({"provenance": facts, "arch": "sm_90", "sizes": {64: tables}})
+    assert "| forward | ours | 2 | 23.2 | 5.75 | 16 |" in page
+    assert "| backward | ours | 1 | 17 | 5 | 0 |" in page
+    assert "| forward | flash-linear-attention | 5 | 10 | 13 | 0 |" in page
+    assert "What it cannot: time." in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
+def test_interpreted_kernels_are_not_compiled() -> None:
+    found = run("--suite", "compiled")
+    assert found.returncode == 1
+    assert "unset TRITON_INTERPRET" in found.stderr
+
+
 def test_predicted_times_are_named_so(tmp_path: Path) -> None:
     found = run("--suite", "predicted", "--output", str(tmp_path / "predicted.json"))
     assert found.returncode == 0, found.stderr
@@ -383,7 +411,16 @@ def test_compile_check_sees_what_the_recipe_runs(monkeypatch: pytest.MonkeyPatch
     assert any(launch.arguments.get("VARLEN") for launch in packed)
     # What reads heads themselves, and no features.
     heads = {launch.role for launch in check.launches(check.Config("sm_90", "bf16", 128, 128, 4))}
-    assert {"window", "window_dq", "window_dkv", "key_sums", "key_scan", "features", "features_backward"} <= heads
+    assert {
+        "window",
+        "window_dq",
+        "window_dkv",
+        "key_sums",
+        "key_scan",
+        "features",
+        "features_backward",
+        "hybrid",
+    } <= heads
     # Too large for shared memory, and for the registers.
     large = {launch.role for launch in check.launches(check.Config("sm_90", "fp32", 256, 256, 1))}
     assert not any(role.startswith(("window", "features")) for role in large)
@@ -435,6 +472,7 @@ def test_tuner_tries_tiles_that_kernels_take(monkeypatch: pytest.MonkeyPatch) ->
         ("stored_dkv", 256),
         ("stored_dv", 256),
         ("decode", 64),
+        ("hybrid", 64),
         ("window_dkv", 64),
         ("features_backward", 64),
     ],
@@ -444,6 +482,7 @@ def test_tuner_plans_real_launches(role: str, tokens: int, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(FOLDER)
     tuner = load("tune")
     target = tuner.Target("interpreter", 64)
-    launch = tuner.launch_of(role, target, torch.float32, 16, 16, tokens=tokens, heads=1, device="cpu")
+    D = 32 if role == "hybrid" else 16
+    launch = tuner.launch_of(role, target, torch.float32, D, 16, tokens=tokens, heads=1, device="cpu")
     assert launch.role == role
     launch.run()

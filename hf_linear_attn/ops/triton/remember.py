@@ -136,8 +136,10 @@ class Plan(NamedTuple):
             for name, number in names:
                 arguments[name] = tensors[number]
             starts.append(Start(kernel, programs, arguments))
-        results = self.form([None if number is None else tensors[number] for number in self.results])
-        return _run(results, starts, tensors[0].device)
+        with _on(tensors[0].device):
+            for start in starts:
+                start.run()
+        return self.form([None if number is None else tensors[number] for number in self.results])
 
 
 class _Stay:
