@@ -198,14 +198,14 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         saved, forward = window_launches(of_window)
         yield from forward
         yield from window_backward_launches(of_window, saved, torch.empty_like(saved.o))[1]
+    of_step = hybrid_problem(p)
+    if of_step is not None:
+        yield hybrid_launch(p.target, of_step)[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)
         yield launch
         yield features_backward_launch(of_features, features)[1]
-    of_step = hybrid_problem(p)
-    if of_step is not None:
-        yield hybrid_launch(p.target, of_step)[1]
 
 
 def signature(launch: Launch) -> ASTSource:

@@ -4,7 +4,7 @@ import torch
 
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
-from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.step import HybridStep
 from hf_linear_attn.ops.triton.plan import Problem, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.kernels import WindowProblem
@@ -52,35 +52,40 @@ def feature_problem(p: Problem) -> FeatureProblem | None:
 
 
 def hybrid_problem(p: Problem) -> HybridStep | None:
-    """Return a step of generation of a layer with that window and those features, or None where no kernel holds it."""
-    (batch, heads, _, D), kv_heads, V = p.q.shape, p.k.shape[1], p.v.shape[3]
-    device, dtype, slots = p.q.device, p.q.dtype, SINKS + WINDOW + 1
-    if D > LARGEST_PAIR:
-        return None
-    copies = -(-V // tile(p.target, dtype, "hybrid", 2 * D, V, p.group).width)
+    """Return a step of the recipe with its state, as a captured graph replays it, or None likewise.
 
-    def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    Beyond the paired map's sizes its features are elu's.
+    """
+    device, dtype, fp32 = p.q.device, p.q.dtype, torch.float32
+    (batch, heads, _, D), kv_heads, V = p.q.shape, p.k.shape[1], p.v.shape[3]
+    if dtype == fp32 and max(D, V) > LARGEST_WINDOW_FP32:
+        return None
+    paired, slots = D <= LARGEST_PAIR, SINKS + WINDOW + 1
+    features = 2 * D if paired else D
+    copies = -(-V // tile(p.target, dtype, "hybrid", features, V, heads // kv_heads).width)
+
+    def zeros(*sizes: int, dtype: torch.dtype = fp32) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype, device=device)
 
     return HybridStep(
         *(x[:, :, :1] for x in (p.q, p.k, p.v)),
         key_mask=zeros(batch, 1, dtype=torch.bool),
         seen=zeros(batch, dtype=torch.int64),
-        place=None,
-        length=2 * slots,
-        kv=zeros(batch, kv_heads, 2 * D, V),
-        z=zeros(batch, kv_heads, copies, 2 * D),
+        place=torch.zeros((), dtype=torch.int64, device=device),
+        length=0,
+        kv=zeros(batch, kv_heads, features, V),
+        z=zeros(batch, kv_heads, copies, features),
         far_keys=zeros(batch, kv_heads, copies, D),
         near_k=zeros(batch, kv_heads, slots, D, dtype=dtype),
         near_v=zeros(batch, kv_heads, slots, V, dtype=dtype),
         near_mask=zeros(batch, slots, dtype=torch.bool),
-        weight_q=zeros(heads, D, D),
-        power_q=zeros(heads),
-        weight_k=zeros(kv_heads, D, D),
-        power_k=zeros(kv_heads),
+        weight_q=zeros(heads, D, D) if paired else None,
+        power_q=zeros(heads) if paired else None,
+        weight_k=zeros(kv_heads, D, D) if paired else None,
+        power_k=zeros(kv_heads) if paired else None,
         bias=zeros(heads),
         weight=zeros(heads, D),
-        phi="norm_preserving",
+        phi="norm_preserving" if paired else "elu",
         factor=1.0,
         sharpness=D**-0.25,
         mix="key",

@@ -46,9 +46,12 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
         o = _plain_(layer, q, k, v, real, state)
     else:
         o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
-        layer.look_for_sinks(state, 1)
     state.advance(1, q.device)
-    return o if whole is not None else o.flatten(1, 2)[:, :, None].to(q.dtype)
+    if whole is not None:
+        # The kernel tells sinks by the number of tokens seen.
+        return o
+    layer.look_for_sinks(state, 1)
+    return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
 
 def _for_kernel(

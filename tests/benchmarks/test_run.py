@@ -160,6 +160,10 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
     recommended = rows["norm_preserving, window 64"]
     for what in ("prefill, U", "forward and backward, U", "operations of a step"):
         assert recommended[f"{what}: kernels"] < 0.5 * recommended[f"{what}: PyTorch"]
+    for row in rows.values():
+        # The kernel, and one more token that was seen.
+        assert row["operations of a step: kernels"] == 2
+    assert recommended["operations of a step: PyTorch"] <= 45
     assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
 
 

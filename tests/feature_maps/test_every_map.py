@@ -198,3 +198,21 @@ def test_every_map_says_what_it_is(name):
         assert text.strip()
         assert "\n" not in text
     assert ">>>" in (cls.__doc__ or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"separate": False}, {"per_head": False}, {"scale": 2.0}], ids=str)
+@pytest.mark.parametrize("name", [name for name in available_feature_maps() if feature_map_class(name).joint])
+def test_a_step_has_the_features_of_both_sides(name: str, options: dict[str, object], dtype: torch.dtype) -> None:
+    phi = get_feature_map(name, 16, 6, 2, **options)
+    g = torch.Generator().manual_seed(0)
+    for weight in phi.parameters():
+        torch.nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
+    q, k = (torch.randn(3, 2, group, 16, generator=g).to(dtype) for group in (3, 1))
+    # Padding and large tokens, too.
+    k[0, 0], q[1, 0, 0], q[2] = 0, 0, 30 * q[2]
+    with torch.no_grad():
+        both = phi(q, "q", key=k)
+        of_q, of_k = phi(q.flatten(1, 2)[:, :, None], "q").view(3, 2, 3, -1), phi(k, "k")
+    assert both.dtype == of_q.dtype
+    torch.testing.assert_close(both, torch.cat([of_k, of_q], 2), rtol=1e-5, atol=1e-5)

@@ -1,6 +1,5 @@
 """A step of a layer with a window by its kernel, against the same tokens read in one piece by PyTorch."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -100,7 +99,7 @@ CASES = [
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HybridStep]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[HybridStep]:
     """Collect the steps that the kernel serves."""
     served: list[HybridStep] = []
 
