@@ -2,10 +2,11 @@
 
 import math
 from functools import cache
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map, saturated
@@ -72,11 +73,8 @@ class NormPreserving(LearnedMap):
         power = self.weight_of("power", side, x)
         if side == "q":
             power = power * (0.5 + torch.tanh(math.sqrt(self.scaling) * length))
-        # |y|^p / ||y|^p| as the root of a softmax: it neither overflows nor needs two powers in its backward. Of y and
-        # -y one is positive in every entry, so half of r says it all.
-        shares = (2 * power * (y.abs() + TINY).log()).log_softmax(-1)
-        bent = length * (0.5 * shares).exp() * y.sign()
-        return torch.relu(torch.cat([bent, -bent], dim=-1))
+        features: Tensor = _Bend.apply(y, length, power)[0]  # type: ignore[no-untyped-call]
+        return features
 
     @override
     def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
@@ -101,6 +99,48 @@ class NormPreserving(LearnedMap):
         r = torch.xlogy(power, torch.addcmul(tiny, y, y)).softmax(-1).sqrt()
         bent = r.copysign(y)[..., None, :] * lengths[..., 1:, None]
         return saturated(bent.relu().flatten(-2), q.dtype)
+
+
+class _Bend(torch.autograd.Function):
+    """``length r^p / |r^p|`` with ``r = relu(cat[y, -y])``, in few passes over memory, forward and backward.
+
+    ``|y|^p / ||y|^p|`` is the root of a softmax: it neither overflows nor needs two powers. Of y and -y one is positive
+    in every entry, so half of r says it all.
+    """
+
+    @staticmethod
+    def forward(y: Tensor, length: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features ``[..., 2 D]`` of ``y [..., D]``, and the directions ``|y|^p / ||y|^p|``."""
+        r = (y.abs().add_(TINY).log_() * (2 * power)).softmax(-1).sqrt_()
+        # Signs, not masks: on CPUs a product takes a tenth of the time of a choice.
+        bent = (r * length).mul_(y.sign())
+        features = y.new_empty(*y.shape[:-1], 2 * y.shape[-1])
+        up, down = features.chunk(2, -1)
+        torch.clamp_min(bent, 0, out=up)
+        torch.sub(up, bent, out=down)
+        return features, r
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep what the backward reads."""
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dfeatures: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients, those of length and power in the shapes that these have."""
+        y, length, power, r = ctx.saved_tensors
+        up, down = dfeatures.chunk(2, -1)
+        # The gradient of the directions, times themselves, times 2.
+        g = (up - down).mul_(y.sign()).add_(up).add_(down).mul_(r)
+        total = g.sum(-1, keepdim=True)
+        # That of the logarithms' product with the power.
+        g = g.addcmul_(r.square(), total, value=-1).mul_(0.5 * length)
+        u = y.abs().add_(TINY)
+        dpower = torch.linalg.vecdot(g, u.log())[..., None]
+        dy = g.mul_(power).div_(u.copysign_(y))
+        return dy, 0.5 * total, dpower.sum_to_size(power.shape)
 
 
 def _constants(group: int, sharpness: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

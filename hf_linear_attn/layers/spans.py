@@ -19,8 +19,11 @@ from hf_linear_attn.ops.state import empty_like_tokens
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import LinearAttention
 
-SPAN = 256
-"""Tokens of a span of all rows: so many that calls are few, so few that a span stays in a core's cache."""
+SPAN = 2**18
+"""Entries of a span's queries: so many that calls are few, so few that a span stays in a core's cache."""
+
+LENGTHS = (128, 512)
+"""Tokens of a span, of all rows together at least and of each row at most, whatever the size of the heads."""
 
 CHUNK = 64
 """Spans are multiples of what the operations walk by."""
@@ -95,9 +98,12 @@ class Piece(NamedTuple):
         return max(past + a - window, 0), past + b
 
 
-def spans_of(batch: int, tokens: int) -> list[tuple[int, int]]:
-    """Cut a call's queries into spans of whole chunks, shorter ones where there are many rows."""
-    length = max(SPAN // batch // CHUNK, 1) * CHUNK
+def spans_of(q: Tensor) -> list[tuple[int, int]]:
+    """Cut a call's queries into spans of whole chunks, shorter ones where there are many rows or large heads."""
+    batch, heads, tokens, dim = q.shape
+    least, most = LENGTHS
+    length = min(max(SPAN // (batch * heads * dim), least // batch), most)
+    length = max(length // CHUNK, 1) * CHUNK
     return [(a, min(a + length, tokens)) for a in range(0, tokens, length)]
 
 
@@ -113,7 +119,7 @@ def walks(layer: "LinearAttention", whole: Piece) -> bool:
     if torch.is_grad_enabled() and not all(isinstance(p, nn.Parameter) for p in layer.parameters()):
         # Under functional_call the backward would read other weights.
         return False
-    return len(spans_of(whole.q.shape[0], whole.q.shape[2])) > 1
+    return len(spans_of(whole.q)) > 1
 
 
 def walk(layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, Carried]:
@@ -153,7 +159,7 @@ def _forward(
     """Return the output, what was carried into each span, and what the last one leaves."""
     o = empty_like_tokens(whole.q, whole.v.shape[3])
     starts: list[Mapping[str, Tensor] | None] = []
-    for a, b in spans_of(whole.q.shape[0], whole.q.shape[2]):
+    for a, b in spans_of(whole.q):
         starts.append(carried)
         found, carried = layer.read(whole.cut(a, b, layer.reach), carried)
         o[:, :, a:b] = found
@@ -188,7 +194,7 @@ class _Walk(torch.autograd.Function):
         weights = tensors[ctx.number + len(ctx.names) :]
         totals = [Total(x) for x in (*tensors[: ctx.number], *weights)]
         dcarried = dict(zip(ctx.left, dlast, strict=True))
-        spans = spans_of(whole.q.shape[0], whole.q.shape[2])
+        spans = spans_of(whole.q)
         with torch.autocast("cpu", enabled=False):
             for (a, b), start in zip(reversed(spans), reversed(starts), strict=True):
                 dcarried = _backward(layer, whole, (a, b), start, do, dcarried, totals, weights)

@@ -4,14 +4,16 @@ Sinks stand before the band, and a key of each query's own is one more column, w
 added apart: one product makes all other scores, one softmax joins them, one product makes the output.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 
-MIN_BLOCK = 64
-"""Smallest block of queries: below it, launch overhead outweighs the scores that a wider band wastes."""
+BLOCKS = (32, 64)
+"""Smallest and largest block of queries: a small one wastes few scores, a large one copies few keys."""
 
 
 def window_attention_torch(
@@ -27,15 +29,58 @@ def window_attention_torch(
 ) -> Tensor:
     """Compute :func:`hf_linear_attn.ops.window.window_attention`; arguments as in its reference."""
     band = Band(q, k, v, window, key_mask, sinks, own is not None)
-    scores = band.scores(scaling)
+    last = None
     if own is not None:
-        score = own[0].masked_fill(~own[1][:, None], torch.finfo(scores.dtype).min)
-        scores[..., -1] = band.rows(score[..., None])[..., 0]
-    weights = scores.softmax(-1).to(v.dtype)
-    o = band.join(torch.bmm(weights, band.v))
-    if own is None:
-        return o
-    return torch.addcmul(o, band.join(weights[..., -1:]), own[2])
+        last = band.rows(own[0].masked_fill(~own[1][:, None], torch.finfo(own[0].dtype).min)[..., None])
+    with torch.autocast(q.device.type, enabled=False):
+        o, share, _ = _Attend.apply(band.q, band.k, band.v, last, band, scaling)  # type: ignore[no-untyped-call]
+    o = band.join(o)
+    return o if own is None else torch.addcmul(o, band.join(share), own[2])
+
+
+class _Attend(torch.autograd.Function):
+    """Softmax over a band, with the scores of the last column given where there are such.
+
+    A hidden key's weight is 0, and so is the gradient of its score: the backward needs no mask.
+    """
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, band: "Band", scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``o [rows, G C, V]``, the share of the last column ``[rows, G C, 1]``, and all weights."""
+        scores = upcast(_scaled_product(q, k.mT, scaling))
+        band.hide(scores, out=scores)
+        if last is not None:
+            scores[..., -1:] = last
+        weights = scores.softmax(-1).to(v.dtype)
+        return torch.bmm(weights, v), weights[..., -1:].clone(), weights
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep what the backward reads."""
+        q, k, v, last, _, ctx.scaling = inputs
+        ctx.given = last is not None
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(q, k, v, output[2])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dshare: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; that of the row of zeros which stands for the last column is nobody's."""
+        q, k, v, weights = ctx.saved_tensors
+        dweights = upcast(torch.bmm(do, v.mT))
+        dweights[..., -1:] += dshare
+        weights_up = upcast(weights)
+        dscores = torch._softmax_backward_data(dweights, weights_up, -1, weights_up.dtype)
+        dlast = dscores[..., -1:].clone() if ctx.given else None
+        dscores = dscores.to(q.dtype)
+        dq, dk = (_scaled_product(x, y, ctx.scaling) for x, y in ((dscores, k), (dscores.mT, q)))
+        return dq, dk, torch.bmm(weights.mT, do), dlast, None, None
+
+
+def _scaled_product(x: Tensor, y: Tensor, scaling: float) -> Tensor:
+    """Return ``scaling x y``: the product scales as it goes."""
+    return torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=scaling)
 
 
 def window_sums(
@@ -54,7 +99,7 @@ def window_sums(
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
     band = Band(q, k, v, window, key_mask, sinks, False)
-    scores = band.scores(scaling)
+    scores = band.hide(upcast(_scaled_product(band.q, band.k.mT, scaling)))
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     return band.join(torch.bmm(weights, band.v.to(weights.dtype))), band.join(weights.sum(-1, keepdim=True))[..., 0]
 
@@ -78,13 +123,13 @@ class Band:
     ) -> None:
         self.batch, self.heads, self.tokens, _ = q.shape
         self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens
-        self.block = min(max(window, MIN_BLOCK), self.tokens)
+        self.block = min(self._block(window), self.tokens)
         self.pad = -self.tokens % self.block
         self.blocks = (self.tokens + self.pad) // self.block
         # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
         lead, self.own = window - 1 - past, own
         first = -min(lead, 0)
-        visible = self._visible(window, first, max(lead, 0), past, key_mask)
+        visible = self._visible(window, first, max(lead, 0), past, key_mask).to(q.device)
         k, v = (self._banded(x[:, :, first:], window, max(lead, 0)) for x in (k, v))
         if sinks is not None:
             k, v = (
@@ -98,6 +143,11 @@ class Band:
         self.k, self.v, self.visible = k.flatten(0, 2), v.flatten(0, 2), visible
         self.q = self.rows(q)
 
+    def _block(self, window: int) -> int:
+        """Return C: the larger the window, and the fewer heads share keys, the larger."""
+        small, large = BLOCKS
+        return large if window > 8 * small or 4 * self.kv_heads > self.heads else small
+
     def _visible(self, window: int, first: int, lead: int, past: int, key_mask: Tensor | None) -> Tensor:
         """Tell which query of a block sees which key of its band, ``[B or 1, n or 1, C, W - 1 + C]``."""
         i = torch.arange(self.block)[:, None]
@@ -109,7 +159,7 @@ class Band:
             key_mask = torch.ones(1, past + self.tokens, dtype=torch.bool)
         device = key_mask.device
         real = F.pad(key_mask[:, first:], (lead, self.pad)).unfold(1, window - 1 + self.block, self.block)
-        return near.to(device) & real[:, :, None] | itself.to(device)
+        return (near.to(device) & real[:, :, None]) | itself.to(device)
 
     def _banded(self, x: Tensor, window: int, lead: int) -> Tensor:
         """Cut keys or values into bands that overlap, ``[B, HKV, n, W - 1 + C, D]``."""
@@ -124,13 +174,14 @@ class Band:
         x = torch.unflatten(torch.unflatten(x, 2, (self.blocks, self.block)), 1, (self.kv_heads, -1))
         return x.transpose(2, 3).reshape(self.batch * self.kv_heads * self.blocks, -1, x.shape[-1])
 
-    def scores(self, scaling: float) -> Tensor:
-        """Return ``scaling q.k`` where a query sees a key, else a number far below, in fp32 (fp64)."""
-        hidden = self.visible.logical_not().to(self.q.device)
-        scores = upcast(torch.bmm(self.q, self.k.mT)) * scaling
-        grouped = scores.view(self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
-        grouped.masked_fill_(hidden[:, None, :, None], torch.finfo(scores.dtype).min)
-        return scores
+    def hide(self, scores: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the scores ``[rows, G C, N + W - 1 + C]``, far below 0 where a query does not see a key."""
+        shape = (self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
+        info = torch.finfo(scores.dtype)
+        limits = torch.full_like(self.visible, info.max, dtype=scores.dtype).masked_fill_(~self.visible, info.min)
+        # Several times faster than filling by a mask.
+        to = None if out is None else out.view(shape)
+        return torch.minimum(scores.view(shape), limits[:, None, :, None], out=to).view(scores.shape)
 
     def join(self, x: Tensor) -> Tensor:
         """Put ``[B HKV n, G C, E]`` back together as ``[B, H, T, E]``."""
