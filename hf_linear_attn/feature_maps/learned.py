@@ -50,7 +50,7 @@ class LearnedMap(FeatureMap):
 
     def weight_of(self, name: str, side: Side, x: Tensor | None = None) -> Tensor:
         """Return the weight of that name for one side, ``[heads or 1, ...]``, in the dtype of ``x`` if given."""
-        found: Tensor = self.get_parameter(f"{name}_{side}" if self.separate else name)
+        found: Tensor = getattr(self, f"{name}_{side}" if self.separate else name)
         if x is not None:
             found = found.to(x.dtype)
         if not self.separate and self.per_head and side == "q":

@@ -70,9 +70,10 @@ class LinearAttention(nn.Module):
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
-        if self.window is not None:
-            for part, start in self.mix.weights().items():
-                self.register_parameter(f"mix_{part}", nn.Parameter(start))
+        starts = {} if self.window is None else self.mix.weights()
+        for part, start in starts.items():
+            self.register_parameter(f"mix_{part}", nn.Parameter(start))
+        self.learned_by_mix = tuple(starts)
         self.disabled: frozenset[Branch] = frozenset()
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
@@ -147,7 +148,7 @@ class LinearAttention(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return what the mix has learned, by its names."""
-        return {name.removeprefix("mix_"): x for name, x in self.named_parameters(recurse=False)}
+        return {part: getattr(self, f"mix_{part}") for part in self.learned_by_mix}
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call reads side by side: all of it is one piece."""
