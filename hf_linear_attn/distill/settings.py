@@ -198,7 +198,7 @@ class DistillationSettings:
     rest_lr_share: float = 0.3
     distill_loss: DistillLoss = "kl"
     ce_share: float = 0.0
-    embedding_share: float = 0.5
+    embedding_share: float = 0.1
     pooling: str | None = None
     window_dropout: float = 0.0
     trainable: Trainable = "full"
@@ -510,8 +510,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_steps": 200,
         "recall_share": 0.0,
     },
-    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides.
+    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides. Its attention starts
+    # near the teacher's, so gentle steps are enough (docs/results/encoders.md).
     "encoder": {
+        "lr_factor": 0.25,
         "window": None,
         "sinks": 0,
         "stages": ["transfer", "embed"],
