@@ -72,6 +72,14 @@ def test_refuses_boundaries_that_leave_tokens_out(bounds: list[int]) -> None:
         linear_attention(q, k, v, cu_seqlens=torch.tensor(bounds, device="cpu"))
 
 
+def test_cu_seqlens_elsewhere_are_refused() -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    for bounds in (torch.tensor([0, 3], device="meta"), torch.tensor([0, 1, 3], device="meta")):
+        with pytest.raises(ArgumentError, match=r"`cu_seqlens` must be on q's device .*Move it"):
+            linear_attention(q, k, v, cu_seqlens=bounds)
+
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

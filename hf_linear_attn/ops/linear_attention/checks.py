@@ -103,6 +103,8 @@ def check_masks(
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ArgumentTypeError("cu_seqlens", "be int32 or int64", cu_seqlens.dtype, "Cast it.")
+        if cu_seqlens.device != q.device:
+            raise ArgumentError("cu_seqlens", f"be on q's device {q.device}", str(cu_seqlens.device), "Move it.")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
             raise ArgumentError(
                 "cu_seqlens",
