@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import Parameter, signature
 from logging import getLogger
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, get_t
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
@@ -182,6 +184,27 @@ class FeatureMap(nn.Module, ABC):
 def upcast(x: Tensor) -> Tensor:
     """Return ``x`` in the dtype in which features are computed: fp32, or fp64 for fp64 input."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def is_watched() -> bool:
+    """Tell whether a compiler or a transform has to see single operations, which a function of our own hides."""
+    if torch.compiler.is_compiling():
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def second_gradients(ctx: Any, function: Callable[..., Tensor], inputs: Sequence[Any], *do: Tensor) -> tuple[Any, ...]:
+    """Return gradients that can be differentiated again, by way of the plain form of an autograd function.
+
+    Args:
+        ctx: The function's.
+        function: Its plain form.
+        inputs: The arguments that it takes, in order.
+        *do: Gradients of its results.
+    """
+    wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(function(*inputs), wanted, do, create_graph=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
 def saturated(features: Tensor, dtype: torch.dtype) -> Tensor:

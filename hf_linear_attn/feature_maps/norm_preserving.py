@@ -6,10 +6,16 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map, saturated
+from hf_linear_attn.feature_maps.base import (
+    CommonOptions,
+    Pair,
+    is_watched,
+    register_feature_map,
+    saturated,
+    second_gradients,
+)
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
 
 TINY = 1e-12
@@ -73,6 +79,8 @@ class NormPreserving(LearnedMap):
         power = self.weight_of("power", side, x)
         if side == "q":
             power = power * (0.5 + torch.tanh(math.sqrt(self.scaling) * length))
+        if is_watched():
+            return _bend(y, length, power)
         features: Tensor = _Bend.apply(y, length, power)[0]  # type: ignore[no-untyped-call]
         return features
 
@@ -101,12 +109,19 @@ class NormPreserving(LearnedMap):
         return saturated(bent.relu().flatten(-2), q.dtype)
 
 
-class _Bend(torch.autograd.Function):
-    """``length r^p / |r^p|`` with ``r = relu(cat[y, -y])``, in few passes over memory, forward and backward.
+def _bend(y: Tensor, length: Tensor, power: Tensor) -> Tensor:
+    """Return ``length r^p / |r^p|`` with ``r = relu(cat[y, -y])``.
 
-    ``|y|^p / ||y|^p|`` is the root of a softmax: it neither overflows nor needs two powers. Of y and -y one is positive
-    in every entry, so half of r says it all.
+    ``|y|^p / ||y|^p|`` is the root of a softmax: it neither overflows nor needs two powers in its backward. Of y and -y
+    one is positive in every entry, so half of r says it all.
     """
+    shares = (2 * power * (y.abs() + TINY).log()).log_softmax(-1)
+    bent = length * (0.5 * shares).exp() * y.sign()
+    return torch.relu(torch.cat([bent, -bent], dim=-1))
+
+
+class _Bend(torch.autograd.Function):
+    """:func:`_bend` in few passes over memory, forward and backward."""
 
     @staticmethod
     def forward(y: Tensor, length: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +131,8 @@ class _Bend(torch.autograd.Function):
         bent = (r * length).mul_(y.sign())
         features = y.new_empty(*y.shape[:-1], 2 * y.shape[-1])
         up, down = features.chunk(2, -1)
-        torch.clamp_min(bent, 0, out=up)
-        torch.sub(up, bent, out=down)
+        up.copy_(bent).clamp_min_(0)
+        down.copy_(up).sub_(bent)
         return features, r
 
     @staticmethod
@@ -127,10 +142,11 @@ class _Bend(torch.autograd.Function):
         ctx.save_for_backward(*inputs, output[1])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dfeatures: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dfeatures: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients, those of length and power in the shapes that these have."""
         y, length, power, r = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return second_gradients(ctx, _bend, (y, length, power), dfeatures)
         up, down = dfeatures.chunk(2, -1)
         # The gradient of the directions, times themselves, times 2.
         g = (up - down).mul_(y.sign()).add_(up).add_(down).mul_(r)

@@ -97,10 +97,16 @@ class Window:
                 place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
                 sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)
         if held is None or state is None:
-            return Tokens(k, v, mask, counts, *sinks)
-        order = self._order(state, k.device)
-        old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
-        old_mask = held["near_mask"].index_select(1, self.sinks + order)
+            if not isinstance(k.shape[2], torch.SymInt):
+                return Tokens(k, v, mask, counts, *sinks)
+            # A graph for every length has no branch on whether a text is longer than the window: a window of nothing
+            # stands before it.
+            old_k, old_v = (x.new_zeros(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
+            old_mask = k.new_zeros(k.shape[0], self.size, dtype=torch.bool)
+        else:
+            order = self._order(state, k.device)
+            old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
+            old_mask = held["near_mask"].index_select(1, self.sinks + order)
         all_real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
         mask, counts = (torch.cat([old_mask, all_real if x is None else x], 1) for x in (mask, counts))
         return Tokens(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), mask, counts, *sinks)

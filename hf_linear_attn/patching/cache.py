@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import State
 
 
@@ -268,6 +268,8 @@ def cache_layer(
     layer: Any = cache.layers[index]
     if isinstance(layer, LinearAttentionCacheLayer):
         return layer
+    if torch.compiler.is_exporting():
+        _refuse_export(name)
     keys = getattr(layer, "keys", None)
     if keys is not None and layer.get_seq_length() > 0:
         raise ArgumentError(
@@ -285,6 +287,18 @@ def cache_layer(
         ours.record_past = getattr(layer, "record_past", False)
     cache.layers[index] = ours
     return ours
+
+
+# What a tracer asks of this is its answer: an error of its own it could not raise.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_export(name: str) -> None:
+    raise UnsupportedError(
+        "past_key_values",
+        "be None while a model is exported",
+        "a cache of keys and values",
+        "Exporters hand keys and values from step to step, and a state is neither: export with use_cache=False.",
+        where=name,
+    )
 
 
 def _static_length(cache: Cache) -> int | None:

@@ -79,7 +79,6 @@ def test_cu_seqlens_elsewhere_are_refused() -> None:
             linear_attention(q, k, v, cu_seqlens=bounds)
 
 
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -22,19 +22,6 @@ SETTINGS = {
     "one layer": {"feature_map": "elu", "window": 3, "layers": [1]},
 }
 
-NOT_YET = {
-    "test_exports_with_a_static_cache[plain]": "a static cache's length is a tensor",
-    "test_exports_with_a_static_cache[window]": "a static cache's length is a tensor",
-}
-"""What fails today, by the beginning of its name; a line goes when it is mended."""
-
-
-@pytest.fixture(autouse=True)
-def not_yet(request):
-    reason = next((why for name, why in NOT_YET.items() if request.node.name.startswith(name)), None)
-    if reason is not None:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-
 
 def patched(**settings):
     return patch_model(tiny_model("causal", "llama"), **settings).eval()
@@ -308,15 +295,7 @@ def exported_model(kind):
     return model if kind == "softmax" else patch_model(model, **SETTINGS[kind])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "softmax",
-        "plain",
-        # Not run: a minute passes before torch gives up.
-        pytest.param("window", marks=pytest.mark.xfail(run=False, reason="one length per export with a window")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["softmax", "plain", "window"])
 def test_exports_take_any_length(kind):
     exported = exported_model(kind)
     dynamic = {"input_ids": {1: torch.export.Dim("tokens", min=4, max=128)}, "use_cache": None}
@@ -330,8 +309,8 @@ def test_exports_take_any_length(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["softmax", "plain", "window"])
-def test_exports_with_a_static_cache(kind):
+@pytest.mark.parametrize("kind", ["plain", "window"])
+def test_exports_with_a_cache_are_refused(kind):
     exported = exported_model(kind)
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
@@ -339,13 +318,8 @@ def test_exports_with_a_static_cache(kind):
     exported.generation_config.cache_implementation = "static"
     exported.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 32, "device": "cpu"}
     exportable = TorchExportableModuleForDecoderOnlyLM(exported, batch_size=1, max_cache_len=32, device="cpu")
-    program = exportable.export(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0])).module()
-    ids = prompt(9, 0)[0]
-    with torch.no_grad():
-        expected = exported(ids[None], use_cache=False).logits[0]
-        for i, token in enumerate(ids):
-            found = program(input_ids=token[None, None], cache_position=torch.tensor([i]))
-            torch.testing.assert_close(found[0, -1], expected[i], rtol=1e-3, atol=1e-3)
+    with pytest.raises(UnsupportedError, match=r"`past_key_values` must be None while .*use_cache=False"):
+        exportable.export(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0]))
 
 
 def test_a_context_is_copied_before_it_is_used(model):

@@ -10,6 +10,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.window.opaque import window_attention_opaque
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch
 
@@ -127,6 +128,9 @@ def window_attention(
         k, v = without(k, broken), without(v, broken)
     own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
     function = window_attention_reference if chosen == "reference" else window_attention_torch
+    exporting = torch.compiler.is_exporting()
+    if chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled())):
+        function = window_attention_opaque
     o = function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
     return o if broken is None else see(o, _seen(broken, q.shape[2], window, key_mask))
 

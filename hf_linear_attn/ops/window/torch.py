@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.feature_maps.base import is_watched, second_gradients, upcast
+from hf_linear_attn.ops.library import own_precision
 
 BLOCKS = (32, 64)
 """Smallest and largest block of queries: a small one wastes few scores, a large one copies few keys."""
@@ -32,14 +33,29 @@ def window_attention_torch(
     last = None
     if own is not None:
         last = band.rows(own[0].masked_fill(~own[1][:, None], torch.finfo(own[0].dtype).min)[..., None])
-    with torch.autocast(q.device.type, enabled=False):
-        o, share, _ = _Attend.apply(band.q, band.k, band.v, last, band, scaling)  # type: ignore[no-untyped-call]
+    with own_precision(q.device):
+        attend = _attend if is_watched() else _Attend.apply
+        o, share, *_ = attend(band.q, band.k, band.v, last, band, scaling)
     o = band.join(o)
     return o if own is None else torch.addcmul(o, band.join(share), own[2])
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, band: "Band", scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``o [rows, G C, V]``, the share of the last column ``[rows, G C, 1]``, and all weights.
+
+    The scores of the last column are given where there are such.
+    """
+    scores = band.hide(upcast(_scaled_product(q, k.mT, scaling)))
+    if last is not None:
+        scores = torch.cat([scores[..., :-1], last], -1)
+    weights = scores.softmax(-1).to(v.dtype)
+    return torch.bmm(weights, v), weights[..., -1:], weights
+
+
 class _Attend(torch.autograd.Function):
-    """Softmax over a band, with the scores of the last column given where there are such.
+    """:func:`_attend` in few passes over memory, forward and backward.
 
     A hidden key's weight is 0, and so is the gradient of its score: the backward needs no mask.
     """
@@ -48,9 +64,8 @@ class _Attend(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, band: "Band", scaling: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``o [rows, G C, V]``, the share of the last column ``[rows, G C, 1]``, and all weights."""
         scores = upcast(_scaled_product(q, k.mT, scaling))
-        band.hide(scores, out=scores)
+        scores = band.hide(scores, out=scores)
         if last is not None:
             scores[..., -1:] = last
         weights = scores.softmax(-1).to(v.dtype)
@@ -58,22 +73,26 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what the backward reads."""
-        q, k, v, last, _, ctx.scaling = inputs
-        ctx.given = last is not None
+        q, k, v, last, ctx.band, ctx.scaling = inputs
         ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(q, k, v, output[2])
+        ctx.save_for_backward(q, k, v, last, output[2])
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, dshare: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; that of the row of zeros which stands for the last column is nobody's."""
-        q, k, v, weights = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor, dshare: Tensor, _: Tensor) -> tuple[Any, ...]:
+        q, k, v, last, weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(*inputs: Any) -> Any:
+                return _attend(*inputs)[:2]
+
+            return second_gradients(ctx, plain, (q, k, v, last, ctx.band, ctx.scaling), do, dshare)
         dweights = upcast(torch.bmm(do, v.mT))
         dweights[..., -1:] += dshare
         weights_up = upcast(weights)
         dscores = torch._softmax_backward_data(dweights, weights_up, -1, weights_up.dtype)
-        dlast = dscores[..., -1:].clone() if ctx.given else None
+        dlast = None if last is None else dscores[..., -1:].clone()
         dscores = dscores.to(q.dtype)
+        # The row of zeros that stands for the last column has a gradient, too: nobody's.
         dq, dk = (_scaled_product(x, y, ctx.scaling) for x, y in ((dscores, k), (dscores.mT, q)))
         return dq, dk, torch.bmm(weights.mT, do), dlast, None, None
 
@@ -177,11 +196,14 @@ class Band:
     def hide(self, scores: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the scores ``[rows, G C, N + W - 1 + C]``, far below 0 where a query does not see a key."""
         shape = (self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
-        info = torch.finfo(scores.dtype)
-        limits = torch.full_like(self.visible, info.max, dtype=scores.dtype).masked_fill_(~self.visible, info.min)
+        info, hidden = torch.finfo(scores.dtype), ~self.visible[:, None, :, None]
+        if scores.device.type != "cpu" or torch.compiler.is_compiling():
+            # Where keys that are not finite are not taken out before.
+            return scores.view(shape).masked_fill(hidden, info.min).view(scores.shape)
         # Several times faster than filling by a mask.
+        limits = torch.full_like(hidden, info.max, dtype=scores.dtype).masked_fill_(hidden, info.min)
         to = None if out is None else out.view(shape)
-        return torch.minimum(scores.view(shape), limits[:, None, :, None], out=to).view(scores.shape)
+        return torch.minimum(scores.view(shape), limits, out=to).view(scores.shape)
 
     def join(self, x: Tensor) -> Tensor:
         """Put ``[B HKV n, G C, E]`` back together as ``[B, H, T, E]``."""
