@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target
@@ -283,6 +284,24 @@ def positional(case: Case) -> tuple[object, ...]:
 )
 def test_opcheck(case: Case) -> None:
     torch.library.opcheck(op.triton_window, positional(case))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_can_be_recomputed_in_the_backward(backend: str) -> None:
+    x = Case(B=1, T=20).inputs()
+
+    def gradients(*, again: bool) -> list[Tensor]:
+        leaves = [x[name].clone().requires_grad_() for name in ("q", "k", "v")]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return window_attention(q, k, v, window=7, scaling=SCALING, backend=backend)
+
+        o = checkpoint(attend, *leaves, use_reentrant=False) if again else attend(*leaves)
+        o.backward(x["do"])
+        return [leaf.grad for leaf in leaves]
+
+    for found, expected in zip(gradients(again=True), gradients(again=False), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_compiles_without_graph_breaks() -> None:

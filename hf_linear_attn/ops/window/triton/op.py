@@ -168,9 +168,11 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
     if do is None:
         return (None,) * 14
     of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, of_before, of_bias, of_weight, *_ = ctx.needs_input_grad
-    _, k, _, _, sink_k, sink_v, *_, bias, weight = ctx.saved_tensors[4:]
+    # Read once: where activations are recomputed, torch gives them out no second time.
+    saved = ctx.saved_tensors
+    _, k, _, _, sink_k, sink_v, *_, bias, weight = saved[4:]
     wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v)
-    found = _derive(do, *ctx.saved_tensors, ctx.window, ctx.scaling, *wanted)
+    found = _derive(do, *saved, ctx.window, ctx.scaling, *wanted)
     dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
     # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
