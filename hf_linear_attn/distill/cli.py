@@ -13,7 +13,7 @@ import torch
 from hf_linear_attn.arguments import CommandLine, Given, Setting, settings_of
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.models import fit_positions, load_teacher, model_name
-from hf_linear_attn.distill.plan import H100_TFLOPS, Plan
+from hf_linear_attn.distill.plan import H100_TFLOPS, Plan, check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.plan import plan as compute_plan
 from hf_linear_attn.distill.run import DistillResult, distill
 from hf_linear_attn.distill.settings import (
@@ -75,15 +75,17 @@ class PlanSettings:
     """What a plan takes beside the settings of the distillation.
 
     Args:
-        tokens: Training tokens per stage.
-        gpus: Accelerators that everything is sharded over.
+        gpu_memory: Memory of one GPU in GiB. Without a recipe or preset, recipes are looked through for those that fit.
+        tokens: Training tokens per stage; None for what the settings' steps read.
+        gpus: GPUs. Each holds the whole, unless ``--shard`` spreads it over them.
         tflops: Peak of one in bf16, in TFLOP/s.
         utilisation: Share of it that is reached.
         lora: Train adapters instead of all weights, as ``--trainable lora`` does.
     """
 
-    tokens: float = 20e6
-    gpus: int = 8
+    gpu_memory: float | None = None
+    tokens: float | None = None
+    gpus: int = 1
     tflops: float = H100_TFLOPS
     utilisation: float = 0.4
     lora: bool = False
@@ -223,26 +225,24 @@ def teacher_logits(arguments: Sequence[str]) -> None:
     next_step(f"`hf-linear-attn distill` with the same settings, --teacher-logits {folder} among them.")
 
 
-def plan(arguments: Sequence[str]) -> Plan:
-    """Print the plan of a distillation.
+def plan(arguments: Sequence[str]) -> dict[str, Plan]:
+    """Print the plan of a distillation, or which recipes fit a GPU.
 
     Args:
         arguments: Flags.
 
     Returns:
-        The plan.
+        The plans by the names of their recipes; one under the name ``plan`` where the run is given.
 
     Raises:
-        ArgumentError: If a setting cannot be used, or no model is named.
+        ArgumentError: If a setting cannot be used, no model is named, or a GPU's memory is too small.
         CheckpointError: If there is no such config.
     """
-    # Without a recipe, what large models are trained with.
-    usual = {"rows": 1, "block_tokens": 1024, "mixed_precision": "bf16", "gradient_checkpointing": True}
     line = command_line(
         "hf-linear-attn plan",
-        "Compute memory and hours of a distillation, sharded over GPUs, from the model's config alone.",
-        "hf-linear-attn plan your/model --gpus 8\nhf-linear-attn plan recipe.yaml --model your/model --gpus 1 --lora",
-        defaults=usual,
+        "Compute memory and hours of a distillation from the model's config alone. It takes the settings of distill.",
+        "hf-linear-attn plan your/model --gpu-memory 80\n"
+        "hf-linear-attn plan recipe.yaml --model your/model --gpus 8 --shard",
         positional="model",
         others={"the machine": PlanSettings},
     )
@@ -251,17 +251,25 @@ def plan(arguments: Sequence[str]) -> Plan:
     own = PlanSettings(**{name: value for name, value in given.values.items() if name in of_plan})
     if own.lora:
         given.flags["trainable"] = "lora"
-    settings = settings_from(given, {} if given.file else usual)
+    settings = settings_from(given)
     if settings.model is None:
         raise ArgumentError("model", "be given", None, "Name a folder, a config.json or a hub name.")
-    found = compute_plan(
-        load_config(settings.model, "model"),
-        settings,
-        tokens=own.tokens,
-        gpus=own.gpus,
-        tflops=own.tflops,
-        utilisation=own.utilisation,
-    )
+    config = load_config(settings.model, "model")
+    machine: dict[str, Any] = {
+        "tokens": own.tokens,
+        "gpus": own.gpus,
+        "tflops": own.tflops,
+        "utilisation": own.utilisation,
+    }
+    if own.gpu_memory is not None and not given.file and "preset" not in given.values:
+        named = {name: value for name, value in given.values.items() if name in settings.given}
+        plans = recipes_for(config, named, own.gpu_memory, **machine)
+        sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")
+        next_step("`hf-linear-attn distill` with a recipe's settings runs it.")
+        return plans
+    found = compute_plan(config, settings, **machine)
     sys.stdout.write(found.table() + "\n")
+    if own.gpu_memory is not None:
+        check_fits(config, settings, found, own.gpu_memory)
     next_step("`hf-linear-attn distill` with the same settings runs it.")
-    return found
+    return {"plan": found}

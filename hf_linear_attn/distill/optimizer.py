@@ -42,6 +42,15 @@ def make_optimizer(settings: DistillationSettings, groups: list[dict[str, Any]])
     return LeanAdamW(groups, **options, rounding=settings.master_weights, eight_bits=eight_bits, seed=settings.seed)
 
 
+def moment_bytes(settings: DistillationSettings, parameter: Tensor) -> float:
+    """Return the bytes that an optimiser keeps beside a parameter and its gradient."""
+    numbers = parameter.numel()
+    lean = settings.optimizer != "adamw" and numbers >= BLOCK
+    moments = 2 * (numbers + 4 * math.ceil(numbers / BLOCK)) if lean else 8 * numbers
+    dropped = settings.master_weights == "compensated" and parameter.dtype == torch.bfloat16
+    return moments + 2 * numbers * dropped
+
+
 class LeanAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) that computes in fp32 and keeps less.
 

@@ -1,19 +1,65 @@
 """What a distillation will need, on paper: memory by part and hours, from a model's config alone."""
 
+import copy
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from typing_extensions import override
 
+from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import linear_attention_parts
-from hf_linear_attn.distill.lora import projections
-from hf_linear_attn.distill.settings import DistillationSettings, head_dim_of
+from hf_linear_attn.distill.models import shares_weights
+from hf_linear_attn.distill.optimizer import moment_bytes
+from hf_linear_attn.distill.precision import raise_precision, raise_trained, resolve
+from hf_linear_attn.distill.registry import stage_class
+from hf_linear_attn.distill.run import prepare_stage
+from hf_linear_attn.distill.settings import QUANTISED, DistillationSettings, preset
+from hf_linear_attn.distill.stages import Stage
+from hf_linear_attn.distill.teacher import Divergence, LiveTeacher, SharedTeacher, Teacher
+from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence
+from hf_linear_attn.distill.trace import Device, Held, trace_step
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import empty_model, position_limit
 
 GIB = 2**30
 H100_TFLOPS = 989.0
 """Dense bf16 peak of one H100 SXM."""
+
+WEIGHT_BYTES = {"int8": 1.0, "int4": 1.0 + 4 / 32, "nf4": 0.5 + 4 / 64}
+"""Bytes of a quantised weight, with its share of the scales."""
+
+SLACK = 0.95
+"""Share of a GPU's memory that is counted on: its allocator and its driver take some."""
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "recommended": ("recommended", {"gradient_checkpointing": True}),
+    "recommended, lean": (
+        "recommended",
+        {
+            "gradient_checkpointing": True,
+            "model_dtype": "bfloat16",
+            "optimizer": "adamw_8bit",
+            "master_weights": "compensated",
+        },
+    ),
+    "recommended, sharded": (
+        "recommended",
+        {"gradient_checkpointing": True, "mixed_precision": "bf16", "shard": True},
+    ),
+    "lolcats": ("lolcats", {"gradient_checkpointing": True, "model_dtype": "bfloat16"}),
+    "single_gpu": ("single_gpu", {}),
+    "single_gpu, nf4": ("single_gpu", {"model_dtype": "nf4"}),
+}
+"""What is looked through for a GPU: a preset, and what is changed in it."""
+
+MADE_BY = ("trainable", "model_dtype", "optimizer", "master_weights", "shard")
+"""Settings that make a recipe what it is."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +69,7 @@ class StagePlan:
     stage: str
     memory_gib: dict[str, float]
     trained_parameters: int
+    tokens: float
     exaflop: float
     hours: float
 
@@ -40,14 +87,30 @@ class Plan:
     parameters: int
     feature_map_parameters: int
     gpus: int
+    sharded: bool
     stages: tuple[StagePlan, ...]
+
+    def fits(self, gpu_memory: float) -> bool:
+        """Tell whether GPUs of so many GiB hold it."""
+        return self.total_gib <= SLACK * gpu_memory
+
+    @property
+    def total_gib(self) -> float:
+        """Memory per GPU of the stage that needs most."""
+        return max(stage.total_gib for stage in self.stages)
+
+    def machine(self) -> str:
+        """Return in words what it runs on."""
+        if self.gpus == 1:
+            return "one GPU"
+        return f"{self.gpus} GPUs, " + ("sharded" if self.sharded else "each with all of it")
 
     def table(self) -> str:
         """Return the plan as a Markdown table."""
         parts = list(self.stages[0].memory_gib)
         lines = [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
-            f"{self.feature_map_parameters / 1e6:.1f}M, {self.gpus} GPUs",
+            f"{self.feature_map_parameters / 1e6:.1f}M, {self.machine()}",
             "",
             "| per GPU, GiB | " + " | ".join(stage.stage for stage in self.stages) + " |",
             "| --- " * (len(self.stages) + 1) + "|",
@@ -58,36 +121,198 @@ class Plan:
         trained = " | ".join(f"{s.trained_parameters / 1e6:,.1f}M" for s in self.stages)
         lines += [
             "| parameters trained | " + trained + " |",
-            "| work, EFLOP | " + " | ".join(f"{s.exaflop:.1f}" for s in self.stages) + " |",
+            "| tokens | " + " | ".join(f"{s.tokens / 1e6:,.1f}M" for s in self.stages) + " |",
+            "| work, EFLOP | " + " | ".join(f"{s.exaflop:.3g}" for s in self.stages) + " |",
             "| hours | " + " | ".join(f"{s.hours:.2f}" for s in self.stages) + " |",
         ]
         return "\n".join(lines)
+
+
+class StoredTeacher(Teacher):
+    """As many logits as a folder of a teacher's would have."""
+
+    @override
+    def divergence(self, batch: Batch) -> Divergence:
+        count = batch.input_ids[:, 1:].numel()
+        tokens = torch.zeros(count, TOP_K, dtype=torch.int64)
+        return stored_divergence(tokens, torch.zeros(count, TOP_K))
+
+
+class Planner:
+    """Count what the stages of a run hold.
+
+    Args:
+        config: The softmax model's config.
+        settings: The settings.
+        device: Where it would run.
+
+    Raises:
+        ArgumentError: If sequences are longer than the model's positions reach, or the config is not a causal language
+            model's.
+    """
+
+    def __init__(self, config: PreTrainedConfig, settings: DistillationSettings, device: Device = "cuda") -> None:
+        self.config, self.device = config, device
+        empty = empty_model(config)
+        self.parameters = sum(p.numel() for p in empty.parameters())
+        dtype = config.dtype or torch.float32
+        if settings.model_dtype is not None:
+            dtype = torch.bfloat16 if settings.model_dtype in QUANTISED else getattr(torch, settings.model_dtype)
+        self.teacher = empty.to(dtype=dtype)  # type: ignore[call-arg]
+        settings = settings.within(position_limit(empty))
+        with torch.device("meta"):
+            self.student: PreTrainedModel = settings.convert(copy.deepcopy(empty))
+        self.settings = resolve(settings, self.student, "no")
+        self.maps = sum(p.numel() for part in linear_attention_parts(self.student) for p in part.parameters())
+
+    @cached_property
+    def held(self) -> dict[str, tuple[Held, list[nn.Parameter]]]:
+        """What each stage holds, and what it trains."""
+        settings, found = self.settings, {}
+        shared = shares_weights(settings)
+        student: nn.Module = copy.deepcopy(self.student)
+        if settings.mixed_precision == "no":
+            raise_precision(student.parameters())
+        loaded = False
+        for name in settings.stages:
+            kind: type[Stage] = stage_class(name)
+            with torch.random.fork_rng(), torch.device("meta"):
+                student = prepare_stage(settings, name, student)
+            stage = kind(settings, student)
+            raise_trained(settings, stage)
+            trained = [p for group in stage.groups for p in group["params"]]
+            models: dict[str, nn.Module] = {"student": student}
+            loaded |= kind.needs_teacher(settings) and settings.teacher_logits is None and not shared
+            if loaded:
+                models["teacher"] = self._teacher()
+
+            def make_stage(models: dict[str, nn.Module], kind: type[Stage] = kind) -> Stage:
+                teacher: Teacher = LiveTeacher(lambda: models["teacher"])
+                if settings.teacher_logits is not None:
+                    teacher = StoredTeacher()
+                elif shared:
+                    teacher = SharedTeacher(models["student"])
+                return kind(settings, models["student"], teacher)
+
+            rows, length, forwards = self.largest(kind)
+            held = trace_step(
+                make_stage,
+                models,
+                rows=rows,
+                length=length,
+                forwards=forwards,
+                autocast=settings.mixed_precision == "bf16",
+                device=self.device,
+            )
+            found[name] = (held, trained)
+        return found
+
+    def _teacher(self) -> nn.Module:
+        teacher: nn.Module = copy.deepcopy(self.teacher)
+        named = self.settings.teacher_dtype
+        if named is not None and named not in QUANTISED:
+            teacher.to(dtype=getattr(torch, named))
+        return teacher
+
+    def largest(self, kind: type[Stage]) -> tuple[int, int, int]:
+        """Return rows, length and number of the largest forwards of a step."""
+        settings = self.settings
+        rows = settings.rows * settings.accumulation
+        steps = [kind.sequences(settings, step, rows) for step in range(len(kind.lengths(settings)))]
+        step = max(steps, key=lambda step: (step.at_once * step.length, step.length))
+        return min(step.at_once, len(step.numbers)), step.length, math.ceil(len(step.numbers) / step.at_once)
+
+    def saved_by_quantisation(self, dtype: str | None) -> float:
+        """Return the bytes by which a model in bf16 shrinks."""
+        if dtype is None or dtype not in WEIGHT_BYTES:
+            return 0.0
+        head = self.teacher.get_output_embeddings()  # type: ignore[no-untyped-call]
+        linear = [m for m in self.teacher.modules() if isinstance(m, nn.Linear) and m is not head]
+        return sum(m.weight.numel() for m in linear) * (2 - WEIGHT_BYTES[dtype])
+
+    def memory(self, stage: str, gpus: int) -> dict[str, float]:
+        """Return the bytes per GPU of a stage by part."""
+        settings, (held, trained) = self.settings, self.held[stage]
+        teacher_dtype = settings.teacher_dtype or settings.model_dtype
+        teacher: float = held.models.get("teacher", 0)
+        teacher -= self.saved_by_quantisation(teacher_dtype) if teacher else 0
+        student = held.models["student"] - self.saved_by_quantisation(settings.model_dtype)
+        moments = sum(moment_bytes(settings, p) for p in trained)
+        # Optimisers of ours, and torch's on a CPU, go weight by weight and hold some copies of one; torch's on a GPU is
+        # one kernel.
+        lean = settings.optimizer != "adamw" or settings.master_weights != "fp32"
+        copies = 5 if lean else 0 if self.device == "cuda" else 2
+        most = max(held.most, held.gradients + copies * held.largest)
+        sizes = (p.numel() * p.element_size() for p in self.teacher.parameters())
+        # Sharded, two layers and what is in no layer are whole on either side.
+        layers = self.config.get_text_config().num_hidden_layers
+        embeddings = sum(m.weight.numel() for m in self.teacher.modules() if isinstance(m, nn.Embedding))
+        gathered = 2 * (2 * (sum(sizes) / 2 - embeddings) / layers + embeddings) * (1 + bool(teacher))
+        parts = gpus if settings.shard else 1
+        return {
+            "teacher": teacher / parts,
+            "student weights": student / parts,
+            "gradients": held.gradients / parts,
+            "Adam moments": moments / parts,
+            "gathered layers": 0.0 if parts == 1 else gathered,
+            "activations": most - held.gradients,
+        }
+
+    def stage(self, stage: str, gpus: int, tokens: float | None, flops: float) -> StagePlan:
+        """Return the plan of a stage."""
+        settings, kind = self.settings, stage_class(stage)
+        _, trained = self.held[stage]
+        if tokens is None:
+            step = kind.sequences(settings, 0, settings.rows * settings.accumulation)
+            tokens = float(kind.steps(settings) * len(step.numbers) * step.length * gpus)
+        passes = 2
+        if kind.recomputes:
+            # Frozen weights need no gradient, only what is before them.
+            passes += 2 if settings.trainable == "lora" else 4
+            passes += 2 * settings.gradient_checkpointing
+        passes += 2 * (kind.needs_teacher(settings) and settings.teacher_logits is None)
+        work = passes * self.parameters * tokens
+        return StagePlan(
+            stage=stage,
+            memory_gib={name: value / GIB for name, value in self.memory(stage, gpus).items()},
+            trained_parameters=sum(p.numel() for p in trained),
+            tokens=tokens,
+            exaflop=work / 1e18,
+            hours=work / (gpus * flops) / 3600,
+        )
+
+    def plan(self, gpus: int, tokens: float | None, flops: float) -> Plan:
+        """Return the plan of the run."""
+        stages = tuple(self.stage(stage, gpus, tokens, flops) for stage in self.settings.stages)
+        name = getattr(self.config, "_name_or_path", "") or self.config.model_type
+        return Plan(name, self.parameters, self.maps, gpus, self.settings.shard, stages)
 
 
 def plan(
     config: PreTrainedConfig,
     settings: DistillationSettings | None = None,
     *,
-    tokens: float = 20e6,
-    gpus: int = 8,
+    tokens: float | None = None,
+    gpus: int = 1,
     tflops: float = H100_TFLOPS,
     utilisation: float = 0.4,
+    device: Device = "cuda",
 ) -> Plan:
-    """Compute memory and time of a run with everything sharded over the GPUs (FSDP2) and activations recomputed.
+    """Compute memory and time of a run from a model's config, and from the settings that :func:`distill` takes.
 
-    Counted are: the teacher in bf16; the student's master weights in fp32, or in bf16 where LoRA freezes them; fp32
-    gradients and two Adam moments per trained parameter; one layer gathered in bf16 on either side; per layer the
-    bf16 input that recomputation starts from, and one layer's intermediates; and the logits (student and teacher, in
-    bf16 and as fp32 log-probabilities, with their gradient). The allocator's slack is not counted. Work per token is
-    2 FLOP per parameter for a forward and 4 for a backward, a recomputation being one more forward.
+    Memory is counted by running a step of each stage without numbers, see :mod:`hf_linear_attn.distill.trace`: weights,
+    gradients, the optimiser's moments, and the most that a forward and backward hold at once. What a GPU's allocator
+    wastes is not counted. Work per token is 2 FLOP per parameter for a forward, 4 for a backward (2 where weights are
+    frozen), and 2 each for a recomputation and for the teacher.
 
     Args:
         config: The softmax model's config.
-        settings: The settings; ``rows`` and ``block_tokens`` decide the activations.
-        tokens: Training tokens per stage.
+        settings: The settings; None for the defaults.
+        tokens: Training tokens per stage; None for what the settings' steps read.
         gpus: GPUs.
         tflops: A GPU's peak, in TFLOP/s.
         utilisation: Share of the peak that is reached, 0..1.
+        device: Where it would run.
 
     Returns:
         The plan.
@@ -98,69 +323,150 @@ def plan(
 
     Example:
         >>> from transformers import LlamaConfig
-        >>> plan(LlamaConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=128)).gpus
-        8
+        >>> small = LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, intermediate_size=128)
+        >>> plan(small, DistillationSettings(block_tokens=16, window=4), gpus=1).gpus
+        1
     """
-    settings = settings or DistillationSettings(mixed_precision="bf16", gradient_checkpointing=True)
-    for name, value in (("tokens", tokens), ("gpus", gpus), ("tflops", tflops), ("utilisation", utilisation)):
-        if not value > 0 or (name == "utilisation" and value > 1):
+    check_machine(tokens, gpus, tflops, utilisation)
+    return Planner(config, settings or DistillationSettings(), device).plan(gpus, tokens, tflops * 1e12 * utilisation)
+
+
+def check_machine(
+    tokens: float | None, gpus: float, tflops: float, utilisation: float, gpu_memory: float | None = None
+) -> None:
+    """Refuse numbers out of range.
+
+    Raises:
+        ArgumentError: If one is.
+    """
+    numbers = {"tokens": tokens, "gpus": gpus, "tflops": tflops, "utilisation": utilisation, "gpu_memory": gpu_memory}
+    for name, value in numbers.items():
+        if value is not None and (not value > 0 or (name == "utilisation" and value > 1)):
             raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
-    student = empty_model(config)
-    settings = settings.within(position_limit(student))
-    parameters = sum(p.numel() for p in student.parameters())
-    text = config.get_text_config()
-    head_dim = head_dim_of(config)
-    with torch.device("meta"):
-        student = settings.convert(student)
-    parts = linear_attention_parts(student)
-    maps = sum(p.numel() for part in parts for p in part.parameters())
-    layers = text.num_hidden_layers
-    embeddings = sum(p.numel() for name, p in student.named_parameters() if "embed" in name or "lm_head" in name)
-    layer = (parameters - embeddings) / layers
-    # A projection has one weight; its rows and columns are the sizes of the adapter's two halves.
-    shapes = [next(module.parameters()).shape for module in projections(student).values()]
-    adapters = settings.lora_rank * sum(rows + columns for rows, columns in shapes)
-    stages = []
-    for stage in settings.stages:
-        if stage == "extend":
-            width = settings.rows * settings.extend_factor * settings.block_tokens
-        else:
-            width = max(max(settings.rows, factor) for factor in settings.factors()) * settings.block_tokens
-        lora = settings.trainable == "lora" and stage != "transfer"
-        trained = maps if stage == "transfer" else adapters + maps * settings.train_feature_maps if lora else parameters
-        if not lora and stage != "transfer":
-            trained += maps * settings.train_feature_maps
-        with_teacher = stage == "distill" and settings.distill_loss == "kl" and settings.teacher_logits is None
-        weight_bytes = 2 if lora or stage == "transfer" else 4
-        memory = {
-            "teacher": 2 * parameters / gpus if with_teacher else 0.0,
-            "student weights": weight_bytes * parameters / gpus + 4 * maps,
-            "gradients": 4 * trained / gpus,
-            "Adam moments": 8 * trained / gpus,
-            "gathered layers": 2 * 2 * layer + 2 * embeddings,
-            "activations": _activations(text, width, layers if stage != "transfer" else 1, maps / layers / head_dim),
-            "logits": 0.0 if stage == "transfer" else width * text.vocab_size * (6 + 4 + (6 if with_teacher else 0)),
-        }
-        # Transfer runs a forward; the others forward, recomputation and backward, and the teacher's forward.
-        passes = 2 if stage == "transfer" else 8 + 2 * with_teacher
-        work = passes * parameters * tokens
-        stages.append(
-            StagePlan(
-                stage=stage,
-                memory_gib={name: value / GIB for name, value in memory.items()},
-                trained_parameters=int(trained),
-                exaflop=work / 1e18,
-                hours=work / (gpus * tflops * 1e12 * utilisation) / 3600,
+
+
+def recipes_for(
+    config: PreTrainedConfig,
+    given: Mapping[str, Any],
+    gpu_memory: float,
+    *,
+    tokens: float | None = None,
+    gpus: int = 1,
+    tflops: float = H100_TFLOPS,
+    utilisation: float = 0.4,
+) -> dict[str, Plan]:
+    """Return the plans of recipes by name, those that fit and those that do not.
+
+    Args:
+        config: The softmax model's config.
+        given: Settings that all recipes have; one that is made by another value of them is left out.
+        gpu_memory: Memory of a GPU in GiB.
+        tokens: As for :func:`plan`, as the others.
+        gpus: GPUs.
+        tflops: A GPU's peak.
+        utilisation: Share of it that is reached.
+
+    Raises:
+        ArgumentError: If none of them fits, with what would.
+    """
+    check_machine(tokens, gpus, tflops, utilisation, gpu_memory)
+    flops = tflops * 1e12 * utilisation
+    planners = {
+        name: Planner(config, DistillationSettings(**{**recipe, **given}))
+        for name, recipe in recipes().items()
+        if all(given.get(key, recipe[key]) == recipe[key] for key in MADE_BY if key in recipe)
+        and (gpus > 1 or not recipe.get("shard"))
+    }
+    plans = {name: planner.plan(gpus, tokens, flops) for name, planner in planners.items()}
+    if any(found.fits(gpu_memory) for found in plans.values()):
+        return plans
+    name = min(plans, key=lambda name: plans[name].total_gib)
+    shorter = shorter_sequences(planners[name], gpu_memory)
+    remedy = (
+        f"{shorter} Its flags, beside yours: {flags_of(name)}."
+        if shorter
+        else _sharded(config, given, gpu_memory, gpus)
+    )
+    raise ArgumentError(
+        "gpu_memory",
+        f"hold the leanest recipe, {name!r}, which needs {plans[name].total_gib / SLACK:.1f} GiB on each GPU",
+        gpu_memory,
+        remedy,
+    )
+
+
+def recipes() -> dict[str, dict[str, Any]]:
+    """Return the settings of all recipes by name."""
+    return {name: {**preset(start), **changes} for name, (start, changes) in RECIPES.items()}
+
+
+def shorter_sequences(planner: Planner, gpu_memory: float) -> str | None:
+    """Say how short sequences have to be, or return None where that does not help."""
+    settings = planner.settings
+    fixed = min(sum(planner.memory(stage, 1).values()) - held.most for stage, (held, _) in planner.held.items())
+    if fixed > SLACK * gpu_memory * GIB:
+        return None
+    tokens, least = settings.block_tokens // 2, max(16, 2 * (settings.conversion.window or 8))
+    while tokens >= least:
+        shorter = Planner(planner.config, settings.with_changes(block_tokens=tokens), planner.device)
+        if shorter.plan(1, None, 1.0).fits(gpu_memory):
+            return f"Pass --block-tokens {tokens}."
+        tokens //= 2
+    return None
+
+
+def check_fits(config: PreTrainedConfig, settings: DistillationSettings, found: Plan, gpu_memory: float) -> None:
+    """Refuse a GPU memory that does not hold a plan.
+
+    Raises:
+        ArgumentError: If it does not, with what would fit.
+    """
+    if found.fits(gpu_memory):
+        return
+    remedy = None if found.sharded else shorter_sequences(Planner(config, settings), gpu_memory)
+    raise ArgumentError(
+        "gpu_memory",
+        f"hold this run, which needs {found.total_gib / SLACK:.1f} GiB on each GPU",
+        gpu_memory,
+        remedy or "Leave out recipe and preset: `plan` then looks for recipes that fit.",
+    )
+
+
+def _sharded(config: PreTrainedConfig, given: Mapping[str, Any], gpu_memory: float, gpus: int) -> str:
+    """Say over how many GPUs a model has to be sharded."""
+    other = {name: value for name, value in given.items() if name not in MADE_BY}
+    planner = Planner(config, DistillationSettings(**{**recipes()["recommended, sharded"], **other}))
+    for more in (gpus * 2**power for power in range(1, 9)):
+        if planner.plan(more, None, 1.0).fits(gpu_memory):
+            return (
+                f"Shard it over {more} GPUs (--shard --gradient-checkpointing --gpus {more}), or take a smaller model."
             )
+    return "Take a smaller model."
+
+
+def recipes_table(plans: Mapping[str, Plan], gpu_memory: float) -> str:
+    """Return which recipes fit, and the flags of each, as a Markdown table."""
+    first = next(iter(plans.values()))
+    many = f"{first.gpus} GPUs" if first.gpus > 1 else "one GPU"
+    lines = [
+        f"{first.model}: {first.parameters / 1e9:.2f}B parameters, {many} of {gpu_memory:g} GiB",
+        "",
+        "| recipe | fits | GiB per GPU | by stage | tokens | hours | flags of distill |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in plans.items():
+        fits = "yes" if found.fits(gpu_memory) else "no"
+        by_stage = ", ".join(f"{stage.stage} {stage.total_gib:.1f}" for stage in found.stages)
+        tokens, hours = (sum(getattr(stage, key) for stage in found.stages) for key in ("tokens", "hours"))
+        flags = flags_of(name)
+        lines.append(
+            f"| {name} | {fits} | {found.total_gib:.1f} | {by_stage} | {tokens / 1e6:.1f}M | {hours:.2f} | `{flags}` |"
         )
-    name = getattr(config, "_name_or_path", "") or config.model_type
-    return Plan(name, parameters, maps, gpus, tuple(stages))
+    return "\n".join(lines)
 
 
-def _activations(config: PreTrainedConfig, tokens: int, layers: int, features: float) -> float:
-    """Return the bytes of the layers' inputs, and of one layer's intermediates, for ``tokens`` tokens in bf16."""
-    hidden: int = config.hidden_size
-    intermediate: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    # Norms, q, k, v, o and the residual twice: about 10 hidden; three of the MLP; features of q and k in fp32.
-    one_layer = 2 * (10 * hidden + 3 * intermediate) + 4 * 2 * features
-    return tokens * (2 * hidden * layers + one_layer)
+def flags_of(recipe: str) -> str:
+    """Return the flags with which `distill` runs a recipe."""
+    start, changes = RECIPES[recipe]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return " ".join([f"--preset {start}", *(flag if x is True else f"{flag} {x}" for flag, x in flags.items())])

@@ -13,7 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.stages import Stage
 
 HALVES = (torch.bfloat16, torch.float16)
 PEFT_PLACES = ("base_model.model.", "base_layer.", "original_module.", "modules_to_save.default.")
@@ -31,7 +33,8 @@ def resolve(settings: DistillationSettings, student: nn.Module, launcher: str) -
     if settings.mixed_precision != "auto":
         return settings
     device = next(student.parameters()).device.type
-    halves = any(p.dtype in HALVES for p in student.parameters()) and torch.amp.is_autocast_available(device)
+    available = device == "meta" or torch.amp.is_autocast_available(device)
+    halves = available and any(p.dtype in HALVES for p in student.parameters())
     return settings.with_changes(mixed_precision="bf16" if halves or launcher == "bf16" else "no")
 
 
@@ -46,6 +49,13 @@ def raise_precision(parameters: Iterable[nn.Parameter]) -> None:
         # What is quantised says that it is bf16.
         if parameter.dtype in HALVES and type(parameter.data) in (torch.Tensor, DTensor):
             parameter.data = parameter.data.float()
+
+
+def raise_trained(settings: DistillationSettings, stage: Stage) -> None:
+    """Keep in fp32 what a stage trains; where other weights are kept in bf16, what is new is not."""
+    small = {id(p) for part in linear_attention_parts(stage.student) for p in part.parameters()}
+    trained = [p for group in stage.groups for p in group["params"]]
+    raise_precision(p for p in trained if settings.master_weights == "fp32" or id(p) in small)
 
 
 def restore_precision(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

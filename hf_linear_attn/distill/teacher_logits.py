@@ -243,15 +243,20 @@ class TeacherLogits(Teacher):
         """Return the KL divergence over k + 1 classes."""
         rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
         tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
+        return stored_divergence(tokens, log_p)
 
-        def divergence(logits: Tensor, weights: Tensor, which: slice) -> Tensor:
-            chosen, expected = tokens[which], log_p[which]
-            log_q = logits.float().log_softmax(-1).gather(-1, chosen)
-            if chosen.shape[-1] == logits.shape[-1]:
-                return kl_loss(log_q, expected, weights)
-            return kl_loss(with_rest(log_q), with_rest(expected), weights)
 
-        return divergence
+def stored_divergence(tokens: Tensor, log_p: Tensor) -> Divergence:
+    """Return the KL divergence over the kept tokens ``[N, k]`` and one class for all others."""
+
+    def divergence(logits: Tensor, weights: Tensor, which: slice) -> Tensor:
+        chosen, expected = tokens[which], log_p[which]
+        log_q = logits.float().log_softmax(-1).gather(-1, chosen)
+        if chosen.shape[-1] == logits.shape[-1]:
+            return kl_loss(log_q, expected, weights)
+        return kl_loss(with_rest(log_q), with_rest(expected), weights)
+
+    return divergence
 
 
 def with_rest(log_p: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newe
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.optimizer import make_optimizer
-from hf_linear_attn.distill.precision import raise_precision
+from hf_linear_attn.distill.precision import raise_trained
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import reshard
 from hf_linear_attn.distill.stages import Stage, stage_class
@@ -103,7 +103,7 @@ class Trainer:
             reshard(self.student)
             stage: Stage = stage_class(name)(self.settings, self.student, self.teacher)
             steps = stage.steps(self.settings)
-            self._raise_precision(stage)
+            raise_trained(self.settings, stage)
             self._remember_trained()
             if resumed is None or resumed.meta["stage"] == name:
                 self._run_stage(stage, steps, done, resumed)
@@ -240,12 +240,6 @@ class Trainer:
                 file.flush()
 
             yield write
-
-    def _raise_precision(self, stage: Stage) -> None:
-        """Keep in fp32 what the stage trains; what is new is in any case."""
-        small = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
-        trained = [p for group in stage.groups for p in group["params"]]
-        raise_precision(p for p in trained if self.settings.master_weights == "fp32" or id(p) in small)
 
     def _remember_trained(self) -> None:
         # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.

@@ -19,10 +19,11 @@ ROOT = release.ROOT
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LLAMA_8B = LlamaConfig(
+# As wide as Llama-3-8B, and as deep as a plan needs.
+WIDE = LlamaConfig(
     hidden_size=4096,
     intermediate_size=14336,
-    num_hidden_layers=32,
+    num_hidden_layers=1,
     num_attention_heads=32,
     num_key_value_heads=8,
     vocab_size=128256,
@@ -48,9 +49,11 @@ def test_recipes_are_valid_and_explained(path):
     assert path.name in "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
 
 
+# PEFT reads an attribute that Transformers renames.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_can_be_planned(path):
-    found = plan(LLAMA_8B, DistillationSettings.from_file(path), gpus=8)
+    found = plan(WIDE, DistillationSettings.from_file(path), gpus=8)
     assert [stage.stage for stage in found.stages] == list(DistillationSettings.from_file(path).stages)
     assert all(stage.total_gib > 0 for stage in found.stages)
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import encoder_inputs, linear_attention_parts, model_inputs, takes
+from hf_linear_attn.distill.forward import Predictor, encoder_inputs, linear_attention_parts
 from hf_linear_attn.distill.losses import output_loss, weights_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output, visibility
 from hf_linear_attn.distill.stages.base import Group, Stage
+from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.layers import Call, LinearAttention
 
 Observe = Callable[[LinearAttention, Tensor, Tensor], None]
@@ -32,6 +33,10 @@ class Transfer(Stage):
     recomputes: ClassVar[bool] = False
     losses: list[tuple[str, Tensor]]
     """The loss of each layer on the latest batch."""
+
+    def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
+        super().__init__(settings, student, teacher)
+        self.predictor = Predictor(student)
 
     @override
     @classmethod
@@ -67,10 +72,11 @@ class Transfer(Stage):
             self.losses.append((part.name, loss.detach()))
 
         with forced(self.student, observe):
-            # The logits are not read; models that can leave them out do.
-            options = {"logits_to_keep": 1} if takes(self.student, "logits_to_keep") else {}
-            inputs = encoder_inputs(batch) if self.settings.encoder else model_inputs(batch)
-            self.student(**inputs, **options)
+            if self.settings.encoder:
+                self.student(**encoder_inputs(batch))
+            else:
+                # The logits are not read.
+                self.predictor.states(batch)
         return torch.stack([loss for _, loss in self.losses]).sum()
 
     @override

@@ -1,0 +1,202 @@
+"""How much memory a step holds, counted by running it without numbers.
+
+Torch's fake tensors have shapes, dtypes and lifetimes but no storage; so the very code that trains tells what it keeps,
+whatever the model and the machine. Texts fill their rows, so that there is no mask.
+
+What a GPU holds is counted on a CPU: our kernels' ops say what they allocate, and launch nothing. Torch's own
+operations are those of its CPU.
+"""
+
+import copy
+import importlib.util
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from hf_linear_attn.distill.data import Batch
+from hf_linear_attn.distill.stages import Stage
+from hf_linear_attn.layers import attention
+from hf_linear_attn.layers.rules import additive
+from hf_linear_attn.ops import dispatch, features
+from hf_linear_attn.ops.triton import run
+from hf_linear_attn.ops.triton.plan import Target
+from hf_linear_attn.ops.triton.remember import Start
+
+Device = Literal["cpu", "cuda"]
+_Module = TypeVar("_Module", bound=nn.Module)
+
+H100 = Target("sm_90", 132)
+"""The GPU that kernels are planned for; others cut texts into other segments, whose sums are small."""
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the bytes of the tensors that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # What code asks of numbers is whether they are well.
+            return 1.0 if args[0].dtype.is_floating_point else True
+        # Our own ops are opaque to fake tensors: what is in them holds memory too.
+        whole = OPDEFS.get(func._schema.name) if func.namespace == "hf_linear_attn" else None
+        if whole is not None:
+            with self:
+                return whole._init_fn(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.note(x)
+        return found
+
+    def note(self, x: Tensor) -> None:
+        """Count a tensor's storage while it lives."""
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._forget, key, size).atexit = False
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+class Held(NamedTuple):
+    """Bytes of a step.
+
+    Attributes:
+        models: Weights and buffers of each model that is there.
+        gradients: Of what is trained.
+        most: The most that a forward and backward hold beside the models, gradients among them.
+        largest: Of the largest tensor that is trained, in fp32.
+    """
+
+    models: dict[str, int]
+    gradients: int
+    most: int
+    largest: int
+
+
+def trace_step(
+    make_stage: Callable[[dict[str, nn.Module]], Stage],
+    models: dict[str, nn.Module],
+    *,
+    rows: int,
+    length: int,
+    forwards: int = 1,
+    autocast: bool = False,
+    device: Device = "cuda",
+) -> Held:
+    """Count what a step of a stage holds.
+
+    Args:
+        make_stage: Makes the stage of the models by their names.
+        models: ``student`` and, where there is one of its own, ``teacher``, without storage (on the device ``meta``).
+        rows: Sequences of a forward.
+        length: Their tokens.
+        forwards: Forwards of a step.
+        autocast: Whether forwards are computed in bf16.
+        device: Where the step would run.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker, ExitStack() as stack:
+        # A mask shows what numbers hold.
+        for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+            kept = ALL_MASK_ATTENTION_FUNCTIONS[name]
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__setitem__, name, kept)
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = _no_mask
+        if device == "cuda":
+            stack.enter_context(as_on_gpu())
+        return _trace(tracker, make_stage, models, rows, length, forwards, autocast)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Make layers take the path that they take on a GPU, without launching kernels, within a ``with`` block."""
+    kernels = has_kernels()
+
+    def wants_kernels(backend: str, device: torch.device) -> bool:
+        return kernels and backend in ("auto", "triton")
+
+    changes: list[tuple[Any, str, Any]] = [
+        (dispatch, "_obstacle", lambda device: None),
+        (attention, "walks", lambda layer, whole: False),
+        (run, "target_of", lambda device: H100),
+        (Start, "run", lambda start: None),
+        *((module, "wants_kernels", wants_kernels) for module in (dispatch, features, additive)),
+    ]
+    with ExitStack() as stack:
+        for place, name, other in changes:
+            stack.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, other)
+        yield
+
+
+def has_kernels() -> bool:
+    """Tell whether Triton is installed, so that what kernels allocate can be counted."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _no_mask(*arguments: Any, **options: Any) -> None:
+    return None
+
+
+def _trace(
+    tracker: Tracker,
+    make_stage: Callable[[dict[str, nn.Module]], Stage],
+    models: dict[str, nn.Module],
+    rows: int,
+    length: int,
+    forwards: int,
+    autocast: bool,
+) -> Held:
+    sizes, stored = {}, {}
+    for name, model in models.items():
+        before = tracker.alive
+        stored[name] = with_storage(model)
+        sizes[name] = tracker.alive - before
+    stage = make_stage(stored)
+    stored["student"].train()
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    weights = torch.ones(rows, length)
+    batch = Batch(ids, weights, torch.ones(rows, length, dtype=torch.bool), None, tuple(range(rows)))
+
+    def learn(part: Tensor) -> None:
+        with torch.autocast("cpu", enabled=False):
+            part.backward()  # type: ignore[no-untyped-call]
+
+    stage.learn = learn
+    start = tracker.peak = tracker.alive
+    for _ in range(min(forwards, 2)):
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            loss = stage.loss(batch)
+        if loss.requires_grad:
+            learn(loss)
+        del loss
+    trained = [p for group in stage.groups for p in group["params"]]
+    gradients = sum(p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None)
+    largest = max(p.numel() for p in trained) * 4
+    return Held(sizes, gradients, tracker.peak - start, largest)
+
+
+def with_storage(model: _Module) -> _Module:
+    """Return a copy of a module, its weights and buffers in storage that the mode in use gives, tied ones in common."""
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        new = torch.empty_like(x, device="cpu", requires_grad=False)
+        memo[id(x)] = nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new
+    return copy.deepcopy(model, memo)
