@@ -11,10 +11,12 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers.rotation import STILL, Rotation
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
+from hf_linear_attn.patching.rotation import angles_of, find_layout, with_angles
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -37,10 +39,14 @@ class Scope:
         layer: The cache layer of its first call; None without a cache.
         calls: Attention calls so far: some modules make several.
         outer: The scope of the module around it.
+        rotation: By which the module turns its queries and keys; None where it does not, or nobody asks.
+        looks: Whether the forward runs only to see queries and keys, and ends there.
     """
 
     def __init__(self, module: nn.Module, layer: LinearAttentionCacheLayer | None, outer: "Scope | None") -> None:
         self.module, self.layer, self.outer, self.calls = module, layer, outer, 0
+        self.rotation: Rotation | None = None
+        self.looks = False
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
@@ -67,7 +73,57 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
                 index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
                 layer = cache_layer(value, index, part.name, shares_keys=shares_keys(module))
                 break
-    _current.scope = Scope(module, layer, _current.scope)
+    scope = _current.scope = Scope(module, layer, _current.scope)
+    if part is not None and part.undoes:
+        scope.rotation = _rotation(module, part, scope, args, kwargs)
+
+
+def _rotation(
+    module: nn.Module, part: LinearAttention, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Rotation | None:
+    """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
+    angles = angles_of(part.name, args, kwargs)
+    if angles is None:
+        return None
+    if part.layout is None:
+
+        def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+            return _look(module, scope, *with_angles(args, kwargs, cos, sin))
+
+        part.layout = find_layout(part.name, look, angles, shares_keys=shares_keys(module))
+    return None if part.layout in (None, STILL) else Rotation(*angles, part.layout)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _look(
+    module: nn.Module, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Run a module as far as its first attention call, and return that call's queries and keys; None without one."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    scope.looks = True
+    try:
+        # Adapters may drop at random: the same every time, and nobody else's numbers.
+        with torch.random.fork_rng(devices):
+            module.forward(*args, **kwargs)
+    except Seen as seen:
+        return seen.q, seen.k
+    finally:
+        scope.looks = False
+    return None
+
+
+class Seen(Exception):  # noqa: N818  # it tells of no error
+    """End a forward that runs only as far as an attention call.
+
+    Attributes:
+        q: The call's queries.
+        k: Its keys.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        super().__init__()
+        self.q, self.k = q, k
 
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -166,7 +222,19 @@ def linear_attention_forward(
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
     scope = _current.scope
-    layer = scope.next_layer() if scope is not None and scope.module is module else None
+    if scope is not None and scope.module is not module:
+        scope = None
+    if scope is None and part.undoes:
+        raise UnsupportedError(
+            "rotary",
+            "be 'keep' where an attention module is not called through its hooks",
+            "undo",
+            "Call the module itself instead of its forward: the hooks see its rotation.",
+            where=part.name,
+        )
+    if scope is not None and scope.looks:
+        raise Seen(query, key)
+    layer = None if scope is None else scope.next_layer()
     key_mask, cu_seqlens = padding_of(
         attention_mask,
         query.shape[0],
@@ -180,7 +248,8 @@ def linear_attention_forward(
     if cu_seqlens is None:
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
     tokens = New(query, key, value, key_mask)
-    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
+    rotation = None if scope is None else scope.rotation
+    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling, rotation=rotation)
     with own_precision(query.device):
         o = _attend(part, tokens, call) if layer is None else _attend_after(part, tokens, call, layer)
     return o.transpose(1, 2).contiguous(), None
@@ -203,6 +272,8 @@ def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
         return alone
     batch, tokens = q.shape[0], q.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
+    if call.rotation is not None:
+        call = call._replace(rotation=call.rotation.flat(batch))
     o: Tensor = part(q, k, v, call)
     return torch.unflatten(o[0], 1, (batch, tokens)).transpose(0, 1)
 
@@ -214,11 +285,22 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
     if unread := layer.take_unread():
         # What a rollback has left is read again; nobody asks what it attends to.
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
-        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"]))
+        rotation = call.rotation
+        if rotation is not None:
+            rotation = rotation._replace(cos=unread["cos"], sin=unread["sin"])
+        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=rotation))
     if layer.record_past:
-        layer.record(k=k, v=v, mask=q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask)
+        mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask
+        layer.record(k=k, v=v, mask=mask, **_angles(call.rotation, len(q)))
     o: Tensor = part(q, k, v, call._replace(key_mask=mask))
     return o
+
+
+def _angles(rotation: Rotation | None, rows: int) -> dict[str, Tensor]:
+    """Return the angles of a rotation by name, for as many rows."""
+    if rotation is None:
+        return {}
+    return {name: getattr(rotation, name).expand(rows, -1, -1) for name in ("cos", "sin")}
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
