@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
-from hf_linear_attn.layers.rotation import STILL, Rotation
+from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
@@ -43,10 +43,17 @@ class Scope:
         looks: Whether the forward runs only to see queries and keys, and ends there.
     """
 
-    def __init__(self, module: nn.Module, layer: LinearAttentionCacheLayer | None, outer: "Scope | None") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: LinearAttentionCacheLayer | None,
+        outer: "Scope | None",
+        rotation: Rotation | None,
+        *,
+        looks: bool = False,
+    ) -> None:
         self.module, self.layer, self.outer, self.calls = module, layer, outer, 0
-        self.rotation: Rotation | None = None
-        self.looks = False
+        self.rotation, self.looks = rotation, looks
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
@@ -73,44 +80,56 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
                 index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
                 layer = cache_layer(value, index, part.name, shares_keys=shares_keys(module))
                 break
-    scope = _current.scope = Scope(module, layer, _current.scope)
+    rotation = None
     if part is not None and part.undoes:
-        scope.rotation = _rotation(module, part, scope, args, kwargs)
+        rotation = _rotation(module, part, layer, args, kwargs)
+    _current.scope = Scope(module, layer, _current.scope, rotation)
 
 
 def _rotation(
-    module: nn.Module, part: LinearAttention, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    part: LinearAttention,
+    layer: LinearAttentionCacheLayer | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Rotation | None:
     """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
     angles = angles_of(part.name, args, kwargs)
     if angles is None:
         return None
-    if part.layout is None:
-
-        def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-            return _look(module, scope, *with_angles(args, kwargs, cos, sin))
-
-        part.layout = find_layout(part.name, look, angles, shares_keys=shares_keys(module))
-    return None if part.layout in (None, STILL) else Rotation(*angles, part.layout)
+    layout = part.layout
+    if layout is None:
+        layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
+    return None if layout is None or layout.pairs == "none" else Rotation(*angles, layout)
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def _look(
-    module: nn.Module, scope: Scope, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor] | None:
-    """Run a module as far as its first attention call, and return that call's queries and keys; None without one."""
+def _layout_of(
+    module: nn.Module,
+    name: str,
+    layer: LinearAttentionCacheLayer | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Layout | None:
+    """Find how a module rotates by running it as far as its attention call; None where nothing can be told yet."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    scope.looks = True
-    try:
-        # Adapters may drop at random: the same every time, and nobody else's numbers.
-        with torch.random.fork_rng(devices):
-            module.forward(*args, **kwargs)
-    except Seen as seen:
-        return seen.q, seen.k
-    finally:
-        scope.looks = False
-    return None
+
+    def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        others, named = with_angles(args, kwargs, cos, sin)
+        before, _current.scope = _current.scope, Scope(module, layer, None, None, looks=True)
+        try:
+            # Adapters may drop at random: the same every time, and nobody else's numbers.
+            with torch.random.fork_rng(devices):
+                module.forward(*others, **named)
+        except Seen as seen:
+            return seen.q, seen.k
+        finally:
+            _current.scope = before
+        return None
+
+    angles = angles_of(name, args, kwargs)
+    return None if angles is None else find_layout(name, look, angles, shares_keys=shares_keys(module))
 
 
 class Seen(Exception):  # noqa: N818  # it tells of no error
