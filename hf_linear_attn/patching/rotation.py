@@ -15,7 +15,7 @@ ARGUMENT = "position_embeddings"
 """What attention modules call the cosines and sines that a model hands them."""
 
 HINTS = ("rotary", "rope", "sinusoidal", "freqs")
-"""Words in the source of a module that rotates by itself."""
+"""Words in the source of a module that may rotate by itself."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest error of a layout, relative to the tokens' norm, by their dtype."""
@@ -40,7 +40,7 @@ def is_rotated(module: nn.Module, name: str) -> bool:
     if takes:
         return True
     if any(word in source for word in HINTS):
-        raise _unknown(name, f"{type(module).__name__} rotates by itself")
+        raise _unknown(name, f"{type(module).__name__} speaks of a rotation that it is not handed")
     return False
 
 

@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
 from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers.rotation import STILL, Layout, Rotation
@@ -20,7 +21,7 @@ from tests.patching.zoo import VOCAB, randomise, tiny_model
 
 SETTINGS = {"feature_map": "norm_preserving", "window": 3, "sinks": 2, "rotary": "undo"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-LAYOUTS = {
+EXPECTED = {
     "llama": Layout("half"),
     "gpt_neox": Layout("half"),
     "cohere": Layout("next"),
@@ -73,14 +74,14 @@ def without_positions(model):
     return model
 
 
-@pytest.mark.parametrize("kind", [*LAYOUTS, "yarn"])
+@pytest.mark.parametrize("kind", [*EXPECTED, "yarn"])
 def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
     """Computed from the unrotated projections directly, with the same window and sinks on rotated ones."""
     ids = torch.randint(5, VOCAB, (2, 14), generator=torch.Generator().manual_seed(0))
     model = model_of(kind, **SETTINGS)
     part, q, k, v, call = seen_by_layers(model, ids)[0]
     _, plain_q, plain_k, _, _ = seen_by_layers(without_positions(model_of(kind, **SETTINGS)), ids)[0]
-    assert part.layout == LAYOUTS.get(kind, Layout("half"))
+    assert part.layout == EXPECTED.get(kind, Layout("half"))
     assert not torch.allclose(q, plain_q, atol=0.1)
     for x, plain in ((q, plain_q), (k, plain_k)):
         assert (call.rotation.undo(x) - plain).abs().max() < 1e-5 * plain.abs().max()
@@ -115,8 +116,10 @@ def by_hand(part, tokens, plain, scaling):
     return out
 
 
-@pytest.mark.parametrize("mix", ["key", "gate", "shared", None])
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "cohere", "yarn"])
+@pytest.mark.parametrize(
+    ("kind", "mix"),
+    [("llama", "key"), ("llama", "gate"), ("llama", "shared"), ("llama", None), ("gpt_neox", "key"), ("cohere", "key")],
+)
 def test_what_holds_of_every_conversion_holds(kind, mix):
     settings = SETTINGS | ({"mix": mix} if mix else {"window": None, "sinks": 0})
     subject = Subject(model_of(kind, **settings), "causal")
@@ -285,7 +288,10 @@ def test_layers_without_positions_have_nothing_to_undo():
 
 def test_a_rotation_made_inside_is_refused_by_name():
     model = tiny_model("causal", "recurrent_gemma")
-    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' where .*, got 'undo' .*rotates by itself"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"`rotary` must be 'keep' where .*, got 'undo' .*speaks of a rotation that it is not handed",
+    ):
         patch_model(model, rotary="undo", layers="all")
     assert patch_model(model, layers="all") is model
 
@@ -309,6 +315,22 @@ def test_the_first_call_draws_no_random_numbers():
     assert torch.equal(torch.rand(3), want)
 
 
+def test_transfer_teaches_what_the_layers_will_compute():
+    """The output beside softmax's is the forward's; its weights are those of unrotated features."""
+    ids = torch.randint(5, VOCAB, (2, 14))
+    model, seen = model_of("llama", **SETTINGS), []
+    with torch.no_grad():
+        want = tiny_model("causal", "llama")(ids).logits
+        with teacher_forced(model, lambda part, own, softmax: seen.append((part, own))):
+            close(model(ids, use_cache=False).logits, want, "the teacher's logits")
+        part, q, k, v, call = seen_by_layers(model, ids)[0]
+        assert torch.equal(seen[0][1], part(q, k, v, call))
+        with weights_forced(model, lambda part, own, softmax: seen.append((part, own))):
+            model(ids, use_cache=False)
+        q, k = call.rotation.undo(q), call.rotation.undo(k)
+        assert torch.equal(seen[2][1], attention_weights(part, q, k, None, True))
+
+
 def test_a_call_past_the_hooks_is_refused():
     """Without them nobody knows the angles."""
     model = model_of("llama", **SETTINGS)
@@ -318,6 +340,7 @@ def test_a_call_past_the_hooks_is_refused():
         linear_attention_forward(module, q, q[:, :2], q[:, :2], None)
 
 
+@pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
 def test_a_compiled_model_computes_the_same():
     model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (1, 14))
     with torch.no_grad():
