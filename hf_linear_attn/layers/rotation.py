@@ -1,4 +1,4 @@
-"""The rotation by which a model tells queries and keys their positions, and how it is undone (RoPE, arXiv:2104.09864)."""
+"""The rotation by which queries and keys know their positions, and how it is undone (RoPE, arXiv:2104.09864)."""
 
 from typing import Literal, NamedTuple
 

@@ -103,7 +103,7 @@ def _rotation(
     return None if layout is None or layout.pairs == "none" else Rotation(*angles, layout)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _layout_of(
     module: nn.Module,
@@ -240,17 +240,7 @@ def linear_attention_forward(
     if query.dtype != value.dtype:
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
-    scope = _current.scope
-    if scope is not None and scope.module is not module:
-        scope = None
-    if scope is None and part.undoes:
-        raise UnsupportedError(
-            "rotary",
-            "be 'keep' where an attention module is not called through its hooks",
-            "undo",
-            "Call the module itself instead of its forward: the hooks see its rotation.",
-            where=part.name,
-        )
+    scope = _scope_of(module, part)
     if scope is not None and scope.looks:
         raise Seen(query, key)
     layer = None if scope is None else scope.next_layer()
@@ -313,6 +303,22 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
         layer.record(k=k, v=v, mask=mask, **_angles(call.rotation, len(q)))
     o: Tensor = part(q, k, v, call._replace(key_mask=mask))
     return o
+
+
+def _scope_of(module: nn.Module, part: LinearAttention) -> Scope | None:
+    """Return the scope of a module's call; None where nobody has entered it."""
+    scope = _current.scope
+    if scope is not None and scope.module is module:
+        return scope
+    if part.undoes:
+        raise UnsupportedError(
+            "rotary",
+            "be 'keep' where an attention module is not called through its hooks",
+            "undo",
+            "Call the module itself instead of its forward: the hooks see its rotation.",
+            where=part.name,
+        )
+    return None
 
 
 def _angles(rotation: Rotation | None, rows: int) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ def is_rotated(module: nn.Module, name: str) -> bool:
     Raises:
         UnsupportedError: If it makes one by itself, which nobody else sees.
     """
-    takes, source = _forward_of(type(module))
+    takes, source = _forward_of(type(module))  # type: ignore[arg-type]  # classes are hashable
     if takes:
         return True
     if any(word in source for word in HINTS):
@@ -119,8 +119,8 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
         shares_keys: Whether the keys are another layer's.
 
     Returns:
-        The layout, with which the drawn rotation gives the module's queries and keys to rounding, and undone gives those
-        without one; None where queries are 0 or not finite, so that nothing can be told.
+        The layout, with which the drawn rotation gives the module's queries and keys to rounding, and which undoes
+        rotations by the model's own angles; None where queries are 0 or not finite, so that nothing can be told.
 
     Raises:
         UnsupportedError: If there is none.
