@@ -120,7 +120,8 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
 
     Returns:
         The layout, with which the drawn rotation gives the module's queries and keys to rounding, and which undoes
-        rotations by the model's own angles; None where queries are 0 or not finite, so that nothing can be told.
+        rotations by the model's own angles; None where all queries or all keys are 0 or not finite, so that
+        nothing can be told.
 
     Raises:
         UnsupportedError: If there is none.
@@ -131,33 +132,40 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     before, after = look(torch.ones_like(cos), torch.zeros_like(sin)), look(*drawn)
     if before is None or after is None:
         raise _unknown(name, "its queries and keys are not seen")
-    if before[0].is_meta or not _tells(before[0]) or not _tells(after[0]):
+    if before[0].is_meta:
         return None
     if before[0].shape[2] != cos.shape[1]:
         raise _unknown(name, f"there are angles for {cos.shape[1]} tokens, and {before[0].shape[2]} queries")
-    pairs = [(x[:, :, :TOKENS], y[:, :, :TOKENS]) for x, y in zip(before, after, strict=True)]
-    pairs = pairs[:1] if shares_keys else pairs
+    pairs = [_finite(x, y) for x, y in zip(before, after, strict=True)][: 1 if shares_keys else 2]
+    tokens = _telling(pairs)
+    if not len(tokens):
+        return None
+    pairs = [(x[:, :, tokens], y[:, :, tokens]) for x, y in pairs]
+    cos, sin, drawn_cos, drawn_sin = (x[:, tokens] for x in (cos, sin, *drawn))
     if all(_equal(x, y) for x, y in pairs):
         return STILL
     for layout in LAYOUTS:
-        rotation = Rotation(drawn[0][:, :TOKENS], drawn[1][:, :TOKENS], layout)
-        if all(rotation.fits(x) and _equal(rotation.do(x), y) for x, y in pairs):
-            _check_undone(name, layout, angles, pairs)
-            return layout
+        rotation, own = Rotation(drawn_cos, drawn_sin, layout), Rotation(cos, sin, layout)
+        if not all(rotation.fits(x) and _equal(rotation.do(x), y) for x, y in pairs):
+            continue
+        # There and back is the same, if the model's own angles are a rotation's.
+        if not all(_equal(own.undo(own.do(x.float())), x.float()) for x, _ in pairs):
+            raise _unknown(name, "its angles are no rotation's")
+        return layout
     raise _unknown(name, "no known rotation makes what the layer does to queries and keys")
 
 
-def _check_undone(name: str, layout: Layout, angles: Angles, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Refuse the model's own angles where the rotation by them cannot be undone: there and back must be the same."""
-    rotation = Rotation(angles[0][:, :TOKENS], angles[1][:, :TOKENS], layout)
-    for x, _ in pairs:
-        if not _equal(rotation.undo(rotation.do(x.float())), x.float()):
-            raise _unknown(name, "its angles are no rotation's")
+def _finite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries or keys with zeros for the tokens that are not finite in both."""
+    broken = ~(x.isfinite() & y.isfinite()).all(-1, keepdim=True)
+    return x.masked_fill(broken, 0), y.masked_fill(broken, 0)
 
 
-def _tells(x: Tensor) -> bool:
-    norm = x.float().norm()
-    return bool(norm > 0) and bool(norm.isfinite())
+def _telling(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the places of a few tokens that are not 0 in all rows and heads: of padding, say, nothing can be told."""
+    sizes = torch.stack([x.float().abs().amax((0, 1, 3)) for x, _ in pairs]).amin(0)
+    largest, places = sizes.topk(min(TOKENS, len(sizes)))
+    return places[largest > 0]
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
