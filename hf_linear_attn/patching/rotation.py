@@ -120,7 +120,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
 
     Returns:
         The layout, with which the drawn rotation gives the module's queries and keys to rounding, and which undoes
-        rotations by the model's own angles; None where all queries or all keys are 0 or not finite, so that
+        rotations by the model's own angles; None where all queries and keys are 0 or not finite, so that
         nothing can be told.
 
     Raises:
@@ -137,6 +137,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     if before[0].shape[2] != cos.shape[1]:
         raise _unknown(name, f"there are angles for {cos.shape[1]} tokens, and {before[0].shape[2]} queries")
     pairs = [_finite(x, y) for x, y in zip(before, after, strict=True)][: 1 if shares_keys else 2]
+    pairs = [(x, y) for x, y in pairs if bool(x.any())]
     tokens = _telling(pairs)
     if not len(tokens):
         return None
@@ -163,6 +164,8 @@ def _finite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _telling(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the places of a few tokens that are not 0 in all rows and heads: of padding, say, nothing can be told."""
+    if not pairs:
+        return torch.empty(0, dtype=torch.long)
     sizes = torch.stack([x.float().abs().amax((0, 1, 3)) for x, _ in pairs]).amin(0)
     largest, places = sizes.topk(min(TOKENS, len(sizes)))
     return places[largest > 0]

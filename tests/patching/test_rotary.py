@@ -9,6 +9,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig,
 from transformers.models.llama import modeling_llama
 
 from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
+from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
@@ -263,6 +264,13 @@ def test_the_default_says_nothing(tmp_path):
         LinearAttentionConfig(rotary="drop")
 
 
+def test_a_distillation_takes_it_with_the_rest_of_the_conversion():
+    settings = DistillationSettings(**DistillationSettings(rotary="undo", window=3).to_dict())
+    model = settings.convert(tiny_model("causal", "llama"))
+    assert settings.rotary == model.config.linear_attention["rotary"] == "undo"
+    assert "rotary" not in DistillationSettings().conversion.to_dict()
+
+
 def test_learned_positions_have_nothing_to_undo(caplog):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     config = GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes)
@@ -314,6 +322,10 @@ def test_broken_and_empty_tokens_do_not_hide_the_rotation():
     with torch.no_grad():
         model(inputs_embeds=torch.zeros(1, 4, 32), use_cache=False)
         assert part_of(model.model.layers[0].self_attn).layout is None
+        blind = copy.deepcopy(model)
+        blind.model.layers[0].self_attn.q_proj.weight.zero_()
+        blind(inputs_embeds=x[1:], use_cache=False)
+        assert part_of(blind.model.layers[0].self_attn).layout == Layout("half")
         model(inputs_embeds=x, use_cache=False)
     assert part_of(model.model.layers[0].self_attn).layout == Layout("half")
 
