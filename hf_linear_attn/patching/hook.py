@@ -114,6 +114,11 @@ def _layout_of(
 ) -> Layout | None:
     """Find how a module rotates by running it as far as its attention call; None where nothing can be told yet."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    shares = shares_keys(module)
+
+    def without_cache(value: Any) -> Any:
+        # A convolution in front of the queries would remember that it was asked. Keys of others are only read.
+        return None if isinstance(value, (Cache, EncoderDecoderCache)) and not shares else value
 
     def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
         others, named = with_angles(args, kwargs, cos, sin)
@@ -121,7 +126,9 @@ def _layout_of(
         try:
             # Adapters may drop at random: the same every time, and nobody else's numbers.
             with torch.random.fork_rng(devices):
-                module.forward(*others, **named)
+                module.forward(
+                    *(without_cache(x) for x in others), **{key: without_cache(x) for key, x in named.items()}
+                )
         except Seen as seen:
             return seen.q, seen.k
         finally:
@@ -129,7 +136,7 @@ def _layout_of(
         return None
 
     angles = angles_of(name, args, kwargs)
-    return None if angles is None else find_layout(name, look, angles, shares_keys=shares_keys(module))
+    return None if angles is None else find_layout(name, look, angles, shares_keys=shares)
 
 
 class Seen(Exception):  # noqa: N818  # it tells of no error

@@ -15,10 +15,11 @@ from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_fo
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers.rotation import STILL, Layout, Rotation
-from hf_linear_attn.patching import encode_context, load_context, part_of
+from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
 from hf_linear_attn.patching.hook import linear_attention_forward
 from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load
-from tests.patching.zoo import VOCAB, randomise, tiny_model
+from tests.patching.test_sweep import NOT_BUILT
+from tests.patching.zoo import MAPPINGS, VOCAB, randomise, registered, tiny_model
 
 SETTINGS = {"feature_map": "norm_preserving", "window": 3, "sinks": 2, "rotary": "undo"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -46,6 +47,19 @@ def model_of(kind, **settings):
     else:
         model = tiny_model("causal", kind)
     return patch_model(model, **settings) if settings else model
+
+
+NOT_UNDONE = {
+    "hunyuan_v1_dense": "norms with weights after the rotation",
+    "hunyuan_v1_moe": "norms with weights after the rotation",
+    "kimi_linear": "its source speaks of one, and there is none",
+    "moshi": "rotates by itself",
+    "recurrent_gemma": "rotates by itself",
+    "llama4": "norms after the rotation",
+    "llama4_text": "norms after the rotation",
+    "nanochat": "norms after the rotation",
+}
+"""Architectures that are converted, but whose rotation is not undone, with the reason."""
 
 
 def seen_by_layers(model, ids):
@@ -376,3 +390,44 @@ def test_a_compiled_model_computes_the_same():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         close(compiled(ids, use_cache=False).logits, want, "compiled when the rotation is known")
     torch.compiler.reset()
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("task", "kind"), [(task, kind) for task in MAPPINGS for kind in registered(task)])
+def test_every_architecture_is_served_or_refused_by_name(task, kind):
+    if (task, kind) in NOT_BUILT:
+        pytest.skip(NOT_BUILT[task, kind])
+
+    def patched(rotary):
+        model = tiny_model(task, kind)
+        settings = {"feature_map": "norm_preserving", "rotary": rotary}
+        if task == "causal":
+            settings |= {"window": 3, "sinks": 1}
+        found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
+        layers = None if any(layer.kind == "full" for layer in found) else "all"
+        subject = Subject(patch_model(model, layers=layers, **settings), task)
+        if task == "seq2seq" and not model.config.is_encoder_decoder:
+            subject.task = "causal"
+        subject.logits(subject.tokens())
+        return subject
+
+    try:
+        before = patched("keep")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    try:
+        subject = patched("undo")
+    except UnsupportedError as error:
+        found = str(error)
+    else:
+        found = ""
+    assert found.startswith("`rotary` must be 'keep' where it cannot be told") == (kind in NOT_UNDONE)
+    if found:
+        return
+    for check in checks_for(subject.task):
+        try:
+            check(subject)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                check(before)
