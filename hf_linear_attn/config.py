@@ -12,7 +12,7 @@ FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
 
-LATER = {"update_rule": "additive"}
+LATER = {"update_rule": "additive", "rotary": "keep"}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 _checks: list[Callable[["LinearAttentionConfig"], None]] = []
@@ -27,6 +27,7 @@ LONGEST_WINDOW = 2**20
 """Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
 
 Backend = Literal["auto", "reference", "torch", "triton"]
+Rotary = Literal["keep", "undo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,10 @@ class LinearAttentionConfig:
             branch at all, the baseline that a conversion has to beat.
         update_rule: How the linear branch's state takes in keys. ``"additive"``: ``S += phi(k) v^T``, normalised by the
             sum of ``phi(k)``.
+        rotary: How the linear branch reads queries and keys that the model rotates by their positions: ``"keep"``, as
+            they are; ``"undo"``, with the rotation undone, so that feature maps know nothing of positions and none is
+            new to them. Window and sinks read them rotated, and so does the own key's score of ``mix="key"``; a window
+            then holds keys of both kinds. Models without a rotation have none to undo.
         eps: Added to the normaliser, 1e-37..1e37.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
@@ -73,6 +78,7 @@ class LinearAttentionConfig:
     sinks: int = 0
     mix: str = "key"
     update_rule: str = "additive"
+    rotary: str = "keep"
     eps: float = 1e-6
     backend: str = "auto"
     allow_approximate: bool = False
@@ -92,10 +98,9 @@ class LinearAttentionConfig:
         for name in ("window", "sinks"):
             if (getattr(self, name) or 0) > LONGEST_WINDOW:
                 raise ArgumentError(name, f"be at most {LONGEST_WINDOW} tokens", getattr(self, name), "Lower it.")
-        if self.backend not in get_args(Backend):
-            raise ArgumentError(
-                "backend", "be a known backend", self.backend, "Use one of those", available=get_args(Backend)
-            )
+        for name, kind, rule in (("backend", Backend, "be a known backend"), ("rotary", Rotary, "be a known choice")):
+            if getattr(self, name) not in get_args(kind):
+                raise ArgumentError(name, rule, getattr(self, name), "Use one of those", available=get_args(kind))
         if self.trained_length is not None and self.trained_length < 1:
             raise ArgumentError("trained_length", "be at least 1 token, or None", self.trained_length, "Correct it.")
         for check in _checks:

@@ -13,6 +13,7 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.layers.rules import RULES, Sizes
 from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
@@ -35,6 +36,7 @@ class Call(NamedTuple):
         scaling: Factor on ``q.k`` in the exact branch; None for the layer's.
         state: What was read before, updated by the call; None where nothing is kept.
         in_place: Whether nobody needs the state's tensors from before the call.
+        rotation: By which the model has turned queries and keys; None where it has not.
     """
 
     key_mask: Tensor | None = None
@@ -43,6 +45,7 @@ class Call(NamedTuple):
     scaling: float | None = None
     state: State | None = None
     in_place: bool = True
+    rotation: Rotation | None = None
 
 
 class LinearAttention(nn.Module):
@@ -54,9 +57,10 @@ class LinearAttention(nn.Module):
         config: The settings.
         sizes: The layer's sizes.
         name: The layer's name, for messages.
+        rotated: Whether a call can bring a rotation.
     """
 
-    def __init__(self, config: LinearAttentionConfig, sizes: Sizes, name: str) -> None:
+    def __init__(self, config: LinearAttentionConfig, sizes: Sizes, name: str, *, rotated: bool = False) -> None:
         super().__init__()
         self.settings, self.name = config, name
         self.sizes: Sizes = sizes
@@ -67,6 +71,10 @@ class LinearAttention(nn.Module):
         self.rule = RULES[config.update_rule](config.eps, config.backend)
         self.mix = MIXES[config.mix](sizes, config.eps)
         self.window = None if config.window is None else Window(config.window, config.sinks)
+        self.undoes = rotated and config.rotary == "undo" and (self.window is None or self.mix.has_far)
+        """Whether the linear branch reads queries and keys with the rotation undone."""
+        self.layout: Layout | None = None
+        """How the model rotates, for whoever calls with a rotation; found when it is first called."""
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
@@ -91,7 +99,8 @@ class LinearAttention(nn.Module):
         if self.window is None or self.mix.has_far:
             slots |= self.rule.slots(kv_heads, features, value_dim, copies)
         if self.window is not None:
-            slots |= self.window.slots(kv_heads, head_dim, value_dim) | self.mix.slots(copies)
+            kinds = 2 if self.undoes else 1
+            slots |= self.window.slots(kv_heads, kinds * head_dim, value_dim) | self.mix.slots(copies)
         return slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
@@ -118,6 +127,8 @@ class LinearAttention(nn.Module):
                 "Leave the window out, or this layer with layers=.",
                 where=self.name,
             )
+        if self.undoes:
+            q, k = self._unrotated(q, call.rotation), self._unrotated(k, call.rotation)
         if call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:
@@ -136,6 +147,19 @@ class LinearAttention(nn.Module):
         if call.state is not None:
             self._keep(whole, carried, v, call.state)
         return o
+
+    def _unrotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """Return queries or keys as the linear branch reads them; beside a window, behind those that it reads."""
+        plain = x if rotation is None else rotation.undo(x)
+        return plain if self.window is None else torch.cat([x, plain], -1)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """Return queries or keys of a piece, or of the window, as the exact branch reads them."""
+        return x[..., : self.sizes.head_dim] if self.undoes and self.window is not None else x
+
+    def linear(self, x: Tensor) -> Tensor:
+        """Return queries or keys of a piece, or of the window, as the linear branch reads them."""
+        return x[..., self.sizes.head_dim :] if self.undoes and self.window is not None else x
 
     @property
     def reach(self) -> int:
@@ -204,10 +228,12 @@ class LinearAttention(nn.Module):
             return found.o, found.state
         tokens, count = piece.tokens, piece.q.shape[2]
         sinks = None if "sinks" in self.disabled else piece.sinks(self.window.size)
-        settings = self.settings
-        near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, self.window.size, piece.scaling, settings.backend)
+        if sinks is not None:
+            sinks = (self.exact(sinks[0]), *sinks[1:])
+        q, k, size, backend = self.exact(piece.q), self.exact(tokens.k), self.window.size, self.settings.backend
+        near = Near(q, k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend)
         if not self.mix.has_far:
-            return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
+            return self.mix.join(near, Far(q, piece.positions, piece.positions, None, None), {}), {}
         far, carried = self._read_far(piece, tokens, count, carried)
         if "window" in self.disabled:
             return far.o, carried
@@ -243,7 +269,7 @@ class LinearAttention(nn.Module):
         kept, sums = dict(found.state), None
         if self.mix.sums_keys:
             sums = None if carried is None else carried["far_keys"]
-            gone = tokens.k[:, :, :left]
+            gone = self.exact(tokens.k[:, :, :left])
             gone = gone if tokens.counts is None else gone.masked_fill(~counts[:, None, :left, None], 0)
             total = gone.sum(2, dtype=upcast(gone[:0]).dtype)
             kept["far_keys"] = total if sums is None else total + sums
@@ -253,11 +279,11 @@ class LinearAttention(nn.Module):
         self, piece: Piece, k: Tensor, positions_q: Tensor, positions_k: Tensor
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
-        kernel = self.feature_map.kernel
+        q, k, kernel = self.linear(piece.q), self.linear(k), self.feature_map.kernel
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
-            return piece.q, k, kernel
+            return q, k, kernel
         backend = self.settings.backend
-        phi_q = features_of(self.feature_map, piece.q, "q", positions_q, backend)
+        phi_q = features_of(self.feature_map, q, "q", positions_q, backend)
         return phi_q, features_of(self.feature_map, k, "k", positions_k, backend), None
 
     def _carried(self, state: State | None) -> dict[str, Tensor] | None:

@@ -61,7 +61,7 @@ def _for_kernel(
     backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device):
         return None
-    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
+    if layer.rule.name != "additive" or mix not in HYBRID_MIXES or layer.undoes:
         return None
     features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
     if features is None:
@@ -175,7 +175,8 @@ def _hybrid_(
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
     keys, far, number = tensors.get("far_keys"), None, None
     rows = _grouped(q, near_k.shape[1])
-    wide = upcast(rows)
+    exact = layer.exact(rows)
+    wide = upcast(exact)
     if layer.mix.has_far:
         gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
         position = seen
@@ -183,9 +184,12 @@ def _hybrid_(
             # Those that are in the circle came last, and the one that leaves is the first of them.
             position = seen - mask[:, window.sinks :].sum(1)
         queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
-        far = _read_far(layer, queries, gone_k, gone_v, counts, seen, position, state)
+        if layer.undoes:
+            queries = layer.linear(rows).to(queries.dtype)
+        far = _read_far(layer, queries, layer.linear(gone_k), gone_v, counts, seen, position, state)
         if keys is not None:
-            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
+            gone = layer.exact(gone_k)
+            gone = gone[:, :, 0] if keys.ndim == 3 else gone
             keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
@@ -195,7 +199,7 @@ def _hybrid_(
     if far is not None:
         number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
     hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
+    scores = torch.add(hidden[:, None, None], exact @ layer.exact(near_k).mT, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())

@@ -232,7 +232,7 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
 
 
 def _token_dim(name: str) -> int:
-    return 1 if name == "mask" else 2
+    return 2 if name in ("k", "v") else 1
 
 
 def cache_layer(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
+from logging import getLogger
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -28,6 +29,9 @@ from hf_linear_attn.patching.discover import (
 from hf_linear_attn.patching.hook import IMPLEMENTATION, Host, enter_module, leave_module
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
+from hf_linear_attn.patching.rotation import is_rotated
+
+logger = getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 BaseT = TypeVar("BaseT", bound=PreTrainedModel)
@@ -47,6 +51,7 @@ def patch_model(
     sinks: int = 0,
     mix: str = "key",
     update_rule: str = "additive",
+    rotary: str = "keep",
     feature_map_options: Mapping[str, Any] | None = None,
     eps: float = 1e-6,
     backend: str = "auto",
@@ -69,6 +74,8 @@ def patch_model(
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
+        rotary: Whether the linear branch reads queries and keys rotated by their positions, ``"keep"``, or with the
+            rotation undone, ``"undo"``, see there.
         feature_map_options: The map's own settings.
         eps: Added to the normaliser, > 0.
         backend: As in :func:`linear_attention`.
@@ -104,6 +111,7 @@ def patch_model(
         sinks=sinks,
         mix=mix,
         update_rule=update_rule,
+        rotary=rotary,
         eps=eps,
         backend=backend,
         allow_approximate=allow_approximate,
@@ -145,12 +153,15 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
                 "Leave the window out, or this layer with layers=.",
                 where=layer.name,
             )
-        part = LinearAttention(config, sizes_of(layer), layer.name)
+        rotated = config.rotary == "undo" and is_rotated(layer.module, layer.name)
+        part = LinearAttention(config, sizes_of(layer), layer.name, rotated=rotated)
         # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
         weight = next((p for p in layer.module.parameters() if p.ndim >= 2 and p.is_floating_point()), None)
         if weight is not None:
             part.to(device=weight.device, dtype=weight.dtype)
         parts.append((layer, part.train(layer.module.training)))
+    if config.rotary == "undo" and not any(part.undoes for _, part in parts):
+        logger.warning("%s: no layer that is converted has a rotation to undo", type(model).__name__)
     _own_configs(model)
     for layer, part in parts:
         layer.module.linear_attention = part

@@ -11,10 +11,12 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
+from hf_linear_attn.patching.rotation import angles_of, find_layout, with_angles
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -37,10 +39,21 @@ class Scope:
         layer: The cache layer of its first call; None without a cache.
         calls: Attention calls so far: some modules make several.
         outer: The scope of the module around it.
+        rotation: By which the module turns its queries and keys; None where it does not, or nobody asks.
+        looks: Whether the forward runs only to see queries and keys, and ends there.
     """
 
-    def __init__(self, module: nn.Module, layer: LinearAttentionCacheLayer | None, outer: "Scope | None") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: LinearAttentionCacheLayer | None,
+        outer: "Scope | None",
+        rotation: Rotation | None,
+        *,
+        looks: bool = False,
+    ) -> None:
         self.module, self.layer, self.outer, self.calls = module, layer, outer, 0
+        self.rotation, self.looks = rotation, looks
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
@@ -67,7 +80,76 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
                 index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
                 layer = cache_layer(value, index, part.name, shares_keys=shares_keys(module))
                 break
-    _current.scope = Scope(module, layer, _current.scope)
+    rotation = None
+    if part is not None and part.undoes:
+        rotation = _rotation(module, part, layer, args, kwargs)
+    _current.scope = Scope(module, layer, _current.scope, rotation)
+
+
+def _rotation(
+    module: nn.Module,
+    part: LinearAttention,
+    layer: LinearAttentionCacheLayer | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Rotation | None:
+    """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
+    angles = angles_of(part.name, args, kwargs)
+    if angles is None:
+        return None
+    layout = part.layout
+    if layout is None:
+        layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
+    return None if layout is None or layout.pairs == "none" else Rotation(*angles, layout)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _layout_of(
+    module: nn.Module,
+    name: str,
+    layer: LinearAttentionCacheLayer | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Layout | None:
+    """Find how a module rotates by running it as far as its attention call; None where nothing can be told yet."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    shares = shares_keys(module)
+
+    def without_cache(value: Any) -> Any:
+        # A convolution in front of the queries would remember that it was asked. Keys of others are only read.
+        return None if isinstance(value, (Cache, EncoderDecoderCache)) and not shares else value
+
+    def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        others, named = with_angles(args, kwargs, cos, sin)
+        before, _current.scope = _current.scope, Scope(module, layer, None, None, looks=True)
+        try:
+            # Adapters may drop at random: the same every time, and nobody else's numbers.
+            with torch.random.fork_rng(devices):
+                module.forward(
+                    *(without_cache(x) for x in others), **{key: without_cache(x) for key, x in named.items()}
+                )
+        except Seen as seen:
+            return seen.q, seen.k
+        finally:
+            _current.scope = before
+        return None
+
+    angles = angles_of(name, args, kwargs)
+    return None if angles is None else find_layout(name, look, angles, shares_keys=shares)
+
+
+class Seen(Exception):  # noqa: N818  # it tells of no error
+    """End a forward that runs only as far as an attention call.
+
+    Attributes:
+        q: The call's queries.
+        k: Its keys.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        super().__init__()
+        self.q, self.k = q, k
 
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -165,8 +247,10 @@ def linear_attention_forward(
     if query.dtype != value.dtype:
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
-    scope = _current.scope
-    layer = scope.next_layer() if scope is not None and scope.module is module else None
+    scope = _scope_of(module, part)
+    if scope is not None and scope.looks:
+        raise Seen(query, key)
+    layer = None if scope is None else scope.next_layer()
     key_mask, cu_seqlens = padding_of(
         attention_mask,
         query.shape[0],
@@ -180,7 +264,8 @@ def linear_attention_forward(
     if cu_seqlens is None:
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
     tokens = New(query, key, value, key_mask)
-    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling)
+    rotation = None if scope is None else scope.rotation
+    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling, rotation=rotation)
     with own_precision(query.device):
         o = _attend(part, tokens, call) if layer is None else _attend_after(part, tokens, call, layer)
     return o.transpose(1, 2).contiguous(), None
@@ -203,6 +288,8 @@ def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
         return alone
     batch, tokens = q.shape[0], q.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
+    if call.rotation is not None:
+        call = call._replace(rotation=call.rotation.flat(batch))
     o: Tensor = part(q, k, v, call)
     return torch.unflatten(o[0], 1, (batch, tokens)).transpose(0, 1)
 
@@ -214,11 +301,38 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
     if unread := layer.take_unread():
         # What a rollback has left is read again; nobody asks what it attends to.
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
-        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"]))
+        rotation = call.rotation
+        if rotation is not None:
+            rotation = rotation._replace(cos=unread["cos"], sin=unread["sin"])
+        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=rotation))
     if layer.record_past:
-        layer.record(k=k, v=v, mask=q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask)
+        mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask
+        layer.record(k=k, v=v, mask=mask, **_angles(call.rotation, len(q)))
     o: Tensor = part(q, k, v, call._replace(key_mask=mask))
     return o
+
+
+def _scope_of(module: nn.Module, part: LinearAttention) -> Scope | None:
+    """Return the scope of a module's call; None where nobody has entered it."""
+    scope = _current.scope
+    if scope is not None and scope.module is module:
+        return scope
+    if part.undoes:
+        raise UnsupportedError(
+            "rotary",
+            "be 'keep' where an attention module is not called through its hooks",
+            "undo",
+            "Call the module itself instead of its forward: the hooks see its rotation.",
+            where=part.name,
+        )
+    return None
+
+
+def _angles(rotation: Rotation | None, rows: int) -> dict[str, Tensor]:
+    """Return the angles of a rotation by name, for as many rows."""
+    if rotation is None:
+        return {}
+    return {name: getattr(rotation, name).expand(rows, -1, -1) for name in ("cos", "sin")}
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:

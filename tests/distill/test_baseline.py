@@ -17,10 +17,11 @@ def cache_bytes(model):
     return sum(x.nbytes for layer in layers for name, x in layer.tensors.items() if name in names)
 
 
-@pytest.mark.parametrize("mix", ["key", "gate"])
+@pytest.mark.parametrize(("mix", "rotary"), [("key", "keep"), ("gate", "keep"), ("key", "undo")])
 @torch.no_grad()
-def test_it_is_the_smallest_window_of_no_fewer_bytes(teacher, mix):
-    hybrid = patch_model(copy.deepcopy(teacher), feature_map="hedgehog", window=4, sinks=1, mix=mix)
+def test_it_is_the_smallest_window_of_no_fewer_bytes(teacher, mix, rotary):
+    settings = {"feature_map": "hedgehog", "window": 4, "sinks": 1, "mix": mix, "rotary": rotary}
+    hybrid = patch_model(copy.deepcopy(teacher), **settings)
     window = equal_cache_window(hybrid)
     sizes = [
         cache_bytes(patch_model(copy.deepcopy(teacher), window=size, sinks=1, mix="window"))

@@ -7,15 +7,16 @@ import torch
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.patching import LinearAttentionCacheLayer, disable_branch
 
 B, H, HKV, T, D, V = 2, 4, 2, 23, 6, 5
 WINDOW, SINKS, SCALING = 5, 2, 0.3
 
 
-def attention(mix, seed=0, **options):
+def attention(mix, seed=0, rotated=False, **options):
     config = LinearAttentionConfig(feature_map="hedgehog", window=WINDOW, sinks=SINKS, mix=mix, **options)
-    module = LinearAttention(config, Sizes(D, H, HKV, SCALING), "layer")
+    module = LinearAttention(config, Sizes(D, H, HKV, SCALING), "layer", rotated=rotated)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator)
@@ -30,10 +31,11 @@ def inputs(dtype=torch.float64, tokens=T, seed=1):
     return 3 * q, k, v, mask
 
 
-def expected(module, q, k, v, mask):
-    """Return o [B, H, T, V]; rows of padding are zero."""
+def expected(module, q, k, v, mask, plain=None):
+    """Return o [B, H, T, V]; rows of padding are zero. Feature maps read other queries and keys, where given."""
+    plain_q, plain_k = (x.detach().double() for x in ((q, k) if plain is None else plain))
     q, k, v = (x.detach().double() for x in (q, k, v))
-    phi_q, phi_k = (x.detach() for x in (module.feature_map.phi_q(q), module.feature_map.phi_k(k)))
+    phi_q, phi_k = (x.detach() for x in (module.feature_map.phi_q(plain_q), module.feature_map.phi_k(plain_k)))
     o = torch.zeros(B, H, q.shape[2], V, dtype=torch.float64)
     for b in range(B):
         real = mask[b].nonzero()[:, 0].tolist()
@@ -70,14 +72,16 @@ def joined(module, h, q, phi_q, k, phi_k, v, near, far, i):
 MIXES = ["key", "gate", "shared", "window"]
 
 
-def attend(module, q, k, v, mask, pieces):
+def attend(module, q, k, v, mask, pieces, rotation=None):
     """Read tokens in pieces, with a cache where they are several; rows of padding are zero."""
     state = State() if len(pieces) > 1 else None
     found = []
     for n, tokens in enumerate(pieces):
         part = slice(sum(pieces[:n]), sum(pieces[:n]) + tokens)
+        turn = rotation and rotation._replace(cos=rotation.cos[:, part], sin=rotation.sin[:, part])
         with torch.no_grad():
-            found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], Call(mask[:, part], state=state)))
+            call = Call(mask[:, part], state=state, rotation=turn)
+            found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], call))
     return torch.cat(found, 2) * mask[:, None, :, None]
 
 
@@ -98,6 +102,20 @@ def test_kernels_follow_the_rule(mix, pieces):
     q, k, v, mask = inputs(torch.float32)
     o = attend(module, q, k, v, mask, pieces)
     torch.testing.assert_close(o.double(), expected(module.double(), q, k, v, mask), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("mix", "backend"), [("key", "torch"), ("gate", "torch"), ("shared", "torch"), ("key", "triton")]
+)
+@pytest.mark.parametrize("pieces", [[T], [9, 1, 1, 12]], ids=str)
+def test_only_the_linear_branch_reads_what_is_not_rotated(mix, backend, pieces):
+    module = attention(mix, backend=backend, rotary="undo", rotated=True)
+    q, k, v, mask = inputs(torch.float32)
+    angles = torch.rand(B, T, D // 2, generator=torch.Generator().manual_seed(2)) * 6
+    rotation = Rotation(1.5 * angles.cos(), 1.5 * angles.sin(), Layout("next", "pair"))
+    o = attend(module, q, k, v, mask, pieces, rotation)
+    want = expected(module.double(), q, k, v, mask, (rotation.undo(q), rotation.undo(k)))
+    torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("mix", MIXES)

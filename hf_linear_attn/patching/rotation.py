@@ -1,0 +1,187 @@
+"""How a model rotates its queries and keys: found by running an attention module with angles that tell."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.layers.rotation import LAYOUTS, STILL, Layout, Rotation
+
+ARGUMENT = "position_embeddings"
+"""What attention modules call the cosines and sines that a model hands them."""
+
+HINTS = ("rotary", "rope", "sinusoidal", "freqs")
+"""Words in the source of a module that may rotate by itself."""
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Largest error of a layout, relative to the tokens' norm, by their dtype."""
+
+TOLERANCE_16 = 3e-2
+"""The same in dtypes of 16 bits: a model may multiply in them what is checked in fp32."""
+
+TOKENS = 64
+"""Tokens that a layout is checked on."""
+
+Angles = tuple[Tensor, Tensor]
+Look = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
+
+
+def is_rotated(module: nn.Module, name: str) -> bool:
+    """Tell whether an attention module is handed a rotation.
+
+    Raises:
+        UnsupportedError: If it makes one by itself, which nobody else sees.
+    """
+    takes, source = _forward_of(type(module))  # type: ignore[arg-type]  # classes are hashable
+    if takes:
+        return True
+    if any(word in source for word in HINTS):
+        raise _unknown(name, f"{type(module).__name__} speaks of a rotation that it is not handed")
+    return False
+
+
+@cache
+def _forward_of(cls: Callable[..., nn.Module]) -> tuple[bool, str]:
+    """Return whether a class's forward takes a rotation, and its source."""
+    forward = inspect.unwrap(cast(type[nn.Module], cls).forward)
+    return ARGUMENT in inspect.signature(forward).parameters, inspect.getsource(forward).lower()
+
+
+def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Angles | None:
+    """Return the cosines and sines ``[B or 1, T, *]`` among a module's arguments; None where it gets none.
+
+    Args:
+        name: The layer's name, for messages.
+        args: The arguments of its forward.
+        kwargs: Those by keyword.
+
+    Raises:
+        UnsupportedError: If they have another form.
+    """
+    value = kwargs.get(ARGUMENT)
+    if value is None:
+        value = next((x for x in args if _is_rotation(x)), None)
+    if value is None:
+        return None
+    if not _is_rotation(value):
+        raise _unknown(name, f"`{ARGUMENT}` is a {type(value).__name__}")
+    cos, sin = (value.real, value.imag) if isinstance(value, Tensor) else value
+    if cos.ndim == 4 and cos.shape[1] == 1:
+        cos, sin = cos[:, 0], sin[:, 0]
+    if cos.ndim == 2:
+        cos, sin = cos[None], sin[None]
+    if cos.ndim != 3:
+        raise _unknown(name, f"angles have the shape {tuple(cos.shape)}")
+    return cos, sin
+
+
+def _is_rotation(value: Any) -> bool:
+    """Tell whether an argument is a pair of cosines and sines, or both as complex numbers."""
+    if isinstance(value, Tensor):
+        return value.is_complex()
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(x, Tensor) and x.is_floating_point() for x in value)
+        and value[0].shape == value[1].shape
+    )
+
+
+def with_angles(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], cos: Tensor, sin: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments with other cosines and sines, in the form of its own."""
+
+    def other(value: Any) -> Any:
+        if not _is_rotation(value):
+            return value
+        if isinstance(value, Tensor):
+            return torch.complex(cos.contiguous(), sin.contiguous()).reshape(value.shape)
+        return cos.reshape(value[0].shape), sin.reshape(value[0].shape)
+
+    if kwargs.get(ARGUMENT) is not None:
+        return args, {**kwargs, ARGUMENT: other(kwargs[ARGUMENT])}
+    place = next(n for n, x in enumerate(args) if _is_rotation(x))
+    return (*args[:place], other(args[place]), *args[place + 1 :]), dict(kwargs)
+
+
+def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> Layout | None:
+    """Find out how a module rotates, from what it makes of angles that are drawn and of none.
+
+    Args:
+        name: The layer's name, for messages.
+        look: Returns the module's queries and keys for cosines and sines; None where it does not show them.
+        angles: Cosines and sines of the tokens ``[B or 1, T, *]``, for their shape.
+        shares_keys: Whether the keys are another layer's.
+
+    Returns:
+        The layout, with which the drawn rotation gives the module's queries and keys to rounding, and which undoes
+        rotations by the model's own angles; None where all queries and keys are 0 or not finite, so that
+        nothing can be told.
+
+    Raises:
+        UnsupportedError: If there is none.
+    """
+    cos, sin = angles
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(cos.shape, generator=generator).to(cos) for _ in range(2)]
+    before, after = look(torch.ones_like(cos), torch.zeros_like(sin)), look(*drawn)
+    if before is None or after is None:
+        raise _unknown(name, "its queries and keys are not seen")
+    if before[0].is_meta:
+        return None
+    if before[0].shape[2] != cos.shape[1]:
+        raise _unknown(name, f"there are angles for {cos.shape[1]} tokens, and {before[0].shape[2]} queries")
+    pairs = [_finite(x, y) for x, y in zip(before, after, strict=True)][: 1 if shares_keys else 2]
+    pairs = [(x, y) for x, y in pairs if bool(x.any())]
+    tokens = _telling(pairs)
+    if not len(tokens):
+        return None
+    pairs = [(x[:, :, tokens], y[:, :, tokens]) for x, y in pairs]
+    cos, sin, drawn_cos, drawn_sin = (x[:, tokens] for x in (cos, sin, *drawn))
+    if all(_equal(x, y) for x, y in pairs):
+        return STILL
+    for layout in LAYOUTS:
+        rotation, own = Rotation(drawn_cos, drawn_sin, layout), Rotation(cos, sin, layout)
+        if not all(rotation.fits(x) and _equal(rotation.do(x), y) for x, y in pairs):
+            continue
+        # There and back is the same, if the model's own angles are a rotation's.
+        if not all(_equal(own.undo(own.do(x.float())), x.float()) for x, _ in pairs):
+            raise _unknown(name, "its angles are no rotation's")
+        return layout
+    raise _unknown(name, "no known rotation makes what the layer does to queries and keys")
+
+
+def _finite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries or keys with zeros for the tokens that are not finite in both."""
+    broken = ~(x.isfinite() & y.isfinite()).all(-1, keepdim=True)
+    return x.masked_fill(broken, 0), y.masked_fill(broken, 0)
+
+
+def _telling(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the places of a few tokens that are not 0 in all rows and heads: of padding, say, nothing can be told."""
+    if not pairs:
+        return torch.empty(0, dtype=torch.long)
+    sizes = torch.stack([x.float().abs().amax((0, 1, 3)) for x, _ in pairs]).amin(0)
+    largest, places = sizes.topk(min(TOKENS, len(sizes)))
+    return places[largest > 0]
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    tolerance = TOLERANCE.get(y.dtype, TOLERANCE_16)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return bool((x.to(wide) - y.to(wide)).norm() <= tolerance * y.to(wide).norm())
+
+
+def _unknown(name: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        "rotary",
+        "be 'keep' where it cannot be told how queries and keys are rotated",
+        "undo",
+        f"Here {reason}: leave rotary= out, or this layer with layers=.",
+        where=name,
+    )

@@ -1,0 +1,433 @@
+"""The linear branch reads queries and keys with the model's rotation undone, whatever it reads them in."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.models.llama import modeling_llama
+
+from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
+from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers.rotation import STILL, Layout, Rotation
+from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
+from hf_linear_attn.patching.hook import linear_attention_forward
+from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load
+from tests.patching.test_sweep import NOT_BUILT
+from tests.patching.zoo import MAPPINGS, VOCAB, randomise, registered, tiny_model
+
+SETTINGS = {"feature_map": "norm_preserving", "window": 3, "sinks": 2, "rotary": "undo"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+EXPECTED = {
+    "llama": Layout("half"),
+    "gpt_neox": Layout("half"),
+    "cohere": Layout("next"),
+    "glm": Layout("next", "first"),
+    "ernie4_5": Layout("next", "first"),
+    "phi": Layout("half"),
+    "qwen2": Layout("half"),
+    "deepseek_v3": Layout("half", "first", at_end=True),
+    "deepseek_v2": Layout("next", "pair", at_end=True),
+}
+
+
+def model_of(kind, **settings):
+    """Build a tiny softmax model, or patch it where there are settings."""
+    if kind == "yarn":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+        config = LlamaConfig(**sizes, **heads, rope_parameters=YARN, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        model = randomise(LlamaForCausalLM(config).eval())
+    else:
+        model = tiny_model("causal", kind)
+    return patch_model(model, **settings) if settings else model
+
+
+NOT_UNDONE = {
+    "hunyuan_v1_dense": "norms with weights after the rotation",
+    "hunyuan_v1_moe": "norms with weights after the rotation",
+    "kimi_linear": "its source speaks of one, and there is none",
+    "moshi": "rotates by itself",
+    "recurrent_gemma": "rotates by itself",
+    "llama4": "norms after the rotation",
+    "llama4_text": "norms after the rotation",
+    "nanochat": "norms after the rotation",
+}
+"""Architectures that are converted, but whose rotation is not undone, with the reason."""
+
+
+def seen_by_layers(model, ids):
+    """Return what every converted layer is called with: q, k, v and the call."""
+    calls = []
+    parts = [m for m in model.modules() if isinstance(m, LinearAttention)]
+    handles = [part.register_forward_pre_hook(lambda part, args: calls.append((part, *args))) for part in parts]
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def without_positions(model):
+    """Make a model hand its attention modules angles of nothing: what it then projects is not rotated."""
+
+    def flat(module, args, kwargs):
+        pair = kwargs["position_embeddings"]
+        if isinstance(pair, torch.Tensor):
+            return args, {**kwargs, "position_embeddings": torch.ones_like(pair)}
+        return args, {**kwargs, "position_embeddings": (torch.ones_like(pair[0]), torch.zeros_like(pair[1]))}
+
+    for module in model.modules():
+        if part_of(module) is not None:
+            module.register_forward_pre_hook(flat, with_kwargs=True, prepend=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", [*EXPECTED, "yarn"])
+def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
+    """Computed from the unrotated projections directly, with the same window and sinks on rotated ones."""
+    ids = torch.randint(5, VOCAB, (2, 14), generator=torch.Generator().manual_seed(0))
+    model = model_of(kind, **SETTINGS)
+    part, q, k, v, call = seen_by_layers(model, ids)[0]
+    _, plain_q, plain_k, _, _ = seen_by_layers(without_positions(model_of(kind, **SETTINGS)), ids)[0]
+    assert part.layout == EXPECTED.get(kind, Layout("half"))
+    assert not torch.allclose(q, plain_q, atol=0.1)
+    for x, plain in ((q, plain_q), (k, plain_k)):
+        assert (call.rotation.undo(x) - plain).abs().max() < 1e-5 * plain.abs().max()
+        assert (call.rotation.do(plain) - x).abs().max() < 1e-5 * x.abs().max()
+    with torch.no_grad():
+        o = part.forward(q, k, v, call)
+    assert (o - by_hand(part, (q, k, v), (plain_q, plain_k), part.scaling(call))).abs().max() < 1e-4
+
+
+def by_hand(part, tokens, plain, scaling):
+    """Attend by the formulas, row by row: softmax over window, sinks and the own key, whose value is the branch's."""
+    groups = tokens[0].shape[1] // tokens[1].shape[1]
+    q, k, v = tokens[0], *(x.repeat_interleave(groups, 1) for x in tokens[1:])
+    window, sinks = part.settings.window, part.settings.sinks
+    with torch.no_grad():
+        phi_q = part.feature_map.phi_q(plain[0])
+        phi_k = part.feature_map.phi_k(plain[1]).repeat_interleave(groups, 1)
+    out = torch.zeros(*q.shape[:3], v.shape[3])
+    for i in range(q.shape[2]):
+        near = [j for j in range(i + 1) if j > i - window or j < sinks]
+        far = [j for j in range(i + 1) if j not in near]
+        scores = scaling * (q[:, :, i : i + 1] * k[:, :, near]).sum(-1)
+        values = v[:, :, near]
+        if far:
+            weights = (phi_q[:, :, i : i + 1] * phi_k[:, :, far]).sum(-1)
+            own = (weights[..., None] * v[:, :, far]).sum(2) / (weights.sum(-1, keepdim=True) + part.settings.eps)
+            # The own key's score is of rotated queries and keys.
+            mean = scaling * (q[:, :, i] * k[:, :, far].mean(2)).sum(-1) + torch.tensor(float(len(far))).log()
+            scores = torch.cat([scores, mean[..., None]], -1)
+            values = torch.cat([values, own[:, :, None]], 2)
+        out[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "mix"),
+    [("llama", "key"), ("llama", "gate"), ("llama", "shared"), ("llama", None), ("gpt_neox", "key"), ("cohere", "key")],
+)
+def test_what_holds_of_every_conversion_holds(kind, mix):
+    settings = SETTINGS | ({"mix": mix} if mix else {"window": None, "sinks": 0})
+    subject = Subject(model_of(kind, **settings), "causal")
+    for check in checks_for("causal"):
+        check(subject)
+    save_and_load(subject)
+    gradients(subject.model, "causal")
+
+
+def logits_of(model, ids, cache, pieces):
+    with torch.no_grad():
+        parts = [model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in ids.split(pieces, 1)]
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("pieces", [[14], [1] * 14, [5, 1, 1, 7], [9, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("static", [False, True])
+def test_pieces_are_the_whole(pieces, static):
+    model = model_of("llama", **SETTINGS)
+    ids = torch.randint(5, VOCAB, (2, 14))
+    whole = logits_of(model, ids, None, [14])
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    close(logits_of(model, ids, cache, pieces), whole, f"pieces {pieces}")
+
+
+def test_static_generation_is_dynamic_generation():
+    model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 9))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    found = [model.generate(ids, cache_implementation=kind, **options) for kind in ("static", "dynamic")]
+    assert torch.equal(*found)
+
+
+def test_long_texts_are_read_span_by_span():
+    model = model_of("llama", **SETTINGS | {"window": 9})
+    ids = torch.randint(5, VOCAB, (1, 120))
+    part, q, k, v, call = seen_by_layers(model, ids)[0]
+    q, k, v = (torch.randn(1, x.shape[1], 300, x.shape[3]) for x in (q, k, v))
+    angles = torch.rand(1, 300, q.shape[3] // 2) * 6
+    angles = torch.cat([angles, angles], -1)
+    call = Call(rotation=Rotation(angles.cos(), angles.sin(), Layout("half")))
+    plain = call.rotation.undo(q), call.rotation.undo(k)
+    q.requires_grad_()
+    o = part(q, k, v, call)
+    assert (o - by_hand(part, (q, k, v), plain, part.scaling(call))).abs().max() < 1e-4
+    o.square().sum().backward()
+    assert q.grad.isfinite().all()
+    assert q.grad.abs().sum() > 0
+
+
+def test_packed_texts_are_texts_alone():
+    model = model_of("llama", **SETTINGS)
+    a, b = torch.randint(5, VOCAB, (1, 11)), torch.randint(5, VOCAB, (1, 8))
+    places = torch.cat([torch.arange(11), torch.arange(8)])[None]
+    with torch.no_grad():
+        both = model(torch.cat([a, b], 1), position_ids=places, use_cache=False).logits
+        for part, alone in zip(both.split([11, 8], 1), (a, b), strict=True):
+            close(part, model(alone, use_cache=False).logits, "a packed text")
+
+
+def test_rows_of_packed_texts_are_texts_alone():
+    model = model_of("llama", **SETTINGS)
+    rows = torch.randint(5, VOCAB, (2, 12))
+    places = torch.stack([torch.cat([torch.arange(7), torch.arange(5)]), torch.arange(12)])
+    with torch.no_grad():
+        both = model(rows, position_ids=places, use_cache=False).logits
+        close(both[:1, :7], model(rows[:1, :7], use_cache=False).logits, "the first text")
+        close(both[:1, 7:], model(rows[:1, 7:], use_cache=False).logits, "the second text")
+        close(both[1:], model(rows[1:], use_cache=False).logits, "the second row")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_after_a_rollback_are_read_with_their_own_angles(static):
+    model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 16))
+    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        cache.activate_past_recording()
+        model(ids[:, 6:7], past_key_values=cache)
+        wrong = torch.cat([ids[:, 7:9], torch.randint(5, VOCAB, (2, 4))], 1)
+        model(wrong, past_key_values=cache)
+        cache.crop(-4)
+        after = model(ids[:, 9:], past_key_values=cache).logits
+        close(after, model(ids, use_cache=False).logits[:, 9:], "after a rollback")
+
+
+def test_assisted_generation_is_greedy_generation():
+    model = model_of("llama", **SETTINGS)
+    draft, ids = copy.deepcopy(model), torch.randint(5, VOCAB, (1, 9))
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, assistant_model=draft, **options), model.generate(ids, **options))
+
+
+def test_a_context_of_a_file_goes_on(tmp_path):
+    model = model_of("llama", **SETTINGS)
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.randint(5, VOCAB, (2, 14))
+    encode_context(model, ids[:, :9], chunk_size=4).save(tmp_path / "context")
+    loaded = from_pretrained(tmp_path / "model").eval()
+    assert loaded.config.linear_attention["rotary"] == "undo"
+    cache = load_context(tmp_path / "context", loaded).copy()
+    with torch.no_grad():
+        after = loaded(ids[:, 9:], past_key_values=cache).logits
+        close(after, model(ids, use_cache=False).logits[:, 9:], "after a context")
+
+
+def test_bf16_keeps_what_was_rounded_in_decoding():
+    model = model_of("llama", **SETTINGS).bfloat16()
+    ids = torch.randint(5, VOCAB, (2, 14))
+    whole = logits_of(model, ids, None, [14])
+    parts = logits_of(model, ids, DynamicCache(config=model.config), [1] * 14)
+    assert (parts - whole).abs().max() < 0.05 * whole.abs().max()
+
+
+def test_it_changes_the_linear_branch_and_nothing_within_the_window():
+    ids = torch.randint(5, VOCAB, (1, 14))
+    keep, undo = (model_of("llama", **SETTINGS | {"rotary": x})(ids).logits for x in ("keep", "undo"))
+    near = SETTINGS["window"] + SETTINGS["sinks"]
+    close(undo[:, :near], keep[:, :near], "within the window")
+    assert (undo - keep)[:, near:].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("mix", ["key", "window"])
+def test_unrotated_keys_are_counted_in_the_cache(mix):
+    """A window's token has a key and a value of 8 in 2 heads: so much is each unrotated key, too."""
+    keep, undo = (model_of("llama", **SETTINGS | {"rotary": x, "mix": mix}) for x in ("keep", "undo"))
+    ids = torch.randint(5, VOCAB, (1, 14))
+    keys = [m(ids, use_cache=True).past_key_values.layers[0].tensors["near_k"] for m in (keep, undo)]
+    assert [x.shape[3] for x in keys] == ([8, 16] if mix == "key" else [8, 8])
+    if mix == "key":
+        # W + 1 and the sinks, 6 slots of 8 numbers beside 16 of a token's.
+        assert equal_cache_window(undo) == equal_cache_window(keep) + 6 * 8 // 16
+
+
+def test_the_default_says_nothing(tmp_path):
+    assert "rotary" not in LinearAttentionConfig().to_dict()
+    assert LinearAttentionConfig.from_dict(LinearAttentionConfig(rotary="undo").to_dict()).rotary == "undo"
+    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*available: keep, undo"):
+        LinearAttentionConfig(rotary="drop")
+
+
+def test_a_distillation_takes_it_with_the_rest_of_the_conversion():
+    settings = DistillationSettings(**DistillationSettings(rotary="undo", window=3).to_dict())
+    model = settings.convert(tiny_model("causal", "llama"))
+    assert settings.rotary == model.config.linear_attention["rotary"] == "undo"
+    assert "rotary" not in DistillationSettings().conversion.to_dict()
+
+
+def test_learned_positions_have_nothing_to_undo(caplog):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes)
+    ids, found = torch.randint(5, VOCAB, (1, 14)), []
+    for rotary in ("keep", "undo"):
+        torch.manual_seed(0)
+        with caplog.at_level(logging.WARNING):
+            model = patch_model(GPT2LMHeadModel(config).eval(), **SETTINGS | {"rotary": rotary})
+        found.append(model(ids).logits)
+    assert torch.equal(*found)
+    assert caplog.messages == ["GPT2LMHeadModel: no layer that is converted has a rotation to undo"]
+
+
+def test_layers_without_positions_have_nothing_to_undo():
+    """Every fourth layer of SmolLM3 gets angles and does not use them."""
+    model = tiny_model("causal", "smollm3", no_rope_layers=[1, 0])
+    patch_model(model, **SETTINGS, layers="all")
+    parts = [part for part, *_ in seen_by_layers(model, torch.randint(5, VOCAB, (1, 14)))]
+    assert [part.layout for part in parts] == [Layout("half"), STILL]
+    for check in checks_for("causal"):
+        check(Subject(model, "causal"))
+
+
+def test_a_rotation_made_inside_is_refused_by_name():
+    model = tiny_model("causal", "recurrent_gemma")
+    with pytest.raises(
+        UnsupportedError,
+        match=r"`rotary` must be 'keep' where .*, got 'undo' .*speaks of a rotation that it is not handed",
+    ):
+        patch_model(model, rotary="undo", layers="all")
+    assert patch_model(model, layers="all") is model
+
+
+def test_an_unknown_rotation_is_refused_by_name(monkeypatch):
+    def strange(q, k, cos, sin, unsqueeze_dim=1):
+        return q.flip(-1) * cos[:, None], k.flip(-1) * cos[:, None]
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", strange)
+    model = model_of("llama", **SETTINGS)
+    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*leave rotary= out"):
+        model(torch.randint(5, VOCAB, (1, 5)))
+
+
+def test_broken_and_empty_tokens_do_not_hide_the_rotation():
+    """One row is padding that is 0, for longer than is looked at, and one is not finite."""
+    model = model_of("llama", **SETTINGS)
+    x = torch.randn(3, 90, 32)
+    x[0, :80], x[1, 3], x[2, :80] = 0, torch.nan, 0
+    with torch.no_grad():
+        model(inputs_embeds=torch.zeros(1, 4, 32), use_cache=False)
+        assert part_of(model.model.layers[0].self_attn).layout is None
+        blind = copy.deepcopy(model)
+        blind.model.layers[0].self_attn.q_proj.weight.zero_()
+        blind(inputs_embeds=x[1:], use_cache=False)
+        assert part_of(blind.model.layers[0].self_attn).layout == Layout("half")
+        model(inputs_embeds=x, use_cache=False)
+    assert part_of(model.model.layers[0].self_attn).layout == Layout("half")
+
+
+def test_the_first_call_draws_no_random_numbers():
+    model = model_of("llama", **SETTINGS)
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    model(torch.randint(5, VOCAB, (1, 5), generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_transfer_teaches_what_the_layers_will_compute():
+    """The output beside softmax's is the forward's; its weights are those of unrotated features."""
+    ids = torch.randint(5, VOCAB, (2, 14))
+    model, seen = model_of("llama", **SETTINGS), []
+    with torch.no_grad():
+        want = tiny_model("causal", "llama")(ids).logits
+        with teacher_forced(model, lambda part, own, softmax: seen.append((part, own))):
+            close(model(ids, use_cache=False).logits, want, "the teacher's logits")
+        part, q, k, v, call = seen_by_layers(model, ids)[0]
+        assert torch.equal(seen[0][1], part(q, k, v, call))
+        with weights_forced(model, lambda part, own, softmax: seen.append((part, own))):
+            model(ids, use_cache=False)
+        q, k = call.rotation.undo(q), call.rotation.undo(k)
+        assert torch.equal(seen[2][1], attention_weights(part, q, k, None, True))
+
+
+def test_a_call_past_the_hooks_is_refused():
+    """Without them nobody knows the angles."""
+    model = model_of("llama", **SETTINGS)
+    module = model.model.layers[0].self_attn
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(UnsupportedError, match="`rotary` must be 'keep' where an attention module is not called"):
+        linear_attention_forward(module, q, q[:, :2], q[:, :2], None)
+
+
+@pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
+def test_a_compiled_model_computes_the_same():
+    settings = SETTINGS | {"feature_map": "hedgehog"}
+    model, ids = model_of("llama", **settings), torch.randint(5, VOCAB, (1, 14))
+    with torch.no_grad():
+        want = model_of("llama", **settings)(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="eager")
+        close(compiled(ids, use_cache=False).logits, want, "compiled from the first call")
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        close(compiled(ids, use_cache=False).logits, want, "compiled when the rotation is known")
+    torch.compiler.reset()
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("task", "kind"), [(task, kind) for task in MAPPINGS for kind in registered(task)])
+def test_every_architecture_is_served_or_refused_by_name(task, kind):
+    if (task, kind) in NOT_BUILT:
+        pytest.skip(NOT_BUILT[task, kind])
+
+    def patched(rotary):
+        model = tiny_model(task, kind)
+        settings = {"feature_map": "norm_preserving", "rotary": rotary}
+        if task == "causal":
+            settings |= {"window": 3, "sinks": 1}
+        found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
+        layers = None if any(layer.kind == "full" for layer in found) else "all"
+        subject = Subject(patch_model(model, layers=layers, **settings), task)
+        if task == "seq2seq" and not model.config.is_encoder_decoder:
+            subject.task = "causal"
+        subject.logits(subject.tokens())
+        return subject
+
+    try:
+        before = patched("keep")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    try:
+        subject = patched("undo")
+    except UnsupportedError as error:
+        found = str(error)
+    else:
+        found = ""
+    assert found.startswith("`rotary` must be 'keep' where it cannot be told") == (kind in NOT_UNDONE)
+    if found:
+        return
+    for check in checks_for(subject.task):
+        try:
+            check(subject)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                check(before)
