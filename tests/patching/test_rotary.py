@@ -13,7 +13,7 @@ from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
-from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers import Call, LinearAttention, spans
 from hf_linear_attn.layers.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
 from hf_linear_attn.patching.hook import linear_attention_forward
@@ -167,7 +167,11 @@ def test_static_generation_is_dynamic_generation():
     assert torch.equal(*found)
 
 
-def test_long_texts_are_read_span_by_span():
+def test_long_texts_are_read_span_by_span(monkeypatch):
+    for name in ("SPAN", "CHUNK"):
+        monkeypatch.setattr(spans, name, 64)
+    monkeypatch.setattr(spans, "LENGTHS", (64, 64))
+    assert len(spans.spans_of(torch.empty(1, 4, 300, 8))) == 5
     model = model_of("llama", **SETTINGS | {"window": 9})
     ids = torch.randint(5, VOCAB, (1, 120))
     part, q, k, v, call = seen_by_layers(model, ids)[0]
