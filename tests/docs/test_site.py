@@ -36,6 +36,11 @@ def test_every_error_is_in_the_reference():
             assert re.search(rf"\b{name}\b", REFERENCE)
 
 
+def test_every_page_is_in_the_menu():
+    listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
 @pytest.mark.skipif(
     not (importlib.util.find_spec("mkdocs") and importlib.util.find_spec("material")),
     reason="needs the extra `docs`; `make docs` builds the site",
