@@ -51,5 +51,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
+    shown = "".join(page.read_text() for page in (tmp_path / "site/reference").rglob("index.html"))
+    assert not re.search(r":(class|func|meth):<code>", shown)
     index = (tmp_path / "site/search/search_index.json").read_text()
     assert "hf_linear_attn.patching.patch_model" in index
