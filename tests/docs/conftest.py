@@ -39,6 +39,7 @@ def models(tmp_path_factory):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     made = {
         "your/model": tiny_teacher(),
+        "your/instruct": tiny_teacher(),
         "meta-llama/Llama-3.1-8B": tiny_teacher(),
         "gpt2": tiny_gpt2(256),
         "your/encoder": BertForMaskedLM(BertConfig(vocab_size=259, max_position_embeddings=64, **sizes)),

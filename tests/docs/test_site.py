@@ -36,6 +36,11 @@ def test_every_error_is_in_the_reference():
             assert re.search(rf"\b{name}\b", REFERENCE)
 
 
+def test_every_page_is_in_the_menu():
+    listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
 @pytest.mark.skipif(
     not (importlib.util.find_spec("mkdocs") and importlib.util.find_spec("material")),
     reason="needs the extra `docs`; `make docs` builds the site",
@@ -46,5 +51,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
+    shown = "".join(page.read_text() for page in (tmp_path / "site/reference").rglob("index.html"))
+    assert not re.search(r":(class|func|meth):<code>", shown)
     index = (tmp_path / "site/search/search_index.json").read_text()
     assert "hf_linear_attn.patching.patch_model" in index

@@ -80,7 +80,7 @@ def test_python_runs(page, desk, models):
     printed = snippets.run(found, fewer)
     for number, text in printed.items():
         shown = snippets.output_of(found, number)
-        assert text or not shown, f"{found[number]}: it prints nothing"
+        assert bool(text) == bool(shown), f"{found[number]}: what it prints stands below it, and nothing else"
         if page.name == "README.md" and shown:
             assert but_for_times(text) == but_for_times(shown.code)
 
