@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_KIB = 400
+MOST_KIB = 480
+"""A wheel that carries what it should not is larger: code alone comes to 446 KiB."""
 CARRIED = (
     "hf_linear_attn/py.typed",
     "hf_linear_attn/evaluation/results.schema.json",
