@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SPAN = 2**18
 """Entries of a span's queries: so many that calls are few, so few that a span stays in a core's cache."""
 
-LENGTHS = (128, 512)
+LENGTHS = (128, 1024)
 """Tokens of a span, of all rows together at least and of each row at most, whatever the size of the heads."""
 
 CHUNK = 64
