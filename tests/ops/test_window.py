@@ -304,6 +304,26 @@ def test_can_be_recomputed_in_the_backward(backend: str) -> None:
         assert torch.equal(found, expected)
 
 
+# PyTorch decomposes forward-mode derivatives by scripts of its own.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_derivatives_in_torch_are_those_of_its_plain_form() -> None:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=g, dtype=torch.float64).requires_grad_()
+
+    number = torch.arange(5)[None]
+    counts = torch.ones(1, 7, dtype=torch.bool)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, value: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+        own = OwnKey(value, bias, weight, counts, number)
+        return window_attention(q, k, v, window=3, scaling=SCALING, own_key=own, backend="torch")
+
+    inputs = draw(1, 2, 5, 4), draw(1, 1, 7, 4), draw(1, 1, 7, 3), draw(1, 2, 5, 3), draw(2), draw(2, 4)
+    assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
 def test_compiles_without_graph_breaks() -> None:
     case = Case(B=1, T=20, own=True, sinks=1)
     x = case.inputs()
