@@ -155,7 +155,8 @@ class _Bend(torch.autograd.Function):
         g = g.addcmul_(r.square(), total, value=-1).mul_(0.5 * length)
         u = y.abs().add_(TINY)
         dpower = torch.linalg.vecdot(g, u.log())[..., None]
-        dy = g.mul_(power).div_(u.copysign_(y))
+        # Of 0 the sign is 0, and so is the gradient: nothing of rounding is divided by TINY.
+        dy = g.mul_(power).div_(u).mul_(y.sign())
         return dy, 0.5 * total, dpower.sum_to_size(power.shape)
 
 

@@ -216,3 +216,24 @@ def test_a_step_has_the_features_of_both_sides(name: str, options: dict[str, obj
         of_q, of_k = phi(q.flatten(1, 2)[:, :, None], "q").view(3, 2, 3, -1), phi(k, "k")
     assert both.dtype == of_q.dtype
     torch.testing.assert_close(both, torch.cat([of_k, of_q], 2), rtol=1e-5, atol=1e-5)
+
+
+# PyTorch decomposes forward-mode derivatives by scripts of its own.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_derivatives_of_the_norm_preserving_map() -> None:
+    phi = get_feature_map("norm_preserving", 5, 4, 2).double()
+    g = torch.Generator().manual_seed(0)
+    weights = list(phi.parameters())
+    for weight in weights:
+        torch.nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
+    x = torch.randn(1, 4, 2, 5, generator=g, dtype=torch.float64, requires_grad=True)
+
+    def features(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return phi(x, "q")
+
+    assert torch.autograd.gradcheck(features, (x, *weights))
+    assert torch.autograd.gradgradcheck(features, (x, *weights))
+    assert torch.autograd.gradcheck(lambda x: phi(x, "q"), (x,), check_forward_ad=True)
+    # A token of zeros, as padding is, has none.
+    zero = torch.zeros_like(x, requires_grad=True)
+    assert all(not gradient.any() for gradient in torch.autograd.grad(phi(zero, "q").sum(), [zero, *weights[:1]]))
