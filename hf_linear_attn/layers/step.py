@@ -45,7 +45,7 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
     else:
-        o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
+        o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
     if whole is not None:
         # The kernel tells sinks by the number of tokens seen.
@@ -165,18 +165,17 @@ def _hybrid_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    real: Tensor | None,
     state: State,
-    scaling: float,
+    call: "Call",
 ) -> Tensor:
-    """Step a layer with a window; ``real`` is the key mask ``[B, 1]``."""
+    """Step a layer with a window."""
+    real, scaling, rotation = call.key_mask, layer.scaling(call), call.rotation
     k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
     keys, far, number = tensors.get("far_keys"), None, None
     rows = _grouped(q, near_k.shape[1])
-    exact = layer.exact(rows)
-    wide = upcast(exact)
+    wide = upcast(rows)
     if layer.mix.has_far:
         gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
         position = seen
@@ -184,12 +183,15 @@ def _hybrid_(
             # Those that are in the circle came last, and the one that leaves is the first of them.
             position = seen - mask[:, window.sinks :].sum(1)
         queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
-        if layer.undoes:
-            queries = layer.linear(rows).to(queries.dtype)
-        far = _read_far(layer, queries, layer.linear(gone_k), gone_v, counts, seen, position, state)
+        plain = gone_k
+        if rotation is not None:
+            turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
+            plain = rotation._replace(turns=_take(turns, 1, old)).undo(gone_k)
+            queries = rotation.undo(queries)
+            _put_(turns, 1, new, rotation.turns)
+        far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
         if keys is not None:
-            gone = layer.exact(gone_k)
-            gone = gone[:, :, 0] if keys.ndim == 3 else gone
+            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
             keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
@@ -199,7 +201,7 @@ def _hybrid_(
     if far is not None:
         number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
     hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], exact @ layer.exact(near_k).mT, alpha=scaling)
+    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())

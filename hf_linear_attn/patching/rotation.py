@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.rotation import LAYOUTS, STILL, Layout, Rotation
 
 ARGUMENT = "position_embeddings"
@@ -146,14 +147,33 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     if all(_equal(x, y) for x, y in pairs):
         return STILL
     for layout in LAYOUTS:
-        rotation, own = Rotation(drawn_cos, drawn_sin, layout), Rotation(cos, sin, layout)
-        if not all(rotation.fits(x) and _equal(rotation.do(x), y) for x, y in pairs):
+        if not all(_fits(layout, x, drawn_cos) for x, _ in pairs):
+            continue
+        if not all(_equal(_turned(layout, x, drawn_cos, drawn_sin), y) for x, y in pairs):
             continue
         # There and back is the same, if the model's own angles are a rotation's.
-        if not all(_equal(own.undo(own.do(x.float())), x.float()) for x, _ in pairs):
+        own, exact = Rotation.of(cos, sin, layout), [x.float() for x, _ in pairs]
+        if not all(_equal(own.undo(_turned(layout, x, cos, sin)), x) for x in exact):
             raise _unknown(name, "its angles are no rotation's")
         return layout
     raise _unknown(name, "no known rotation makes what the layer does to queries and keys")
+
+
+def _fits(layout: Layout, x: Tensor, cos: Tensor) -> bool:
+    """Tell whether there are angles for the tokens, and entries for the angles."""
+    batch, tokens, width = layout.by_entry(cos).shape
+    return batch in (1, x.shape[0]) and tokens == x.shape[2] and width <= x.shape[3] and width % 2 == 0
+
+
+def _turned(layout: Layout, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys as a model does, every entry by its own angle."""
+    cos, sin = (upcast(layout.by_entry(y))[:, None] for y in (cos, sin))
+    width = cos.shape[-1]
+    still = x.shape[-1] - width
+    moved = upcast(x[..., still:] if layout.at_end else x[..., :width])
+    a, b = layout.pairs_of(moved)
+    moved = (moved * cos + layout.whole(-b, a) * sin).to(x.dtype)
+    return torch.cat([x[..., :still], moved] if layout.at_end else [moved, x[..., width:]], -1)
 
 
 def _finite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

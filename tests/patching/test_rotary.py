@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
     q, k, v = (torch.randn(1, x.shape[1], 300, x.shape[3]) for x in (q, k, v))
     angles = torch.rand(1, 300, q.shape[3] // 2) * 6
     angles = torch.cat([angles, angles], -1)
-    call = Call(rotation=Rotation(angles.cos(), angles.sin(), Layout("half")))
+    call = Call(rotation=Rotation.of(angles.cos(), angles.sin(), Layout("half")))
     plain = call.rotation.undo(q), call.rotation.undo(k)
     q.requires_grad_()
     o = part(q, k, v, call)
@@ -264,15 +265,17 @@ def test_it_changes_the_linear_branch_and_nothing_within_the_window():
 
 
 @pytest.mark.parametrize("mix", ["key", "window"])
-def test_unrotated_keys_are_counted_in_the_cache(mix):
-    """A window's token has a key and a value of 8 in 2 heads: so much is each unrotated key, too."""
+def test_angles_are_counted_in_the_cache(mix):
+    """A window's token has a key and a value of 8 in 2 heads, and 8 cosines and sines."""
     keep, undo = (model_of("llama", **SETTINGS | {"rotary": x, "mix": mix}) for x in ("keep", "undo"))
     ids = torch.randint(5, VOCAB, (1, 14))
-    keys = [m(ids, use_cache=True).past_key_values.layers[0].tensors["near_k"] for m in (keep, undo)]
-    assert [x.shape[3] for x in keys] == ([8, 16] if mix == "key" else [8, 8])
+    held = [m(ids, use_cache=True).past_key_values.layers[0].tensors for m in (keep, undo)]
+    assert [x.get("near_turns", torch.empty(0)).shape for x in held] == [(0,), (1, 6, 8) if mix == "key" else (0,)]
     if mix == "key":
-        # W + 1 and the sinks, 6 slots of 8 numbers beside 16 of a token's.
-        assert equal_cache_window(undo) == equal_cache_window(keep) + 6 * 8 // 16
+        # S, z and the keys' sum of 2 heads; beside them 6 slots of 8 numbers, W + 1 and the sinks. A token has 2 * 16.
+        linear = 2 * (16 * 8 + 16 + 8)
+        assert equal_cache_window(keep) == 3 + math.ceil(linear / 32)
+        assert equal_cache_window(undo) == 3 + math.ceil((linear + 6 * 8) / 32)
 
 
 def test_the_default_says_nothing(tmp_path):
