@@ -61,13 +61,13 @@ def _for_kernel(
     backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device):
         return None
-    if layer.rule.name != "additive" or mix not in HYBRID_MIXES or layer.undoes:
+    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
         return None
     features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
     if features is None:
         return None
     phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    tensors, weights, length = state.tensors, layer.weights(), state.length
+    tensors, weights, length, rotation = state.tensors, layer.weights(), state.length, call.rotation
     whole = HybridStep(
         q,
         k,
@@ -82,6 +82,8 @@ def _for_kernel(
         tensors["near_k"],
         tensors["near_v"],
         tensors["near_mask"],
+        None if rotation is None else tensors["near_turns"],
+        None if rotation is None else rotation.turns,
         weight_q,
         power_q,
         weight_k,
@@ -95,6 +97,8 @@ def _for_kernel(
         window.sinks,
         layer.scaling(call),
         layer.rule.eps,
+        "half" if rotation is None else rotation.layout.pairs,
+        rotation is not None and rotation.layout.at_end,
     )
     return whole if hybrid_obstacle(whole) is None else None
 
