@@ -289,6 +289,7 @@ class LinearAttention(nn.Module):
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)
         new = whole.mask.sum(1) if whole.mask is not None else count
+        state.padded |= whole.mask is not None
         kept["seen"] = state.tensors["seen"] + new
         state.write(kept)
         state.advance(count, v.device)

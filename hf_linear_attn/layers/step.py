@@ -47,6 +47,7 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     else:
         o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
+    state.padded |= real is not None
     if whole is not None:
         # The kernel tells sinks by the number of tokens seen.
         return o
@@ -177,11 +178,14 @@ def _hybrid_(
     k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    keys, far, number = tensors.get("far_keys"), None, None
+    keys, far = tensors.get("far_keys"), None
+    number: Tensor | int | None = None
+    full = _is_full(window, state, real)
     rows = _grouped(q, near_k.shape[1])
     wide = upcast(rows)
     if layer.mix.has_far:
-        gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
+        gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
+        counts = None if full else _take(mask, 1, old)
         position = seen
         if layer.feature_map.positional and layer.feature_map.kernel is None:
             # Those that are in the circle came last, and the one that leaves is the first of them.
@@ -196,19 +200,35 @@ def _hybrid_(
         far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
         if keys is not None:
             gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
-            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
+            if counts is None:
+                keys.add_(gone)
+            else:
+                keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
     _count_(seen, real)
-    if far is not None:
-        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
-    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
+    scores = rows @ near_k.mT
+    if full:
+        number = state.length + 1 - window.size - window.sinks
+        scores = scores.to(wide.dtype).mul_(scaling)
+        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
+    else:
+        if far is not None:
+            number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+        hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+        scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _is_full(window: Window, state: State, real: Tensor | None) -> bool:
+    """Tell whether the host knows that every slot but one holds a token of every row, and one leaves that counts."""
+    if real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling():
+        return False
+    return state.first_read and state.length >= window.size + window.sinks
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -248,7 +268,7 @@ def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
     return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
 
 
-def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | bool) -> None:
+def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:
     """Overwrite one slot."""
     if isinstance(place, Tensor):
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
