@@ -477,7 +477,8 @@ def _(
     do: Tensor, dkv: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, ...]:
     tokens = tuple(empty_like_tokens(x, x.shape[3]) for x in (q, k, v))
-    log_decay = named["log_decay"] if "log_decay" in named else others[-1]
+    # What is left at its default is not passed on: the log decays come last, behind nine others.
+    log_decay = named.get("log_decay", others[9] if len(others) > 9 else None)
     return *tokens, torch.empty_like(dkv), torch.empty_like(dz), _like_decay(q, log_decay)
 
 
