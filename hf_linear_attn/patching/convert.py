@@ -16,6 +16,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers.rules import RULES
 from hf_linear_attn.patching.discover import (
     AttentionLayer,
     LayerChoice,
@@ -151,6 +152,14 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
                 "be None for bidirectional attention",
                 config.window,
                 "Leave the window out, or this layer with layers=.",
+                where=layer.name,
+            )
+        if RULES[config.update_rule].ordered and not attends_causally(layer.module):
+            raise ArgumentError(
+                "update_rule",
+                "be 'additive' for bidirectional attention",
+                config.update_rule,
+                "Others go by the order of keys: use that one, or leave this layer out with layers=.",
                 where=layer.name,
             )
         rotated = config.rotary == "undo" and is_rotated(layer.module, layer.name)
