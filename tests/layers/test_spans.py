@@ -19,6 +19,9 @@ LAYERS = {
     "decay": {"window": 5, "sinks": 2, "update_rule": "decay"},
     "decay shared": {"window": 5, "mix": "shared", "update_rule": "decay"},
     "decay, no window": {"update_rule": "decay"},
+    "delta": {"window": 5, "sinks": 2, "mix": "gate", "update_rule": "delta"},
+    "gated delta": {"window": 5, "sinks": 2, "update_rule": "gated_delta"},
+    "gated delta, no window": {"update_rule": "gated_delta"},
 }
 
 

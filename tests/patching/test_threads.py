@@ -11,7 +11,11 @@ from hf_linear_attn import patch_model
 
 from .zoo import tiny_model
 
-SETTINGS = {"elu": {"feature_map": "elu"}, "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2}}
+SETTINGS = {
+    "elu": {"feature_map": "elu"},
+    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta"},
+}
 THREADS = 6
 
 

@@ -14,19 +14,20 @@ from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 
-from .checks import Subject, close
+from .checks import Subject, close, patched
 from .zoo import tiny_model
 
 SETTINGS = {
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
+    "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta"},
 }
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
 
 
 def build(setting="learned", name="llama"):
-    return patch_model(tiny_model("causal", name), **({"layers": "all"} | COMPILED[setting]))
+    return patched(tiny_model("causal", name), **({"layers": "all"} | COMPILED[setting]))
 
 
 def loss_and_gradients(model, ids, **kwargs):
