@@ -27,6 +27,11 @@ TOLERANCE_16 = 3e-2
 TOKENS = 64
 """Tokens that a layout is checked on."""
 
+
+class UnknownRotationError(UnsupportedError):
+    """It cannot be told how a layer rotates its queries and keys."""
+
+
 Angles = tuple[Tensor, Tensor]
 Look = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
 
@@ -35,7 +40,7 @@ def is_rotated(module: nn.Module, name: str) -> bool:
     """Tell whether an attention module is handed a rotation.
 
     Raises:
-        UnsupportedError: If it makes one by itself, which nobody else sees.
+        UnknownRotationError: If it makes one by itself, which nobody else sees.
     """
     takes, source = _forward_of(type(module))  # type: ignore[arg-type]  # classes are hashable
     if takes:
@@ -61,7 +66,7 @@ def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         kwargs: Those by keyword.
 
     Raises:
-        UnsupportedError: If they have another form.
+        UnknownRotationError: If they have another form.
     """
     value = kwargs.get(ARGUMENT)
     if value is None:
@@ -125,7 +130,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
         nothing can be told.
 
     Raises:
-        UnsupportedError: If there is none.
+        UnknownRotationError: If there is none.
     """
     cos, sin = angles
     generator = torch.Generator().manual_seed(0)
@@ -197,11 +202,11 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     return bool((x.to(wide) - y.to(wide)).norm() <= tolerance * y.to(wide).norm())
 
 
-def _unknown(name: str, reason: str) -> UnsupportedError:
-    return UnsupportedError(
+def _unknown(name: str, reason: str) -> UnknownRotationError:
+    return UnknownRotationError(
         "rotary",
-        "be 'keep' where it cannot be told how queries and keys are rotated",
+        "be 'keep' or 'auto' where it cannot be told how queries and keys are rotated",
         "undo",
-        f"Here {reason}: leave rotary= out, or this layer with layers=.",
+        f"Here {reason}: say so, or leave this layer out with layers=.",
         where=name,
     )

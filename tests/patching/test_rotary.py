@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama import modeling_llama
 
-from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
+from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
@@ -281,7 +281,7 @@ def test_angles_are_counted_in_the_cache(mix):
 def test_the_default_says_nothing(tmp_path):
     assert "rotary" not in LinearAttentionConfig().to_dict()
     assert LinearAttentionConfig.from_dict(LinearAttentionConfig(rotary="undo").to_dict()).rotary == "undo"
-    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*available: keep, undo"):
+    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"):
         LinearAttentionConfig(rotary="drop")
 
 
@@ -319,7 +319,7 @@ def test_a_rotation_made_inside_is_refused_by_name():
     model = tiny_model("causal", "recurrent_gemma")
     with pytest.raises(
         UnsupportedError,
-        match=r"`rotary` must be 'keep' where .*, got 'undo' .*speaks of a rotation that it is not handed",
+        match=r"`rotary` must be 'keep' or 'auto' where .*, got 'undo' .*speaks of a rotation that it is not handed",
     ):
         patch_model(model, rotary="undo", layers="all")
     assert patch_model(model, layers="all") is model
@@ -331,8 +331,31 @@ def test_an_unknown_rotation_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", strange)
     model = model_of("llama", **SETTINGS)
-    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*leave rotary= out"):
+    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*say so"):
         model(torch.randint(5, VOCAB, (1, 5)))
+
+
+def test_auto_is_undone_where_that_is_known_and_kept_elsewhere(monkeypatch, caplog):
+    auto, ids = SETTINGS | {"rotary": "auto"}, torch.randint(5, VOCAB, (1, 14))
+
+    def chosen(model, **changes):
+        return patch_model(model, **auto | changes).config.linear_attention.get("rotary", "keep")
+
+    model = model_of("llama")
+    assert chosen(model) == "undo"
+    close(model(ids).logits, model_of("llama", **SETTINGS)(ids).logits, "the same as asked for by name")
+    # Without a window nobody would know positions.
+    assert chosen(model_of("llama"), window=None, sinks=0) == chosen(model_of("llama"), mix="window") == "keep"
+    assert chosen(tiny_model("causal", "gpt2")) == "keep"
+    assert not caplog.messages
+    assert chosen(tiny_model("causal", "recurrent_gemma"), layers="all") == "keep"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q.flip(-1), k * cos[:, None]))
+    strange = model_of("llama")
+    before = strange(ids).logits
+    assert chosen(strange) == "keep"
+    assert torch.equal(unpatch_model(strange)(ids).logits, before)
+    assert [message.split(":")[0] for message in caplog.messages] == ["RecurrentGemmaForCausalLM", "LlamaForCausalLM"]
+    assert "feature maps see rotated queries and keys" in caplog.text
 
 
 def test_broken_and_empty_tokens_do_not_hide_the_rotation():
@@ -429,7 +452,7 @@ def test_every_architecture_is_served_or_refused_by_name(task, kind):
         found = str(error)
     else:
         found = ""
-    assert found.startswith("`rotary` must be 'keep' where it cannot be told") == (kind in NOT_UNDONE)
+    assert found.startswith("`rotary` must be 'keep' or 'auto' where it cannot be told") == (kind in NOT_UNDONE)
     if found:
         return
     for check in checks_for(subject.task):
