@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_linear_attn import DeltaRuleState, LinearAttentionState, delta_rule
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.ops.delta_rule import delta_opaque_, delta_step_
 from hf_linear_attn.ops.delta_rule import torch as chunked
 from tests.ops.delta import Case, cases, check, run
 from tests.ops.oracle import poison
@@ -265,3 +266,33 @@ def test_gates_of_masked_tokens_are_not_looked_at() -> None:
     delta_rule(**x)
     with pytest.raises(ArgumentError, match="`beta` must"):
         delta_rule(**x | {"key_mask": None})
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+@pytest.mark.parametrize("pieces", [(1,) * 7, (3, 1, 3)])
+def test_steps_are_what_a_sequence_is(backend: str, decay: float, pieces: tuple[int, ...]) -> None:
+    case = Case(group=2, T=7, F=20, V=17, decay=decay, masked=True, state=True)
+    x = case.inputs()
+    x["k"] = x["k"].masked_fill(~x["key_mask"][:, None, :, None], torch.nan)
+    expected = run(case, "reference", x, gradients=False)
+    state = DeltaRuleState(x["kv0"].clone())
+    o, a = [], 0
+    for n in pieces:
+        q, k, v, beta, g = (x[y][:, :, a : a + n] if y in x else None for y in ("q", "k", "v", "beta", "log_decay"))
+        o.append(delta_step_(q, k, v, beta, g, state, key_mask=x["key_mask"][:, a : a + n], backend=backend))
+        a += n
+    torch.testing.assert_close(torch.cat(o, 2), expected["o"].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.kv, expected["kv"].float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_is_one_node_of_a_graph() -> None:
+    x = Case(B=1, T=1, decay=1, state=True, masked=True).inputs()
+    tensors = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["kv0"], x["key_mask"])
+    torch.library.opcheck(delta_opaque_, (*tensors, True, "torch"))
+
+
+def test_a_step_asks_for_a_state_it_can_change() -> None:
+    x = Case(B=1, T=1, F=4, V=4).inputs()
+    with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous"):
+        delta_step_(x["q"], x["k"], x["v"], x["beta"], None, DeltaRuleState(torch.zeros(1, 2, 4, 4).mT))
