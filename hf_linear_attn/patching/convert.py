@@ -158,7 +158,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
                 where=layer.name,
             )
         if RULES[config.update_rule].ordered and not attends_causally(layer.module):
-            raise ArgumentError(
+            raise UnsupportedError(
                 "update_rule",
                 "be 'additive' for bidirectional attention",
                 config.update_rule,

@@ -64,9 +64,10 @@ def examine(task: Task, model_type: str, **settings: str) -> dict[str, Any]:
         task, row["decoder_only"] = "causal", True
     found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
     layers: Any = None if any(layer.kind == "full" for layer in found) else "all"
-    if task == "seq2seq" and settings.get("update_rule", "additive") != "additive":
+    causal = [layer.index for layer in found if attends_causally(layer.module)]
+    if task == "seq2seq" and causal and settings.get("update_rule", "additive") != "additive":
         # Such a rule goes by the order of keys, and an encoder has none.
-        layers = lambda index, name, module: attends_causally(module)  # noqa: E731
+        layers = causal
     settings = settings | {"layers": layers}
     try:
         checks.patched(model, feature_map="elu", **settings)
@@ -93,7 +94,7 @@ def examine(task: Task, model_type: str, **settings: str) -> dict[str, Any]:
             row["checks"][name] = _judge(build, task, name, error)
         else:
             row["checks"][name] = "yes"
-    known = KNOWN_LIMITS.get((row["task"], model_type), {})
+    known = KNOWN_LIMITS.get((row["task"], model_type), {}) if settings.get("rotary") != "undo" else {}
     failed = {name: result for name, result in row["checks"].items() if result not in ("yes", "own")}
     row["checks"] |= dict.fromkeys(failed, "no")
     reasons = [f"{name}: {known.get(name, result)}" for name, result in failed.items()]

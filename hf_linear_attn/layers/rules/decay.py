@@ -93,15 +93,14 @@ class Decay(Additive):
         signed: bool = True,
     ) -> Tensor:
         if gates is not None and gates.log_decay is not None:
-            fade_(state, gates.log_decay, key_mask)
+            _fade_(state, gates.log_decay, key_mask)
         return super().step_(phi_q, phi_k, v, state, kernel=kernel, key_mask=key_mask, signed=signed)
 
 
-def fade_(state: Mapping[str, Tensor], log_decay: Tensor, key_mask: Tensor | None) -> None:
+def _fade_(state: Mapping[str, Tensor], log_decay: Tensor, key_mask: Tensor | None) -> None:
     """Let the sums of a state fade by one key's log decay ``[B, HKV, 1]``, in place; not where it is masked."""
     if key_mask is not None:
         log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
     fade = log_decay.exp().to(state["kv"].dtype)
     for name in ("kv", "z"):
-        if name in state:
-            state[name].mul_(fade.view(*fade.shape[:2], *(1,) * (state[name].ndim - 2)))
+        state[name].mul_(fade.view(*fade.shape[:2], *(1,) * (state[name].ndim - 2)))

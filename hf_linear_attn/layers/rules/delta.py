@@ -8,11 +8,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hf_linear_attn.layers.rules.base import Reading, Rule, Sizes
-from hf_linear_attn.layers.rules.decay import fade_
 from hf_linear_attn.layers.rules.gates import BETA_START, Gates, betas, gate_weights
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import DeltaRuleState, delta_rule
-from hf_linear_attn.ops.delta_rule.reference import unit
+from hf_linear_attn.ops.delta_rule.step import delta_opaque_, delta_plain_, overwrite_and_read_
+from hf_linear_attn.ops.dispatch import wants_kernels
 
 
 class Delta(Rule):
@@ -84,17 +84,17 @@ class Delta(Rule):
         key_mask: Tensor | None = None,
         signed: bool = True,
     ) -> Tensor:
-        kv = state["kv"]
         beta, scale = _needed(gates)
-        if gates is not None and gates.log_decay is not None:
-            fade_(state, gates.log_decay, key_mask)
-        if key_mask is not None:
-            beta = beta.masked_fill(~key_mask[:, None], 0)
-        q, k = unit(phi_q.to(kv.dtype)), unit(phi_k.to(kv.dtype))
-        error = (v.to(kv.dtype) - k @ kv).mul_(beta.to(kv.dtype)[..., None])
-        rows = kv.view(-1, *kv.shape[2:])
-        rows.baddbmm_(k.reshape(len(rows), 1, -1).mT, error.reshape(len(rows), 1, -1))
-        return (q @ kv).mul_(scale.to(kv.dtype).view(*q.shape[1:3], 1))
+        log_decay, kv = None if gates is None else gates.log_decay, state["kv"]
+        if wants_kernels(self.backend, v.device):
+            step = delta_opaque_ if torch.compiler.is_compiling() else delta_plain_
+            q = phi_q.flatten(1, 2)[:, :, None]
+            o = step(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend).view(
+                *phi_q.shape[:3], -1
+            )
+        else:
+            o = overwrite_and_read_(phi_q, phi_k, v, beta, log_decay, kv, key_mask, True)
+        return o * scale.to(o.dtype).view(*phi_q.shape[1:3], 1)
 
 
 def _needed(gates: Gates | None) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,8 @@ def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool, key_mask: Tensor
         return log_decay
     growing = log_decay.detach() > 0
     if log_decay.device.type == "cpu":
-        if growing.any():
+        # Asked this way round, a tensor without numbers is right.
+        if not (~growing).all():
             largest = float(log_decay.detach()[growing].max())
             raise ArgumentError("log_decay", "be <= 0", largest, "Sums may fade, not grow: use -softplus(x).")
     elif log_decay.is_cuda:
