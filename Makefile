@@ -77,8 +77,9 @@ kernels-check-oldest: $(INSTALLED)
 	PYTHONPATH=build/triton-$(OLDEST_TRITON) $(RUN) benchmarks/compile_check.py --jobs 2
 
 # Every configuration that Transformers registers: half an hour on two cores; writes docs/results/architectures.md.
+# With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.
 sweep: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep $(SWEEP)
 
 $(INSTALLED): pyproject.toml constraints.txt
 ifndef PYTHON

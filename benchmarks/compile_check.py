@@ -38,10 +38,13 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, feature_problem, hybrid_problem, window_problem
+from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
+from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
+from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
@@ -191,6 +194,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     z = torch.empty(*out.z.shape[:2], copies, config.D, device="meta")
     if config.kind != "packed":
         yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6)[1]
+    yield from _of_delta_rule(config, p)
     if config.kind != "elu":
         return
     of_window = window_problem(p)
@@ -206,6 +210,17 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         features, launch = features_launch(of_features)
         yield launch
         yield features_backward_launch(of_features, features)[1]
+
+
+def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
+    d = delta_problem(p)
+    out, forward = delta_forward.forward_launches(d)
+    yield from forward
+    yield from delta_backward.backward_launches(d, torch.empty_like(out.o), None if p.kv0 is None else out.kv)[1]
+    if config.kind != "packed":
+        tokens = (x[:, :, :1] for x in (d.q, d.k, d.v, d.beta, d.log_decay))
+        mask = None if d.mask is None else d.mask[:, :1]
+        yield step_launch(d.target, *tokens, out.kv, mask, d.l2norm)[1]
 
 
 def signature(launch: Launch) -> ASTSource:
@@ -237,7 +252,7 @@ def gpu_target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
-MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features")
+MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|delta_(?!step|inverse)")
 """Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
 
 
@@ -317,6 +332,12 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "hybrid", "key_sums"):
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
+    if launch.role.startswith("delta_"):
+        # Only walks have a loop over tokens; the others loop over columns of one chunk.
+        if launch.role not in ("delta_walk", "delta_back"):
+            return 0.0
+        passes = max(1, config.V / launch.arguments["BV"])
+        return listing.executed((config.group,), *loop) * clocks * passes / config.group
     if launch.role.startswith("stored"):
         # A program goes from its own tile to an end of the segment.
         length, wide = launch.arguments["L"], launch.arguments["BN"]

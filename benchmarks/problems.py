@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
 from hf_linear_attn.ops.step import HybridStep
@@ -39,6 +40,13 @@ def window_problem(p: Problem) -> WindowProblem | None:
         window=WINDOW,
         scaling=D**-0.5,
     )
+
+
+def delta_problem(p: Problem) -> DeltaProblem:
+    """Return the gated delta rule over the same queries, keys and values, with gates laid out as projections write."""
+    (batch, _, tokens, _), kv_heads = p.q.shape, p.k.shape[1]
+    beta, g = (torch.rand(batch, tokens, kv_heads, device=p.q.device).transpose(1, 2) for _ in range(2))
+    return DeltaProblem(p.target, p.q, p.k, p.v, beta, -g, p.mask, p.cu_seqlens, p.kv0, p.delay, l2norm=True)
 
 
 def feature_problem(p: Problem) -> FeatureProblem | None:

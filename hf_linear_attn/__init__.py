@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_linear_attn.config import LinearAttentionConfig
     from hf_linear_attn.feature_maps import available_feature_maps, register_feature_map
-    from hf_linear_attn.ops import LinearAttentionState, linear_attention
+    from hf_linear_attn.ops import DeltaRuleState, LinearAttentionState, delta_rule, linear_attention
     from hf_linear_attn.patching import (
         Context,
         encode_context,
@@ -20,9 +20,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Context",
+    "DeltaRuleState",
     "LinearAttentionConfig",
     "LinearAttentionState",
     "available_feature_maps",
+    "delta_rule",
     "encode_context",
     "from_pretrained",
     "linear_attention",
@@ -35,7 +37,7 @@ __all__ = [
 _MODULES = {
     "config": ("LinearAttentionConfig",),
     "feature_maps": ("available_feature_maps", "register_feature_map"),
-    "ops": ("LinearAttentionState", "linear_attention"),
+    "ops": ("DeltaRuleState", "LinearAttentionState", "delta_rule", "linear_attention"),
     "patching": ("Context", "encode_context", "from_pretrained", "load_context", "patch_model", "unpatch_model"),
 }
 """Where each name lives. It is imported when it is first asked for: a command's help need not wait for torch."""

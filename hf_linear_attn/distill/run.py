@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linear_attn.distill.calibrate import calibrate
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Data, load_data
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
@@ -181,6 +182,9 @@ def distill(
         live = source if isinstance(source, ModelTeacher) else None
         if settings.teacher_logits is not None:
             source = TeacherLogits(Path(settings.teacher_logits))
+        if made and settings.calibration_batches and not settings.encoder:
+            # A run that goes on from a checkpoint finds its gates there.
+            start_gates(settings, student, train)
         trainer = Trainer(settings, student, train, source, accelerator, on_step)
         trainer.run(partial(prepare_stage, settings))
         trained: Any = trainer.student
@@ -232,6 +236,20 @@ def distill(
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
     return result
+
+
+def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:
+    """Start the gates of a merely patched student's update rule from the teacher's attention."""
+    if not any(part.learned_by_rule for part in linear_attention_parts(student)):
+        return
+    starts = range(0, settings.calibration_batches * settings.rows, settings.rows)
+    batches = [train.batch(range(n, n + settings.rows), settings.block_tokens).to(student.device) for n in starts]
+    for found in calibrate(student, batches):
+        logger.info(
+            "%s: attention beyond the window rests %s tokens away, in the mean of each key head",
+            found.part.name,
+            [round(float(x)) for x in found.half_life.nan_to_num()],
+        )
 
 
 def encoder_figures(

@@ -104,6 +104,8 @@ class DistillationSettings:
             sequence has so many answers that it would outweigh one of text.
         rows: Sequences of ``block_tokens`` per process and forward, B.
         accumulation: Forwards per optimiser step.
+        calibration_batches: Batches of ``rows`` from which the gates of an update rule start, without training: see
+            :func:`hf_linear_attn.distill.calibrate.calibrate`. 0 starts them alike.
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
@@ -189,6 +191,7 @@ class DistillationSettings:
     answer_weight: float = 2.0
     rows: int = 4
     accumulation: int = 1
+    calibration_batches: int = 0
     transfer_steps: int = 100
     map_lr: float | None = None
     transfer_loss: TransferLoss = "output"
@@ -460,6 +463,7 @@ LEAST: dict[str, float] = {
     "block_tokens": 8,
     "rows": 1,
     "accumulation": 1,
+    "calibration_batches": 0,
     "transfer_steps": 0,
     "distill_steps": 0,
     "extend_steps": 0,

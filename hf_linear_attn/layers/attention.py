@@ -14,7 +14,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.rotation import Layout, Rotation
-from hf_linear_attn.layers.rules import RULES, Sizes
+from hf_linear_attn.layers.rules import RULES, Gates, Sizes
 from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
@@ -64,7 +64,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.settings, self.name = config, name
         self.sizes: Sizes = sizes
-        head_dim, heads, kv_heads, scaling = sizes
+        head_dim, heads, kv_heads, scaling, _ = sizes
         self.feature_map: FeatureMap = get_feature_map(
             config.feature_map, head_dim, heads, kv_heads, scaling=scaling, **config.feature_map_options
         )
@@ -82,6 +82,10 @@ class LinearAttention(nn.Module):
         for part, start in starts.items():
             self.register_parameter(f"mix_{part}", nn.Parameter(start))
         self.learned_by_mix = tuple(starts)
+        starts = self.rule.weights(sizes) if self.window is None or self.mix.has_far else {}
+        for part, start in starts.items():
+            self.register_parameter(f"rule_{part}", nn.Parameter(start))
+        self.learned_by_rule = tuple(starts)
         self.disabled: frozenset[Branch] = frozenset()
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
@@ -92,7 +96,7 @@ class LinearAttention(nn.Module):
 
     def slots(self, value_dim: int, device: torch.device) -> dict[str, Slot]:
         """Describe the tensors of this layer's state, for values of that size on a device."""
-        head_dim, _, kv_heads, _ = self.sizes
+        head_dim, kv_heads = self.sizes.head_dim, self.sizes.num_kv_heads
         features = self.feature_map.feature_dim
         copies = copies_of(device, "decode" if self.window is None else "hybrid", features, value_dim)
         slots = {"seen": Slot((), torch.int64)}
@@ -115,9 +119,17 @@ class LinearAttention(nn.Module):
             ``o [B, H, T, V]``.
 
         Raises:
-            UnsupportedError: If attention with a window is not causal.
+            UnsupportedError: If attention with a window, or with a rule that goes by the order of keys, is not causal.
         """
         call = Call() if call is None else call
+        if self.rule.ordered and not call.causal:
+            raise UnsupportedError(
+                "update_rule",
+                "be 'additive' for bidirectional attention",
+                self.settings.update_rule,
+                "Others go by the order of keys: use that one, or leave this layer out with layers=.",
+                where=self.name,
+            )
         if self.window is not None and not call.causal:
             raise UnsupportedError(
                 "window",
@@ -161,6 +173,12 @@ class LinearAttention(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """Return what the mix has learned, by its names."""
         return {part: getattr(self, f"mix_{part}") for part in self.learned_by_mix}
+
+    def gates(self, k: Tensor, v: Tensor) -> Gates | None:
+        """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
+        if not self.learned_by_rule:
+            return None
+        return self.rule.gates(k, v, {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule})
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call reads side by side: all of it is one piece."""
@@ -209,6 +227,7 @@ class LinearAttention(nn.Module):
                 phi_k,
                 piece.v,
                 carried,
+                gates=self.gates(piece.k, piece.v),
                 kernel=kernel,
                 key_mask=mask,
                 cu_seqlens=piece.cu_seqlens,
@@ -247,6 +266,7 @@ class LinearAttention(nn.Module):
             phi_k,
             v,
             carried,
+            gates=self.gates(k, v),
             kernel=kernel,
             key_mask=mask,
             delay=delay,
@@ -268,7 +288,7 @@ class LinearAttention(nn.Module):
         self, q: Tensor, k: Tensor, positions_q: Tensor, positions_k: Tensor
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
-        kernel = self.feature_map.kernel
+        kernel = self.feature_map.kernel if self.rule.maps else None
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
             return q, k, kernel
         backend = self.settings.backend

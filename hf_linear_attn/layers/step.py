@@ -141,8 +141,8 @@ def _read_far(
     Returns:
         ``o [B, HKV, G, V]``.
     """
-    feature_map, backend = layer.feature_map, layer.settings.backend
-    phi = feature_map.kernel
+    feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
+    phi = feature_map.kernel if layer.rule.maps else None
     if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
         both = feature_map(q, "q", key=k)
         q, k = both[:, :, 1:], both[:, :, :1]
@@ -151,7 +151,7 @@ def _read_far(
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
     signed = not feature_map.non_negative
-    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts, signed=signed)
+    return layer.rule.step_(q, k, v, state.tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
 
 
 def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:

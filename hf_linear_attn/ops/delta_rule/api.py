@@ -1,0 +1,184 @@
+"""The public op: checks its arguments and hands over to a backend."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attn.checks import check_type
+from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
+from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
+from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
+from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
+
+
+@overload
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = ...,
+    *,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: DeltaRuleState | None = ...,
+    return_state: Literal[True] = ...,
+    delay: int = ...,
+    l2norm: bool = ...,
+    backend: str = ...,
+) -> tuple[Tensor, DeltaRuleState]: ...
+@overload
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = ...,
+    *,
+    key_mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    state: DeltaRuleState | None = ...,
+    return_state: Literal[False],
+    delay: int = ...,
+    l2norm: bool = ...,
+    backend: str = ...,
+) -> Tensor: ...
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: DeltaRuleState | None = None,
+    return_state: bool = True,
+    delay: int = 0,
+    l2norm: bool = True,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, DeltaRuleState]:
+    """Compute the delta rule, gated where there is a decay, in O(T) time with a state of constant size.
+
+    A token first fades the state, then overwrites what stands at its key: ``S = exp(g_t) S``, then
+    ``S += beta_t k_t (v_t - S^T k_t)^T``; ``o_i = S_j^T q_i`` reads the state after key ``j = i - delay``. There is no
+    normaliser and no scale (DeltaNet: Yang et al., 2024, arXiv:2406.06484; gated: Yang et al., 2024,
+    arXiv:2412.06464). Queries and keys may be features; the op divides them by their lengths. A query that sees no
+    key gives 0.
+
+    Args:
+        q: Queries ``[B, H, T, F]``, bf16, fp16, fp32 or fp64, any strides.
+        k: Keys ``[B, HKV, S, F]``, q's dtype; ``H % HKV == 0`` and ``S == T``.
+        v: Values ``[B, HKV, S, V]``, q's dtype.
+        beta: How much of what stands at a key is replaced ``[B, HKV, S]``, in 0..2, of any floating dtype.
+        log_decay: g, the logarithm of what a token leaves of the state ``[B, HKV, S]``, at most 0, of any floating
+            dtype; below -80 it counts as -80. None for no decay.
+        key_mask: ``[B, S]`` bool, True = a real token. A masked key neither writes nor fades, whatever it holds.
+        cu_seqlens: ``[N + 1]`` int32 or int64, ``0 = c_0 <= c_1 <= ... <= c_N = T``: boundaries of N sequences
+            packed along T; then ``B == 1``, and states have N rows.
+        state: State before the first token, ``kv [B or N, HKV, F, V]``; not changed.
+        return_state: Whether to return the final state too.
+        delay: Tokens by which keys and their gates lag, >= 0; the state returned holds keys ``j < T - delay``.
+        l2norm: Whether queries and keys are divided by their lengths, ``x / sqrt(x . x + 1e-6)``. Without it the
+            state stays bounded only where ``beta (k . k) <= 2``.
+        backend: ``"auto"`` (Triton on a GPU where it can run, else PyTorch), ``"triton"``, ``"torch"`` or
+            ``"reference"`` (float64, a token at a time). A backend asked for by name is used or refused.
+
+    Returns:
+        ``o [B, H, T, V]`` in q's dtype, and with ``return_state`` the pair ``(o, state)``.
+
+    Raises:
+        ArgumentError: If a shape, device, size or name does not fit, a beta lies outside 0..2, or a log decay is
+            positive. On a GPU numbers are looked at without waiting for them, and a device assertion fails; in a
+            graph that is being compiled they are not looked at.
+        ArgumentTypeError: If a dtype does not fit.
+        BackendError: If the backend asked for cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from hf_linear_attn import delta_rule
+        >>> q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+        >>> beta = torch.rand(1, 2, 6)
+        >>> whole, _ = delta_rule(q, k, v, beta)
+        >>> first, state = delta_rule(q[:, :, :4], k[:, :, :4], v[:, :, :4], beta[:, :, :4])
+        >>> rest, _ = delta_rule(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], beta[:, :, 4:], state=state)
+        >>> torch.allclose(whole, torch.cat([first, rest], dim=2), atol=1e-5)
+        True
+    """
+    for name, flag in (("return_state", return_state), ("l2norm", l2norm)):
+        check_type(name, flag, bool)
+    check_types(q, k, v, beta, log_decay, key_mask, cu_seqlens, state)
+    check_qkv(q, k, v, True)
+    check_masks(q, k, True, key_mask, cu_seqlens, delay)
+    check_gates(k, beta, log_decay, key_mask)
+    check_state(q, k, v, cu_seqlens, state)
+    # States have a precision of their own, whatever products around them are cast to.
+    with own_precision(q.device):
+        function, is_kernel = _backend(backend, q, k, v)
+        broken = None if is_kernel else _broken(k, v, beta, log_decay)
+        if broken is not None:
+            k, v, beta = without(k, broken), without(v, broken), beta.masked_fill(broken, 0)
+            log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
+        o, final = function(
+            q,
+            k,
+            v,
+            beta,
+            log_decay,
+            key_mask=key_mask,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            delay=delay,
+            l2norm=l2norm,
+        )
+        if broken is not None:
+            broken = broken if key_mask is None else broken & key_mask[:, None]
+            o, final = _with_broken(o, final, broken, cu_seqlens, delay)
+    return (o, final) if return_state else o
+
+
+def _broken(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor | None:
+    """Tell which keys, values or gates are not finite, ``[B, HKV, S]`` bool; None where all are."""
+    broken = broken_keys(k, v)
+    # A decay to nothing is one.
+    for gate in (beta,) if log_decay is None else (beta, log_decay.clamp(min=-80)):
+        odd = broken_keys(gate[..., None], gate[..., None])
+        if odd is not None:
+            broken = odd if broken is None else broken | odd
+    return broken
+
+
+def _with_broken(
+    o: Tensor, state: DeltaRuleState, broken: Tensor, cu_seqlens: Tensor | None, delay: int
+) -> tuple[Tensor, DeltaRuleState]:
+    """Put broken keys ``[B, HKV, S]`` back into what sees them: queries, and states, one for each packed sequence."""
+    bounds = [0, broken.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
+    seen, kept = [], []
+    for a, b in pairwise(bounds):
+        read = broken[:, :, a : max(b - delay, a)]
+        seen.append(F.pad(read.cummax(2)[0] if read.shape[2] else read, (b - a - read.shape[2], 0)))
+        kept.append(read.any(2))
+    spoilt = torch.where(torch.cat(kept), torch.nan, 0.0).to(state.kv.dtype)
+    return see(o, torch.cat(seen, 2)), DeltaRuleState(state.kv + spoilt[..., None, None])
+
+
+Backend = Callable[..., tuple[Tensor, DeltaRuleState]]
+
+
+def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
+    """Return the backend's function, and whether it is the kernels'."""
+    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+    if chosen == "triton":
+        # Imported here so that the package needs neither Triton nor a GPU.
+        from hf_linear_attn.ops.delta_rule.triton.op import delta_rule_triton
+
+        return delta_rule_triton, True
+    return (delta_rule_reference if chosen == "reference" else delta_rule_chunked), False

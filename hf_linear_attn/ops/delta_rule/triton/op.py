@@ -1,0 +1,211 @@
+"""The delta rule's kernels as torch.library ops, with fake implementations and autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
+from hf_linear_attn.ops.delta_rule.triton.backward import Backward, allocate_backward, backward_launches
+from hf_linear_attn.ops.delta_rule.triton.forward import Forward, allocate_forward, forward_launches
+from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
+from hf_linear_attn.ops.delta_rule.triton.step import step_launch
+from hf_linear_attn.ops.library import refuse_functional, refuse_transforms, refuse_vmap
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, readable
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
+
+
+def delta_rule_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    *,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: DeltaRuleState | None,
+    delay: int,
+    l2norm: bool,
+) -> tuple[Tensor, DeltaRuleState]:
+    """Compute the delta rule with Triton kernels; see :func:`delta_rule_reference`."""
+    kv0 = None if state is None else state.kv
+    refuse_functional("triton", q, k, v, beta, log_decay, kv0)
+    o, kv = _attend(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+    return o, DeltaRuleState(kv)
+
+
+def delta_step_triton_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    *,
+    key_mask: Tensor | None,
+    l2norm: bool,
+) -> Tensor:
+    """Run one step in place; see :func:`hf_linear_attn.ops.delta_rule.step.delta_step_`."""
+    o: Tensor = _overwrite(q, k, v, beta, log_decay, key_mask, kv, l2norm)
+    return o
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv0: Tensor | None,
+    delay: int,
+    l2norm: bool,
+) -> DeltaProblem:
+    return DeltaProblem(
+        target_for(q.device),
+        readable(q),
+        readable(k),
+        readable(v),
+        beta,
+        log_decay,
+        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
+        None if cu_seqlens is None else as_int64(cu_seqlens),
+        contiguous(kv0),
+        delay,
+        l2norm,
+    )
+
+
+@torch.library.custom_op("hf_linear_attn::triton_delta_forward", mutates_args=())
+def triton_delta_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv0: Tensor | None,
+    delay: int,
+    l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return o and the final ``kv``."""
+    return _forward(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+
+
+@planned
+def _forward(*inputs: Any) -> tuple[Forward, list[Launch]]:
+    return forward_launches(_problem(*inputs))
+
+
+@triton_delta_forward.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return allocate_forward(_problem(*inputs))
+
+
+@torch.library.custom_op("hf_linear_attn::triton_delta_backward", mutates_args=())
+def triton_delta_backward(
+    do: Tensor,
+    dkv: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv0: Tensor | None,
+    delay: int,
+    l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, beta, the log decay and the initial ``kv``."""
+    return _gradients(do, dkv, q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+
+
+@planned
+def _gradients(do: Tensor, dkv: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
+    return backward_launches(_problem(*inputs), readable(do), contiguous(dkv))
+
+
+@triton_delta_backward.register_fake
+def _(do: Tensor, dkv: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return allocate_backward(_problem(*inputs))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.delay, ctx.l2norm = inputs
+    # The final state is rarely part of a loss: its gradient is not even filled with zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, do: Tensor | None, dkv: Tensor | None) -> tuple[Tensor | None, ...]:
+    # Unpacked once: under activation checkpointing every access recomputes the forward, and a second one is refused.
+    saved = ctx.saved_tensors
+    q, v = saved[0], saved[2]
+    if do is None and dkv is None:
+        return (None,) * 10
+    if do is None:
+        do = q.new_zeros(*q.shape[:3], v.shape[3])
+    dq, dk, dv, dbeta, dg, dkv0 = _derive(do, dkv, *saved, ctx.delay, ctx.l2norm)
+    has_decay, has_state = saved[4] is not None, saved[7] is not None
+    return dq, dk, dv, dbeta, dg if has_decay else None, None, None, dkv0 if has_state else None, None, None
+
+
+torch.library.register_autograd(triton_delta_forward, _backward, setup_context=_save)
+_attend = directly(triton_delta_forward, _forward, _save, _backward)
+_derive = directly(triton_delta_backward, _gradients)
+refuse_transforms("triton", triton_delta_forward, backward=triton_delta_backward)
+
+
+@torch.library.custom_op("hf_linear_attn::triton_delta_step_", mutates_args=("kv",))
+def triton_delta_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    kv: Tensor,
+    l2norm: bool,
+) -> Tensor:
+    """Return o of a few tokens and write them into ``kv`` in place."""
+    return _step(q, k, v, beta, log_decay, key_mask, kv, l2norm)
+
+
+def _changing(q: Tensor, *inputs: Any) -> Tensor:
+    """Run a step and tell autograd, as the op does, that the state has changed."""
+    o, kv = _step(q, *inputs), inputs[5]
+    if not kv.is_inference():
+        increment_version([kv])
+    return o
+
+
+@planned
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    key_mask: Tensor | None,
+    kv: Tensor,
+    l2norm: bool,
+) -> tuple[Tensor, list[Launch]]:
+    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+    tokens = readable(q), readable(k), readable(v)
+    o, launch = step_launch(target_for(q.device), *tokens, beta, log_decay, kv, mask, l2norm)
+    return o, [launch]
+
+
+@triton_delta_step_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    return empty_like_tokens(q, v.shape[3])
+
+
+refuse_vmap("triton", triton_delta_step_)
+_overwrite = directly(triton_delta_step_, _changing)

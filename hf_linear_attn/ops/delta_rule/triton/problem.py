@@ -1,0 +1,132 @@
+"""A call of the delta rule as its kernels see it: inputs, tiles, and how it is cut into chunks."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.ops.triton.plan import Launch, Segments, Target, Tile, bucket, cut, padded, precision, strides
+
+WALKS = ("delta_walk", "delta_back")
+"""Kernels that carry a state, of which a program holds a tile ``[F, BV]`` in registers."""
+
+OF_KEYS = ("delta_dq", "delta_dk")
+"""Kernels that hold the gradients of a chunk's keys or queries, ``[C, F]``, whole."""
+
+
+def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
+    """Return the tile of a kernel: tokens of a chunk, columns of values per program or turn, warps, stages.
+
+    These fit into registers and shared memory as the compiler reports them; nobody has timed them against others.
+    """
+    F, V = int(F), int(V)
+    wide = bucket(F) // 64
+    if target.arch == "interpreter":
+        return Tile(32, min(32, padded(V)), 1, 1)
+    # Chunks of fp32, and those of AMD, would not fit into shared memory otherwise.
+    tokens = 64 if dtype == torch.bfloat16 and target.arch.startswith("sm_") else 32
+    width = 32 if role in WALKS or role in OF_KEYS else 64
+    eight = wide > 2 or (wide == 2 and role in OF_KEYS)
+    return Tile(tokens, min(width, padded(V)), 8 if eight else 4, 1)
+
+
+class DeltaProblem(NamedTuple):
+    """One call, with inputs in the layout that kernels read.
+
+    Attributes:
+        target: The device.
+        q: Queries ``[B, H, T, F]``.
+        k: Keys ``[B, HKV, T, F]``.
+        v: Values ``[B, HKV, T, V]``.
+        beta: ``[B, HKV, T]``.
+        log_decay: ``[B, HKV, T]``, or None.
+        mask: Key mask ``[B, T]``, uint8, or None.
+        cu_seqlens: Boundaries of packed sequences, int64, or None.
+        kv0: Initial state, or None.
+        delay: Tokens by which keys lag.
+        l2norm: Whether queries and keys are divided by their lengths.
+    """
+
+    target: Target
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    kv0: Tensor | None
+    delay: int
+    l2norm: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences, and of states."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of operands that are kept between kernels; products take fp16 as tf32."""
+        return torch.float32 if self.q.dtype == torch.float16 else self.q.dtype
+
+    def tile(self, role: str) -> Tile:
+        """Return the tile with which a kernel is launched."""
+        return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a chunk, C; the same for all kernels."""
+        return self.tile("delta_walk").tokens
+
+    def chunks(self) -> Segments:
+        """Cut the sequences into chunks."""
+        return cut(self.q.shape[2], self.rows, self.tokens, self.cu_seqlens)
+
+    def of_keys(self, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate rows for keys, ``[B, HKV, T, dim]``, beside the queries that see them first."""
+        sizes = self.q.shape[0], self.k.shape[1], self.q.shape[2], dim
+        return torch.empty(sizes, dtype=dtype or self.wide, device=self.q.device)
+
+    def numbers(self, heads: int) -> Tensor:
+        """Allocate a number for each token of so many heads, ``[B, heads, T]``, fp32."""
+        return torch.empty(self.q.shape[0], heads, self.q.shape[2], dtype=torch.float32, device=self.q.device)
+
+    def states(self, chunks: Segments) -> Tensor:
+        """Allocate a state per chunk, ``[chunks, HKV, F, V]``."""
+        sizes = chunks.count, self.k.shape[1], self.k.shape[3], self.v.shape[3]
+        return torch.empty(sizes, dtype=self.wide, device=self.q.device)
+
+    def state(self) -> Tensor:
+        """Allocate a state per sequence, ``[B or N, HKV, F, V]``, fp32."""
+        sizes = self.rows, self.k.shape[1], self.k.shape[3], self.v.shape[3]
+        return torch.empty(sizes, dtype=torch.float32, device=self.q.device)
+
+    def shared(self, chunks: Segments) -> dict[str, Any]:
+        """Return the arguments that most kernels have."""
+        q, k, beta = self.q, self.k, self.beta
+        return {
+            **{"k": k, "beta": beta, "mask": self.mask, "table": chunks.table, "T": q.shape[2], "NSEG": chunks.per_row},
+            **{"cu": self.cu_seqlens, "bounds": chunks.bounds, "BOUNDS": chunks.bounds is not None},
+            **{"delay": self.delay, "HKV": k.shape[1], "m_b": 0 if self.mask is None else self.mask.stride(0)},
+            **strides("k", k),
+            **strides("beta", beta),
+            **{"F": k.shape[3], "V": self.v.shape[3], "BT": self.tokens},
+            **{"GATED": self.log_decay is not None, "NORM": self.l2norm, "VARLEN": self.cu_seqlens is not None},
+            **{"MASKED": self.mask is not None, "DELAYED": self.delay > 0},
+            "PRECISION": precision(self.target, q.dtype, max(k.shape[3], self.v.shape[3])),
+        }
+
+    def launch(
+        self,
+        role: str,
+        kernel: Any,
+        programs: int,
+        arguments: Mapping[str, Any],
+        reads: tuple[Tensor, ...],
+        writes: tuple[Tensor, ...],
+    ) -> Launch:
+        """Plan a launch with those of the arguments that its kernel has."""
+        chosen = self.tile(role)
+        known = {**arguments, "BV": chosen.width}
+        return Launch(role, kernel, programs, {x: known[x] for x in kernel.arg_names}, chosen, reads, writes)

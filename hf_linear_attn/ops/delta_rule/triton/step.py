@@ -1,0 +1,102 @@
+"""The step's kernel: a few tokens against the state, in place, in one launch.
+
+Each program holds one tile ``[BD, BV]`` of S in fp32 registers, takes its tokens in one by one, as the recurrence
+says, and serves all query heads of the group.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.ops.delta_rule.triton.steps import length_scale, log2_decay
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
+
+
+@triton.jit(do_not_specialize=["T", "m_b"])
+def step_kernel(
+    q, k, v, beta, g, mask, o, kv,
+    T, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, beta_b, beta_h, beta_t, g_b, g_h, g_t, o_b, o_h, o_t, m_b,
+    G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write T tokens into a tile of one key head's state and the outputs of its query heads."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    ov = (pid % NV) * BV + tl.arange(0, BV)
+    bh = (pid // NV).to(tl.int64)
+    i_b = bh // HKV
+    h = bh % HKV
+    od = tl.arange(0, BD)
+    in_state = (od < F)[:, None] & (ov < V)[None, :]
+    state = kv + bh * (F * V) + od[:, None] * V + ov[None, :]
+    # [BD, BV]
+    s = tl.load(state, mask=in_state, other=0.0)
+    for i_t in range(T):
+        t = i_t + tl.zeros([], tl.int64)
+        counts = True
+        if MASKED:
+            counts = tl.load(mask + i_b * m_b + t) != 0
+        # What does not count is not even read.
+        x = tl.load(k + i_b * k_b + h * k_h + t * k_t + od, mask=(od < F) & counts, other=0.0).to(tl.float32)
+        y = tl.load(v + i_b * v_b + h * v_h + t * v_t + ov, mask=(ov < V) & counts, other=0.0).to(tl.float32)
+        weight = tl.load(beta + i_b * beta_b + h * beta_h + t * beta_t, mask=counts, other=0.0).to(tl.float32)
+        x *= length_scale(tl.sum(x * x, 0), NORM)
+        if GATED:
+            s *= tl.exp2(log2_decay(tl.load(g + i_b * g_b + h * g_h + t * g_t, mask=counts, other=0.0)))
+        y = weight * (y - tl.sum(x[:, None] * s, 0))
+        s += x[:, None] * y[None, :]
+        for i in range(G):
+            i_h = h * G + i
+            x = tl.load(q + i_b * q_b + i_h * q_h + t * q_t + od, mask=od < F, other=0.0).to(tl.float32)
+            x *= length_scale(tl.sum(x * x, 0), NORM)
+            read = tl.sum(x[:, None] * s, 0).to(o.dtype.element_ty)
+            tl.store(o + i_b * o_b + i_h * o_h + t * o_t + ov, read, mask=ov < V)
+    tl.store(state, s, mask=in_state)
+
+
+def step_launch(
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    mask: Tensor | None,
+    l2norm: bool,
+) -> tuple[Tensor, Launch]:
+    """Plan one step.
+
+    Args:
+        target: The device.
+        q: Queries ``[B, H, T, F]``.
+        k: Keys ``[B, HKV, T, F]``.
+        v: Values ``[B, HKV, T, V]``.
+        beta: ``[B, HKV, T]``.
+        log_decay: ``[B, HKV, T]``, or None.
+        kv: State ``[B, HKV, F, V]``, contiguous.
+        mask: ``[B, T]`` uint8, or None.
+        l2norm: Whether queries and keys are divided by their lengths.
+
+    Returns:
+        The output, allocated, and the launch.
+    """
+    (B, HKV, F, V), o = kv.shape, empty_like_tokens(q, v.shape[3])
+    chosen = tile(target, q.dtype, "decode", F, V, q.shape[1] // HKV)
+    arguments = {
+        **{"q": q, "k": k, "v": v, "beta": beta, "g": log_decay, "mask": mask, "o": o, "kv": kv, "T": q.shape[2]},
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **strides("beta", beta),
+        **strides("g", beta if log_decay is None else log_decay),
+        **strides("o", o),
+        **{"HKV": HKV, "G": q.shape[1] // HKV, "F": F, "V": V, "BD": padded(F), "BV": chosen.width},
+        **{"m_b": 0 if mask is None else mask.stride(0), "GATED": log_decay is not None, "NORM": l2norm},
+        "MASKED": mask is not None,
+    }
+    programs = B * HKV * -(-V // chosen.width)
+    return o, Launch("delta_step", step_kernel, programs, arguments, chosen, (q, k, v, beta, kv), (o, kv))

@@ -1,0 +1,114 @@
+"""What the kernels of the delta rule share: where a chunk lies, what its keys are weighed with, and its inverse."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
+from hf_linear_attn.ops.delta_rule.torch import LEAST_LOG_DECAY
+from hf_linear_attn.ops.triton.primitives import ALL, INTERPRETED, LOG2E
+
+EPS = tl.constexpr(NORM_EPS)
+LEAST = tl.constexpr(LEAST_LOG_DECAY)
+BASE: tl.constexpr = tl.constexpr(16)
+"""Tokens whose inverse is found row by row; larger ones are put together from these."""
+
+
+@triton.jit
+def exact(a, b, PRECISION: tl.constexpr):
+    """Return ``a b`` of fp32 operands in fp32, whatever other products are computed in."""
+    if INTERPRETED or PRECISION == "ieee":
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def unit_inverse(a, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Return ``(I + a)^-1`` of a strictly lower triangular ``a [BT, BT]``, fp32, of up to two blocks.
+
+    Blocks are solved by substitution, row by row, all at once; ``[[P, 0], [a, Q]]^-1`` then has ``-Q^-1 a P^-1`` below
+    its diagonal. A series of powers would take fewer steps and loses all digits where keys repeat.
+    """
+    tl.static_assert(BT <= 2 * BASE)
+    o = tl.arange(0, BT)
+    row = o[:, None]
+    column = o[None, :]
+    same = row // BASE == column // BASE
+    block = tl.where(same, a, 0.0)
+    x = tl.where(row == column, 1.0, 0.0)
+    for i in range(1, BASE):
+        # Row i of each block, laid along the rows that it is multiplied with.
+        factors = tl.sum(tl.where(row % BASE == i, block, 0.0), 0)
+        change = tl.sum(factors[:, None] * x, 0)
+        x -= tl.where((row % BASE == i) & same, change[None, :], 0.0)
+    if BT > BASE:
+        below = tl.where(same, 0.0, a)
+        x -= exact(exact(x, below, PRECISION), x, PRECISION)
+    return x
+
+
+@triton.jit
+def length_scale(squares, NORM: tl.constexpr):
+    """Return what divides vectors by their lengths."""
+    if NORM:
+        return tl.rsqrt(squares + EPS)
+    else:
+        return tl.full(squares.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def decay_between(b, earlier, visible, GATED: tl.constexpr):
+    """Return what is left of column j's token at row i, 0 where not visible; sums of log decays are to base 2."""
+    if GATED:
+        return tl.where(visible, tl.exp2(tl.minimum(b[:, None] - earlier[None, :], 0.0)), 0.0)
+    else:
+        return tl.where(visible, 1.0, 0.0)
+
+
+@triton.jit
+def decay_since(b, visible, GATED: tl.constexpr):
+    """Return the transpose of :func:`decay_between`: what is left of row i's token at row j."""
+    if GATED:
+        return tl.where(visible, tl.exp2(tl.minimum(b[None, :] - b[:, None], 0.0)), 0.0)
+    else:
+        return tl.where(visible, 1.0, 0.0)
+
+
+@triton.jit
+def load_decay(b, at, c, end, ot, GATED: tl.constexpr):
+    """Return a chunk's sums of log decays, what they leave until its end, and what all of them leave."""
+    if GATED:
+        rows = ot < (end - c).to(tl.int32)
+        sums = tl.load(b + at + c + ot, mask=rows, other=0.0)
+        last = tl.minimum(c + ot.shape[0], end) - 1
+        total = tl.load(b + at + last, mask=last >= c, other=0.0)
+        sums = tl.where(rows, sums, total)
+        return sums, tl.exp2(total - sums), tl.exp2(total)
+    else:
+        one = tl.full(ot.shape, 1.0, tl.float32)
+        return one, one, 1.0
+
+
+@triton.jit
+def faded(b, GATED: tl.constexpr):
+    """Return what a chunk's tokens have left of the state before it."""
+    if GATED:
+        return tl.exp2(b)
+    else:
+        return tl.full(b.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def log2_decay(g):
+    """Return a log decay as a power of 2, not smaller than what fp32 tells apart."""
+    return tl.maximum(g.to(tl.float32), LEAST, propagate_nan=ALL) * LOG2E
+
+
+@triton.jit
+def of_units(x, y, NORM: tl.constexpr):
+    """Return the gradient of rows times their length, given ``x``, that of ``y``, which are rows by their lengths."""
+    if NORM:
+        return x - y * tl.sum(x * y, 1)[:, None]
+    else:
+        return x

@@ -1,0 +1,298 @@
+"""The delta rule: every backend against the float64 recurrence, and what holds between calls."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from hf_linear_attn import DeltaRuleState, LinearAttentionState, delta_rule
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.ops.delta_rule import delta_opaque_, delta_step_
+from hf_linear_attn.ops.delta_rule import torch as chunked
+from tests.ops.delta import Case, cases, check, run
+from tests.ops.oracle import poison
+
+# fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in bf16, 2^-9 relative, and up
+# to four such roundings meet in a gradient.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+
+drawn = settings(
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+"""The same problems in every run; fixtures only set what all of them share."""
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch walk chunks of 8 tokens and spans of 24, so that small problems have several."""
+    monkeypatch.setattr(chunked, "CHUNK", 8)
+    monkeypatch.setattr(chunked, "SPAN", 24)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_torch_backend(dtype: torch.dtype) -> None:
+    @drawn
+    @given(cases(dtype, [1, 2, 7, 8, 9, 24, 33, 60], [3, 8, 16, 20]))
+    def holds(case: Case) -> None:
+        check(case, "torch", TOLERANCE[dtype])
+
+    holds()
+
+
+def test_what_it_computes() -> None:
+    """Keys that do not overlap are a table: a second writing replaces what the first left."""
+    k = torch.eye(4)[[0, 1, 0]][None, None]
+    v = torch.tensor([[1.0, 0], [2, 0], [0, 3]])[None, None]
+    beta = torch.tensor([[[1.0, 1, 0.5]]])
+    o, state = delta_rule(k, k, v, beta, l2norm=False)
+    assert o[0, 0].tolist() == [[1, 0], [2, 0], [0.5, 1.5]]
+    assert state.kv[0, 0].tolist() == [[0.5, 1.5], [2, 0], [0, 0], [0, 0]]
+    assert state.z is None
+    # The decay comes first: what fades is not what is written now.
+    half = torch.full((1, 1, 3), 0.5).log()
+    _, state = delta_rule(k, k, v, beta, half, l2norm=False)
+    assert torch.allclose(state.kv[0, 0, :2], torch.tensor([[0.125, 1.5], [1, 0]]))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_sequence_may_be_cut_anywhere(backend: str, delay: int) -> None:
+    case = Case(B=1, group=2, T=40, decay=1, masked=True, dtype=torch.float64)
+    x = case.inputs()
+    q, k, v, beta, g, mask = (x[name] for name in ("q", "k", "v", "beta", "log_decay", "key_mask"))
+    whole, end = delta_rule(q, k, v, beta, g, key_mask=mask, delay=delay, backend=backend)
+    # Keys that lag are those of the calls before: a query sees what was read up to `delay` tokens ago.
+    q = q[:, :, delay:]
+    state, o = None, []
+    for a, b in ((0, 1), (1, 2), (2, 19), (19, 40 - delay)):
+        piece = [y[:, :, a:b] for y in (q, k, v, beta, g)]
+        y, state = delta_rule(*piece, key_mask=mask[:, a:b], state=state, backend=backend)
+        o.append(y)
+    torch.testing.assert_close(torch.cat(o, 2), whole[:, :, delay:])
+    torch.testing.assert_close(state.kv, end.kv)
+    assert (whole[:, :, :delay] == 0).all()
+
+
+def test_packed_sequences_are_as_if_apart() -> None:
+    case = Case(lengths=(5, 0, 28), T=33, decay=1, state=True, delay=2, masked=True)
+    x = case.inputs()
+    packed = run(case, "torch", x)
+    for n, (a, b) in enumerate(((0, 5), (5, 33))):
+        row = 2 * n
+        alone = {name: x[name][:, :, a:b] for name in ("q", "k", "v", "beta", "log_decay", "do")}
+        alone |= {"key_mask": x["key_mask"][:, a:b], "kv0": x["kv0"][row : row + 1], "dkv": x["dkv"][row : row + 1]}
+        for name, y in run(replace(case, lengths=None), "torch", alone).items():
+            found = packed[name][row : row + 1] if name in ("kv", "dkv0") else packed[name][:, :, a:b]
+            torch.testing.assert_close(found, y, rtol=1e-5, atol=1e-6)
+    assert torch.equal(packed["kv"][1], x["kv0"][1])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.7])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_derivatives(decay: float, l2norm: bool) -> None:
+    case = Case(B=1, HKV=1, group=2, T=11, F=3, V=2, decay=decay, l2norm=l2norm, state=True, delay=1, masked=True)
+    x = case.inputs()
+    leaves = [x[name].double().requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "kv0") if name in x]
+
+    def of(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        gates, kv0 = tensors[3:-1], tensors[-1]
+        settings = {"key_mask": x["key_mask"], "state": DeltaRuleState(kv0), "delay": 1, "l2norm": l2norm}
+        o, final = delta_rule(*tensors[:3], *gates, **settings, backend="torch")
+        return o, final.kv
+
+    assert torch.autograd.gradcheck(of, leaves)
+
+
+def test_a_decay_to_nothing_begins_anew() -> None:
+    case = Case(B=1, HKV=1, T=30, decay=1)
+    x = case.inputs()
+    x["log_decay"][:, :, 13] = -torch.inf
+    q, k, v, beta, g = (x[name] for name in ("q", "k", "v", "beta", "log_decay"))
+    o, state = delta_rule(q, k, v, beta, g)
+    g = g.clone()
+    g[:, :, 13] = 0
+    later, end = delta_rule(*(y[:, :, 13:] for y in (q, k, v, beta, g)))
+    torch.testing.assert_close(o[:, :, 13:], later)
+    torch.testing.assert_close(state.kv, end.kv)
+    assert all(y.isfinite().all() for y in run(case, "torch", x).values())
+
+
+def test_one_key_written_over_and_over_stays_bounded() -> None:
+    """With beta = 2 every token mirrors the state: the inverse of a chunk has no small entries to hide behind."""
+    k = F.normalize(torch.randn(1, 1, 1, 16), dim=-1).expand(1, 1, 200, 16)
+    v, beta = torch.randn(1, 1, 200, 16), torch.full((1, 1, 200), 2.0)
+    expected, _ = delta_rule(k, k, v, beta, backend="reference")
+    o, _ = delta_rule(k, k, v, beta, backend="torch")
+    # A key's length is known to 1e-7, and what is off by that in one mirror is carried through 200.
+    assert (o - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("lengths", [None, (0, 18, 7)])
+def test_masked_content_matters_nowhere(backend: str, lengths: tuple[int, ...] | None) -> None:
+    case = Case(B=1, group=2, T=25, decay=1, masked=True, delay=2, lengths=lengths)
+    x = case.inputs()
+    hidden = ~x["key_mask"][:, None]
+    names = ("k", "v", "beta", "log_decay")
+
+    def filled(value: float) -> dict[str, Tensor]:
+        with_value = {n: x[n].masked_fill(hidden if x[n].ndim == 3 else hidden[..., None], value) for n in names}
+        return run(case, backend, x | with_value)
+
+    clean = filled(0.0)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for name, y in filled(value).items():
+            assert torch.equal(y, clean[name]), name
+    for name in names:
+        there = hidden if clean[f"d{name}"].ndim == 3 else hidden[..., None]
+        assert (clean[f"d{name}"].masked_select(there) == 0).all()
+
+
+@pytest.mark.parametrize("broken", ["k", "v", "beta", "log_decay"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_who_sees_a_broken_key_shows_it(backend: str, broken: str) -> None:
+    case = Case(B=1, HKV=1, T=30, decay=1, delay=2)
+    x = case.inputs()
+    clean = run(case, backend, x, gradients=False)
+    x[broken] = x[broken].clone()
+    x[broken][0, 0, 11] = torch.nan
+    found = run(case, backend, x, gradients=False)
+    assert torch.equal(found["o"][:, :, :13], clean["o"][:, :, :13])
+    assert found["o"][:, :, 13:].isnan().all()
+    assert found["kv"].isnan().any()
+
+
+def test_writes_all_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(T=45, decay=1, state=True, delay=5, masked=True)
+    clean = run(case, "torch")
+    poison(monkeypatch)
+    for name, x in run(case, "torch").items():
+        assert torch.equal(x, clean[name]), name
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 3)])
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_opcheck(lengths: tuple[int, ...] | None, decay: float) -> None:
+    case = Case(B=1, HKV=1, group=2, T=4, F=4, V=3, decay=decay, masked=True, state=True, lengths=lengths)
+    x = case.inputs()
+    leaves = [x[n].requires_grad_() if n in x else None for n in ("q", "k", "v", "beta", "log_decay")]
+    arguments = (*leaves, x["key_mask"], x.get("cu_seqlens"), x["kv0"].requires_grad_(), 1, True)
+    torch.library.opcheck(chunked.delta_forward, arguments)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, kv: Tensor) -> Tensor:
+        o, state = delta_rule(q, k, v, beta.sigmoid(), -F.softplus(g), state=DeltaRuleState(kv))
+        return o.sum() + state.kv.square().sum()
+
+    def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        sizes = [(1, 2, 19, 8)] * 3 + [(1, 2, 19)] * 2 + [(1, 2, 8, 8)]
+        leaves = [torch.randn(size, requires_grad=True) for size in sizes]
+        function(*leaves).backward()
+        return [x.grad for x in leaves]
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled), gradients(loss), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_refuses_what_it_cannot_differentiate() -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
+    beta = torch.rand(1, 1, 5)
+    o = delta_rule(q, k, v, beta, return_state=False, backend="torch")
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(BackendError, match="must be 'reference' for second derivatives"):
+        dq.sum().backward()
+    with pytest.raises(BackendError, match="must be 'reference' under vmap"):
+        torch.vmap(lambda y: delta_rule(y, y, y, beta, return_state=False, backend="torch"))(q[None].detach())
+    o = delta_rule(q, k, v, beta, return_state=False, backend="reference")
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+def arguments(**changes: object) -> dict[str, object]:
+    x = {name: torch.randn(2, 2, 5, 4) for name in ("q", "k", "v")}
+    return x | {"beta": torch.rand(2, 2, 5), "log_decay": -torch.rand(2, 2, 5)} | changes
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "message"),
+    [
+        (ArgumentError, {"beta": torch.rand(2, 5)}, r"`beta` must have k's \[B, HKV, S\] = \(2, 2, 5\), got \(2, 5\)"),
+        (ArgumentError, {"log_decay": -torch.rand(2, 2, 4)}, r"`log_decay` must have k's .* got \(2, 2, 4\)"),
+        (ArgumentError, {"beta": torch.full((2, 2, 5), 2.5)}, r"`beta` must lie in 0\.\.2, got 2.5. Use a sigmoid"),
+        (ArgumentError, {"beta": torch.full((2, 2, 5), -0.5)}, r"`beta` must lie in 0\.\.2, got -0.5"),
+        (ArgumentError, {"log_decay": torch.full((2, 2, 5), 0.5)}, r"`log_decay` must be at most 0, got 0.5. It is a"),
+        (ArgumentTypeError, {"beta": 1.0}, "`beta` must be a tensor, got 'float'"),
+        (ArgumentTypeError, {"beta": torch.ones(2, 2, 5).int()}, "`beta` must be bf16, fp16, fp32 or fp64"),
+        (ArgumentTypeError, {"log_decay": 0}, "`log_decay` must be a tensor or None"),
+        (ArgumentTypeError, {"state": torch.zeros(2, 2, 4, 4)}, "`state` must be a DeltaRuleState or None"),
+        (ArgumentError, {"state": DeltaRuleState(torch.zeros(1, 2, 4, 4))}, r"`state.kv` must have shape \(2, 2, 4"),
+        (
+            ArgumentTypeError,
+            {"state": DeltaRuleState(torch.zeros(2, 2, 4, 4).half())},
+            "`state.kv` must be torch.float",
+        ),
+        (
+            ArgumentError,
+            {"state": LinearAttentionState(torch.zeros(2, 2, 4, 4), torch.zeros(2, 2, 4))},
+            "`state.z` must be None",
+        ),
+        (ArgumentError, {"q": torch.randn(2, 2, 6, 4)}, "`k` must have q's 6 tokens"),
+        (ArgumentError, {"delay": -1}, "`delay` must lie in 0"),
+        (ArgumentError, {"backend": "cuda"}, "`backend` must be a known backend"),
+        (ArgumentTypeError, {"l2norm": 1}, "`l2norm` must be True or False"),
+    ],
+)
+def test_errors(error: type[Exception], changes: dict[str, object], message: str) -> None:
+    with pytest.raises(error, match=message):
+        delta_rule(**arguments(**changes))
+
+
+def test_gates_of_masked_tokens_are_not_looked_at() -> None:
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[:, 0] = False
+    x = arguments(key_mask=mask)
+    x["beta"][:, :, 0], x["log_decay"][:, :, 0] = 5, 5
+    delta_rule(**x)
+    with pytest.raises(ArgumentError, match="`beta` must"):
+        delta_rule(**x | {"key_mask": None})
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+@pytest.mark.parametrize("pieces", [(1,) * 7, (3, 1, 3)])
+def test_steps_are_what_a_sequence_is(backend: str, decay: float, pieces: tuple[int, ...]) -> None:
+    case = Case(group=2, T=7, F=20, V=17, decay=decay, masked=True, state=True)
+    x = case.inputs()
+    x["k"] = x["k"].masked_fill(~x["key_mask"][:, None, :, None], torch.nan)
+    expected = run(case, "reference", x, gradients=False)
+    state = DeltaRuleState(x["kv0"].clone())
+    o, a = [], 0
+    for n in pieces:
+        q, k, v, beta, g = (x[y][:, :, a : a + n] if y in x else None for y in ("q", "k", "v", "beta", "log_decay"))
+        o.append(delta_step_(q, k, v, beta, g, state, key_mask=x["key_mask"][:, a : a + n], backend=backend))
+        a += n
+    torch.testing.assert_close(torch.cat(o, 2), expected["o"].float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.kv, expected["kv"].float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_is_one_node_of_a_graph() -> None:
+    x = Case(B=1, T=1, decay=1, state=True, masked=True).inputs()
+    tensors = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["kv0"], x["key_mask"])
+    torch.library.opcheck(delta_opaque_, (*tensors, True, "torch"))
+
+
+def test_a_step_asks_for_a_state_it_can_change() -> None:
+    x = Case(B=1, T=1, F=4, V=4).inputs()
+    with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous"):
+        delta_step_(x["q"], x["k"], x["v"], x["beta"], None, DeltaRuleState(torch.zeros(1, 2, 4, 4).mT))
