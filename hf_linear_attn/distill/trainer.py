@@ -46,6 +46,7 @@ FREE_TO_CHANGE = frozenset(
         "rows",
         "accumulation",
         "heldout_rows",
+        "heldout_answers",
         "gradient_checkpointing",
         "shard",
     }
