@@ -170,9 +170,9 @@ def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
     lines = [
         "",
         "",
-        f"What they write: the share of {counts[-1]} questions per field that greedy decoding answers word for word, with "
-        "Wilson's 95% interval, beside the nats per token of the true answer. What is asked for stands in the first "
-        f"{MAX_DEPTH:.0f}% of the context. The longest sequences of the training had {trained_length:,} tokens.",
+        f"What they write: the share of {counts[-1]} questions per field that greedy decoding answers word for word, "
+        "with Wilson's 95% interval, beside the nats per token of the true answer. What is asked for stands in the "
+        f"first {MAX_DEPTH:.0f}% of the context. The longest sequences of the training had {trained_length:,} tokens.",
         "",
         "| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |",
         "| --- " * (len(lengths) + 1) + "|",
