@@ -37,7 +37,7 @@ EXAMPLE = (
 )
 GROUPS = {
     "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir"),
-    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget"),
+    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by"),
     "data": (
         "data",
         "dataset",

@@ -18,6 +18,7 @@ from hf_linear_attn.patching import patch_model
 
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
+SoftmaxBy = Literal["kl", "recall"]
 Trainable = Literal["full", "lora"]
 LossOn = Literal["answers", "all"]
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", None]
@@ -77,7 +78,9 @@ class DistillationSettings:
             for the model's.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
-            measured KL, 0..1.
+            measurement, 0..1.
+        softmax_by: How they are chosen: ``kl``, by how much restoring a layer lowers the KL from the teacher;
+            ``recall``, by how much more converting it costs answers about what stands far back than it costs text.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
             nothing to transfer. Of an encoder ``transfer``, ``embed``.
         dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
@@ -150,6 +153,8 @@ class DistillationSettings:
             ``compensated``.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
+        heldout_answers: Questions per task and length, up to 8 times ``block_tokens``, that both answer in writing
+            besides; 0 for none. Only where ``heldout_rows`` is above 0.
         log_every: Steps between two log lines.
         checkpoint_every: Steps between two checkpoints.
         keep_checkpoints: Number of checkpoints kept, >= 2, so that a damaged one can be passed over.
@@ -175,6 +180,7 @@ class DistillationSettings:
     conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
+    softmax_by: SoftmaxBy = "kl"
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None
@@ -223,6 +229,7 @@ class DistillationSettings:
     master_weights: MasterWeights = "fp32"
     seed: int = 0
     heldout_rows: int = 32
+    heldout_answers: int = 8
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -474,6 +481,7 @@ LEAST: dict[str, float] = {
     "weight_decay": 0,
     "max_grad_norm": 0,
     "heldout_rows": 0,
+    "heldout_answers": 0,
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
@@ -484,6 +492,7 @@ CHOICES: dict[str, Any] = {
     "model_dtype": Dtype,
     "teacher_dtype": Dtype,
     "transfer_loss": TransferLoss,
+    "softmax_by": SoftmaxBy,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
     "loss_on": LossOn,

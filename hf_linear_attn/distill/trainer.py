@@ -47,6 +47,7 @@ FREE_TO_CHANGE = frozenset(
         "rows",
         "accumulation",
         "heldout_rows",
+        "heldout_answers",
         "gradient_checkpointing",
         "shard",
     }
