@@ -1,0 +1,6 @@
+"""Contexts longer than one device: texts split over ranks, which exchange states in place of keys."""
+
+from hf_linear_attn.parallel.context import ContextParallel, context_parallel
+from hf_linear_attn.parallel.ranks import Processes, Ranks
+
+__all__ = ["ContextParallel", "Processes", "Ranks", "context_parallel"]
