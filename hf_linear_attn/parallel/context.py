@@ -16,7 +16,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.parallel.layout import Part, lay_out
 from hf_linear_attn.parallel.ranks import Processes, Ranks
-from hf_linear_attn.parallel.shard import Shard
+from hf_linear_attn.parallel.shard import Shard, Waiting
 from hf_linear_attn.patching.discover import attends_causally, attention_layers
 from hf_linear_attn.patching.hook import part_of
 
@@ -94,26 +94,23 @@ class ContextParallel:
             raise ArgumentError(
                 "lengths", f"be {self.size} whole numbers >= 1 of sum {tokens}", lengths, "Leave it out for even parts."
             )
-        whole = dict(batch)
-        if whole.get("position_ids") is None:
+        whole = {name: x for name, x in batch.items() if x is not None}
+        for name in whole.keys() & set(SPLIT):
+            if whole[name].ndim < 2 or whole[name].shape[1] != tokens:
+                raise ArgumentError(
+                    name, f"have {tokens} tokens, [B, T]", tuple(whole[name].shape), "Pass it for the whole text."
+                )
+        if "position_ids" not in whole:
             whole["position_ids"] = torch.arange(tokens, device=first.device).expand(rows, -1)
         labels = whole.pop("labels", None)
         if labels is not None:
             whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         start = [0, *accumulate(lengths)][self.rank]
-        part = {}
-        for name, x in whole.items():
-            if name in SPLIT and x is not None:
-                if x.ndim < 2 or x.shape[1] != tokens:
-                    raise ArgumentError(
-                        name, f"have {tokens} tokens, [B, T]", tuple(x.shape), "Pass it for the whole text."
-                    )
-                x = x[:, start : start + lengths[self.rank]].contiguous()
-            part[name] = x
+        own = slice(start, start + lengths[self.rank])
+        part = {name: x[:, own].contiguous() if name in SPLIT else x for name, x in whole.items()}
         if labels is not None:
             part["labels"] = part["shift_labels"]
-            if part.get("num_items_in_batch") is None:
-                part["num_items_in_batch"] = (whole["shift_labels"] != IGNORED).sum()
+            part.setdefault("num_items_in_batch", (whole["shift_labels"] != IGNORED).sum())
         return part
 
     @torch.no_grad()
@@ -147,6 +144,8 @@ class ContextParallel:
         if any(part.shard is not None for part in self.parts):
             raise ArgumentError("model", "not be split already", type(self.model).__name__, "Leave the outer block.")
         handle = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for part in self.parts:
+            part.shard = Waiting()
         try:
             yield self
         finally:
@@ -315,5 +314,9 @@ def context_parallel(
                 context.sum_gradients()
     """
     ranks = group if isinstance(group, Ranks) else Processes(group)
-    with ContextParallel(model, ranks).active() as context:
-        yield context
+    try:
+        with ContextParallel(model, ranks).active() as context:
+            yield context
+    finally:
+        if ranks is not group:
+            ranks.close()

@@ -44,6 +44,7 @@ class Layout:
         tail_numbers: Numbers of those, ``[B, rank W]``.
         tail_order: Places among those of the tokens that there are, in the order of the text.
         sinks_read: Whether every row's first tokens lie before this rank.
+        packed: Whether any rank has several documents in a row.
     """
 
     lengths: tuple[int, ...]
@@ -58,6 +59,7 @@ class Layout:
     tail_numbers: Tensor
     tail_order: tuple[int, ...]
     sinks_read: bool
+    packed: bool
 
     @property
     def start(self) -> int:
@@ -142,6 +144,7 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         tail_numbers=tail_numbers.transpose(0, 1).flatten(1),
         tail_order=tuple(order),
         sinks_read=bool((seen[rank] >= sinks).all()),
+        packed=not bool((whole_of.bool() & (goes_on | (torch.arange(ranks.size, device=device) == 0)[:, None])).all()),
     )
 
 

@@ -1,5 +1,6 @@
 """The ranks that share a text, and what they exchange."""
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -14,8 +15,8 @@ from typing_extensions import override
 
 from hf_linear_attn.errors import ArgumentError, TrainingError
 
-GRACE_S = 10.0
-"""Seconds that a rank which has failed waits for others to say that they live."""
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
 
 
 class Ranks(ABC):
@@ -52,6 +53,9 @@ class Ranks(ABC):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's ``x``, without gradient."""
         return self._sum(x.detach().clone())
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go
+        """Let go of what the ranks hold."""
 
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Tensor: ...
@@ -105,7 +109,7 @@ class Processes(Ranks):
             raise ArgumentError("group", "hold this process", dist.get_rank(), "Pass each process its own group.")
         super().__init__(rank, dist.get_world_size(self.group))
         members = dist.get_process_group_ranks(self.group)  # type: ignore[arg-type]
-        self.name = "hf_linear_attn/" + "-".join(map(str, members))
+        self.pulse = Pulse("hf_linear_attn/" + "-".join(map(str, members)), self.rank, self.size)
 
     @override
     def _all_gather(self, x: Tensor) -> Tensor:
@@ -134,29 +138,74 @@ class Processes(Ranks):
         return x
 
     def _failure(self, error: RuntimeError) -> TrainingError:
-        """Say which ranks are gone. Those that live come here, too, and leave word in the store that all share."""
-        lost = self._silent()
-        numbers = ", ".join(map(str, lost)) if lost else "unknown"
+        """Say which ranks are gone."""
+        lost = self.pulse.lost()
+        found = (
+            f"rank {', '.join(map(str, lost))} of {self.size} gone" if lost else f"{self.size} ranks, one of them stuck"
+        )
         return TrainingError(
             "group",
-            "be alive",
-            f"rank {numbers} of {self.size} gone or silent",
-            "Its own output says why; start all ranks again, and the run goes on from its last checkpoint. "
+            "be alive and in step",
+            found,
+            "Its own output says why; start all ranks again, and a run goes on from its last checkpoint. "
             f"This one was told: {str(error).splitlines()[0][:200]}",
             where=f"rank {self.rank}",
         )
 
-    def _silent(self) -> list[int]:
-        """Return the ranks that have not said within a moment that they have failed, and so live."""
+    @override
+    def close(self) -> None:
+        self.pulse.stop()
+
+
+class Pulse:
+    """Signs of life in the store that all processes share, from a thread beside the work.
+
+    What a backend says of a lost connection names no rank, and whoever has no connection to the lost one hears of it
+    last, when others have left too. So the first to miss a rank leaves its number for all.
+
+    Args:
+        name: The group's.
+        rank: This process's number in it.
+        size: The number of processes.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._store = dist.distributed_c10d._get_default_store()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hf_linear_attn pulse", daemon=True)
+        self._store.add(self._key(rank), 1)
+        self._thread.start()
+
+    def _key(self, rank: int) -> str:
+        return f"{self.name}/{rank}"
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                self._store.add(self._key(self.rank), 1)
+            except RuntimeError:
+                # The process that keeps the store is gone: whoever waits for it hears of it.
+                return
+
+    def stop(self) -> None:
+        """End the signs of life."""
+        self._ended.set()
+        self._thread.join()
+
+    def lost(self) -> list[int]:
+        """Return the ranks that give no more signs of life, none where all do."""
+        known = f"{self.name}/lost"
         try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self.name}/{self.rank}", "lives")
-            until = time.monotonic() + GRACE_S
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            while others and time.monotonic() < until:
-                others = [rank for rank in others if not store.check([f"{self.name}/{rank}"])]
-                time.sleep(0.05)
-        except (RuntimeError, ValueError):
-            # The process that keeps the store is gone.
+            if not self._store.check([known]):
+                before = [self._store.add(self._key(rank), 0) for rank in range(self.size)]
+                time.sleep(4 * BEAT_S)
+                now = [self._store.add(self._key(rank), 0) for rank in range(self.size)]
+                still = [rank for rank in range(self.size) if now[rank] == before[rank] and rank != self.rank]
+                if not still:
+                    return []
+                self._store.compare_set(known, "", ",".join(map(str, still)))
+            return [int(rank) for rank in self._store.get(known).decode().split(",")]
+        except RuntimeError:
+            # With the store goes the process that keeps it: the first one.
             return [0]
-        return others

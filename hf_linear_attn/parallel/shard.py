@@ -52,6 +52,20 @@ class Message(NamedTuple):
         return Message({name: next(found) for name in self.sums}, {name: next(found) for name in self.tail})
 
 
+class Waiting:
+    """The part of a model that is yet to be called: where it lies is not known."""
+
+    def attend(self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Refuse."""
+        raise ArgumentError(
+            "model",
+            "be called itself where texts are split over ranks",
+            "a call of a module inside",
+            "Only the model that context_parallel was given sees how the parts lie.",
+            where=layer.name,
+        )
+
+
 class Shard:
     """One rank's part of a batch in a forward.
 
@@ -128,7 +142,7 @@ class Shard:
                 "Run it without context_parallel.",
                 where=layer.name,
             )
-        if call.state is not None and self.layout.bounds is not None:
+        if call.state is not None and self.layout.packed:
             raise UnsupportedError(
                 "past_key_values",
                 "be None for packed documents",
