@@ -1,9 +1,10 @@
 """Running a model with its texts split over ranks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ IGNORED = -100
 SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
 """What a batch may hold that has a token per column."""
 
+_active: "WeakKeyDictionary[nn.Module, ContextParallel]" = WeakKeyDictionary()
+"""The models that read parts of texts."""
+
 
 class ContextParallel:
     """A model whose forward reads one rank's part of the texts.
@@ -40,6 +44,7 @@ class ContextParallel:
         self.parts = _parts(model)
         settings = self.parts[0].settings
         self.window, self.sinks = settings.window or 0, settings.sinks
+        self._paused = False
 
     @property
     def rank(self) -> int:
@@ -139,6 +144,20 @@ class ContextParallel:
         return self.ranks.sum(x)
 
     @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let the model read whole texts again within a ``with`` block."""
+        shards = [part.shard for part in self.parts]
+        self._paused = True
+        for part in self.parts:
+            part.shard = None
+        try:
+            yield
+        finally:
+            self._paused = False
+            for part, shard in zip(self.parts, shards, strict=True):
+                part.shard = shard
+
+    @contextmanager
     def active(self) -> Iterator["ContextParallel"]:
         """Let the model read parts within a ``with`` block."""
         if any(part.shard is not None for part in self.parts):
@@ -146,9 +165,11 @@ class ContextParallel:
         handle = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
         for part in self.parts:
             part.shard = Waiting()
+        _active[self.model] = self
         try:
             yield self
         finally:
+            del _active[self.model]
             handle.remove()
             for part in self.parts:
                 part.shard = None
@@ -157,6 +178,8 @@ class ContextParallel:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Lay the ranks' parts out before a forward."""
+        if self._paused:
+            return args, kwargs
         where = type(module).__name__
         if len(args) > 1:
             raise ArgumentError("args", "be input_ids alone", len(args), "Name the other arguments.", where=where)
@@ -280,6 +303,12 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
             where=name,
         )
     return parts
+
+
+def whole_texts(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a model that reads parts of texts reads whole ones, and any other is left alone."""
+    context = _active.get(model)
+    return nullcontext() if context is None else context.whole()
 
 
 @contextmanager
