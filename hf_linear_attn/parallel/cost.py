@@ -17,15 +17,23 @@ class Sent(NamedTuple):
     keys: int
 
 
-def bytes_sent(layer: LinearAttention, ranks: int, tokens: int, *, rows: int = 1, token_bytes: int = 4) -> Sent:
+def bytes_sent(
+    layer: LinearAttention,
+    ranks: int,
+    tokens: int,
+    *,
+    rows: int = 1,
+    token_bytes: int = 4,
+    turned: int | None = None,
+) -> Sent:
     """Count the bytes that each rank sends for one layer in a forward.
 
     With HKV key heads of D entries, values of as many, F features, a window W and N sinks::
 
-        (P - 1) * rows * HKV * (F D + F + D + (W + N) 2 D) * 4
+        (P - 1) * rows * (HKV * (F D + F + D + (W + N) 2 D) + W R) * 4
 
     of which ``F D + F`` are the state (none with ``mix="window"``), the single D the sum of keys (``mix="key"`` alone),
-    and a key has twice as many entries where the rotation is undone beside a window.
+    and R the angles of a token, where the rotation of R entries is undone beside a window.
 
     Args:
         layer: A converted layer.
@@ -33,16 +41,20 @@ def bytes_sent(layer: LinearAttention, ranks: int, tokens: int, *, rows: int = 1
         tokens: Tokens of a text, on all ranks.
         rows: Texts in a batch.
         token_bytes: Bytes of an entry of a key; sums and what travels with them are fp32.
+        turned: R, entries of a head that the model turns by a token's place; None for all.
     """
     head_dim, _, kv_heads, _ = layer.sizes
+    # What a layer turns is known once it has been called.
+    turned = head_dim if turned is None else turned
     numbers = 0
     if layer.window is None or layer.mix.has_far:
         numbers += layer.feature_map.feature_dim * (head_dim + 1)
     if layer.window is not None:
         numbers += head_dim if layer.mix.sums_keys else 0
-        numbers += (layer.window.size + layer.window.sinks) * (3 if layer.undoes else 2) * head_dim
+        numbers += (layer.window.size + layer.window.sinks) * 2 * head_dim
+    turns = layer.window.size * turned if layer.window is not None and layer.undoes else 0
     most = -(-tokens // ranks)
     return Sent(
-        states=(ranks - 1) * rows * kv_heads * numbers * 4,
+        states=(ranks - 1) * rows * (kv_heads * numbers + turns) * 4,
         keys=(ranks - 1) * rows * kv_heads * most * 2 * head_dim * token_bytes,
     )

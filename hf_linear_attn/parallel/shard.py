@@ -18,6 +18,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.parallel.layout import Layout
@@ -32,7 +33,8 @@ class Message(NamedTuple):
     Attributes:
         sums: What the linear branch carries of the keys that have left the window when the next rank begins, and the
             sinks: every entry is a sum over ranks.
-        tail: Keys and values of the last W tokens, ``[B, HKV, W, *]``, zeros before the first.
+        tail: Keys and values of the last W tokens, ``[B, HKV, W, *]``, zeros before the first; and their angles
+            ``[B, 1, W, R]``, where they are to be turned back.
     """
 
     sums: Sums
@@ -83,7 +85,7 @@ class Shard:
         """Attend from the part's queries to what they see of the whole texts; as :meth:`LinearAttention.attend`."""
         layout, cache = self.layout, call.state
         self._check(layer, q, call)
-        state = self.before(layer, k, v)
+        state = self.before(layer, k, v, call.rotation)
         call = call._replace(state=state, cu_seqlens=None)
         if layout.bounds is not None:
             rows = [self._row(layer, row, bounds, q, k, v, call) for row, bounds in enumerate(layout.bounds)]
@@ -114,13 +116,14 @@ class Shard:
         state = State()
         state.slots, state.length, state.first_read = whole.slots, whole.length, whole.first_read
         state.tensors = {name: x[row : row + 1] for name, x in whole.tensors.items()}
-        head = layer.attend(
-            q[:, :, :first], k[:, :, :first], v[:, :, :first], call._replace(state=state, key_mask=None), keep=False
-        )
+        turned = call.rotation if call.rotation is None else call.rotation.row(row)
+        begins = call._replace(state=state, key_mask=None, rotation=turned and turned.cut(0, first))
+        head = layer.attend(q[:, :, :first], k[:, :, :first], v[:, :, :first], begins, keep=False)
         if first == bounds[-1]:
             return head
         cu_seqlens = torch.tensor([bound - first for bound in bounds[1:]], device=q.device)
-        alone = call._replace(state=None, key_mask=None, cu_seqlens=cu_seqlens)
+        turned = turned and turned.cut(first, bounds[-1])
+        alone = call._replace(state=None, key_mask=None, cu_seqlens=cu_seqlens, rotation=turned)
         attend = layer.attend if layer.window is None else partial(packed, layer)
         return torch.cat([head, attend(q[:, :, first:], k[:, :, first:], v[:, :, first:], alone)], 2)
 
@@ -151,10 +154,10 @@ class Shard:
                 where=layer.name,
             )
 
-    def before(self, layer: LinearAttention, k: Tensor, v: Tensor) -> State:
+    def before(self, layer: LinearAttention, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> State:
         """Return the state that one process has before this rank's first token."""
         layout, window = self.layout, layer.window
-        message = self.message(layer, k, v)
+        message = self.message(layer, k, v, rotation)
         found = message.unpacked(self.ranks.gather(message.packed())[: layout.rank])
         sums = {name: _selected_sum(x, layout.weights) for name, x in found.sums.items()}
         state = State()
@@ -162,12 +165,12 @@ class Shard:
         state.first_read = window is not None and layout.sinks_read
         tensors = {name: x for name, x in sums.items() if not name.startswith("sink_")}
         if window is not None:
-            tensors |= self._near(layer, window, state, sums, found.tail)
-            tensors |= self._gone(layer, tensors, found.tail)
+            tensors |= self._near(layer, window, state, sums, found.tail, rotation)
+            tensors |= self._gone(layer, tensors, found.tail, rotation)
         state.write(tensors | {"seen": layout.seen})
         return state
 
-    def message(self, layer: LinearAttention, k: Tensor, v: Tensor) -> Message:
+    def message(self, layer: LinearAttention, k: Tensor, v: Tensor, rotation: Rotation | None) -> Message:
         """Return what this rank hands on."""
         layout, window = self.layout, layer.window
         counts, tokens = _both(layout.real, layout.last), k.shape[2]
@@ -184,25 +187,34 @@ class Shard:
                 mask = torch.zeros_like(left, dtype=torch.bool)
             if window.sinks and not (layout.sinks_read and layout.bounds is None):
                 mask = _both(mask, left >= window.sinks)
-            sums = _sums(layer, k[:, :, :read], v[:, :, :read], left, mask)
+            sums = _sums(layer, k[:, :, :read], v[:, :, :read], left, mask, rotation and rotation.cut(0, read))
         if window.sinks:
             sums |= _sinks(window, layout.numbers, counts, k, v)
         pad = (0, 0, max(window.size - tokens, 0), 0)
-        tail = {name: F.pad(x[:, :, kept:], pad) for name, x in (("k", k), ("v", v))}
-        return Message(sums, tail)
+        tail = {"k": k, "v": v}
+        if rotation is not None:
+            tail["turns"] = rotation.turns.to(k.dtype).expand(len(k), -1, -1)[:, None]
+        return Message(sums, {name: F.pad(x[:, :, kept:], pad) for name, x in tail.items()})
 
     def _near(
-        self, layer: LinearAttention, window: Window, state: State, sums: Sums, tail: dict[str, Tensor]
+        self,
+        layer: LinearAttention,
+        window: Window,
+        state: State,
+        sums: Sums,
+        tail: dict[str, Tensor],
+        rotation: Rotation | None,
     ) -> dict[str, Tensor]:
         """Return the window's tensors: the last W tokens of all earlier ranks, and the sinks."""
         layout = self.layout
         order = layout.tail_order[-window.size :]
         pad = window.size - len(order)
         places = torch.tensor(order, dtype=torch.long, device=layout.seen.device)
-        k, v = (F.pad(_in_order(tail[name], places), (0, 0, pad, 0)) for name in ("k", "v"))
+        found = {name: F.pad(_in_order(x, places), (0, 0, pad, 0)) for name, x in tail.items()}
         counts = layout.tail_real & (layout.tail_numbers >= window.sinks)
         counts = F.pad(counts[:, places], (pad, 0))
-        past = Tokens(k, v, counts, counts)
+        k, v = found["k"], found["v"]
+        past = Tokens(k, v, counts, counts, rotation and rotation._replace(turns=found["turns"][:, 0]))
         if window.sinks:
             come = torch.arange(window.sinks, device=counts.device) < layout.seen[:, None]
             past = past._replace(
@@ -212,17 +224,19 @@ class Shard:
             )
         return window.begin(past, state)
 
-    def _gone(self, layer: LinearAttention, sums: Sums, tail: dict[str, Tensor]) -> Sums:
+    def _gone(self, layer: LinearAttention, sums: Sums, tail: dict[str, Tensor], rotation: Rotation | None) -> Sums:
         """Add to the sums the last tokens of ranks before, which have left the window since."""
         layout = self.layout
         order = layout.tail_order[: -layer.reach]
         if not order or not layer.mix.has_far:
             return {}
         places = torch.tensor(order, device=layout.seen.device)
-        k, v = (_in_order(tail[name], places) for name in ("k", "v"))
+        found = {name: _in_order(x, places) for name, x in tail.items()}
+        turned = rotation and rotation._replace(turns=found["turns"][:, 0])
         numbers = layout.tail_numbers[:, places]
         sinks = 0 if layer.window is None else layer.window.sinks
-        more = _sums(layer, k, v, numbers, layout.tail_real[:, places] & (numbers >= sinks))
+        mask = layout.tail_real[:, places] & (numbers >= sinks)
+        more = _sums(layer, found["k"], found["v"], numbers, mask, turned)
         return {name: sums[name] + x for name, x in more.items()}
 
 
@@ -258,7 +272,14 @@ def _sinks(window: Window, numbers: Tensor, counts: Tensor | None, k: Tensor, v:
     }
 
 
-def _sums(layer: LinearAttention, k: Tensor, v: Tensor, numbers: Tensor, mask: Tensor | None) -> Sums:
+def _sums(
+    layer: LinearAttention,
+    k: Tensor,
+    v: Tensor,
+    numbers: Tensor,
+    mask: Tensor | None,
+    rotation: Rotation | None = None,
+) -> Sums:
     """Sum up keys as the linear branch does, without a query.
 
     Args:
@@ -267,25 +288,25 @@ def _sums(layer: LinearAttention, k: Tensor, v: Tensor, numbers: Tensor, mask: T
         v: Values ``[B, HKV, S, V]``.
         numbers: Their numbers in their text ``[B, S]``.
         mask: ``[B, S]`` bool, True = a key that counts; None where all do.
+        rotation: By which keys are turned, where they are to be turned back.
 
     Returns:
         The rule's tensors, and what the mix keeps.
     """
 
     def read(k: Tensor, v: Tensor) -> Sums:
-        kernel, linear = layer.feature_map.kernel, layer.linear(k)
-        backend = layer.settings.backend
-        phi_k = linear if kernel is not None else features_of(layer.feature_map, linear, "k", numbers, backend)
+        kernel, phi_k = layer.feature_map.kernel, k if rotation is None else rotation.undo(k)
+        if kernel is None:
+            phi_k = features_of(layer.feature_map, phi_k, "k", numbers, layer.settings.backend)
         # The state does not depend on the one query that asks for it.
         nobody = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
         found = layer.rule.read(nobody, phi_k, v, None, kernel=kernel, key_mask=mask, causal=False)
         return dict(found.state)
 
-    learns = torch.is_grad_enabled() and layer.feature_map.kernel is None
+    learns = torch.is_grad_enabled() and (layer.feature_map.kernel is None or rotation is not None)
     # Features are larger than keys: they are computed again in the backward.
     found: Sums = checkpoint(read, k, v, use_reentrant=False) if learns else read(k, v)
     if layer.window is not None and layer.mix.sums_keys:
-        keys = layer.exact(k)
-        keys = keys if mask is None else keys.masked_fill(~mask[:, None, :, None], 0)
+        keys = k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
         found["far_keys"] = keys.sum(2, dtype=upcast(keys[:0]).dtype)
     return found
