@@ -53,7 +53,7 @@ def predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return where the next tokens that are counted stand, ``[N]`` int64: in ``[B (T - 1)]``, in a part in ``[B T]``."""
+    """Return the places of the next tokens that count, ``[N]`` int64: in ``[B (T - 1)]``, in a part in ``[B T]``."""
     weights = (batch.weights[:, 1:] if batch.part is None else batch.weights).flatten()
     # A run without data, for `plan`, counts all of them.
     fake = isinstance(weights, FakeTensor)
