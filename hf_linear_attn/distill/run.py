@@ -44,7 +44,7 @@ from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers, whole
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import whole_folder, write_atomic
@@ -163,7 +163,7 @@ def distill(
         def load() -> PreTrainedModel:
             return place(load_teacher(settings) if teacher is None else teacher)
 
-        train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
+        train, heldout = data or load_data(settings, tokenizer, processes=readers(settings, accelerator))
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
         source: Teacher | None = LiveTeacher(load) if asked and not shared else None

@@ -142,6 +142,8 @@ class DistillationSettings:
         betas: AdamW's.
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
+        context_parallel: Processes among which each sequence of ``distill`` and ``extend`` is split; a divisor of the
+            number of processes. Sequences of ``transfer`` stay whole, and all processes share them.
         gradient_checkpointing: Recompute activations in the backward pass.
         mixed_precision: ``bf16`` computes forwards in bf16, ``no`` in fp32; ``auto`` is ``bf16`` for a checkpoint of 16
             bits and ``no`` for others. Whichever it is, weights that are trained are kept in fp32, and saved in the
@@ -223,6 +225,7 @@ class DistillationSettings:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
     shard: bool = False
+    context_parallel: int = 1
     gradient_checkpointing: bool = False
     mixed_precision: MixedPrecision = "auto"
     optimizer: Optimizer = "adamw"
@@ -314,6 +317,7 @@ class DistillationSettings:
                 )
             object.__setattr__(self, "stages", served)
         self._check_encoder()
+        self._check_split()
 
     @property
     def encoder(self) -> bool:
@@ -331,6 +335,7 @@ class DistillationSettings:
             "softmax_budget": (0.0, "layers are ranked by next tokens"),
             "teacher_logits": (None, "its hidden states are compared"),
             "shard": (False, "one GPU holds an encoder"),
+            "context_parallel": (1, "its texts are short"),
         }
         for name, (value, reason) in refused.items():
             if getattr(self, name) != value:
@@ -338,6 +343,24 @@ class DistillationSettings:
                     rule = f"be {value} for an encoder"
                     raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
                 object.__setattr__(self, name, value)
+
+    def _check_split(self) -> None:
+        if self.context_parallel == 1:
+            return
+        if not any(stage_class(stage).splits for stage in self.stages):
+            raise ArgumentError(
+                "context_parallel",
+                "be 1 where no stage splits its sequences",
+                self.context_parallel,
+                "Those of `distill` and `extend` are split.",
+            )
+        if self.softmax_budget:
+            raise ArgumentError(
+                "softmax_budget",
+                "be 0 with context_parallel",
+                self.softmax_budget,
+                "Softmax needs every earlier key, and ranks hand on none.",
+            )
 
     def _check_datasets(self) -> None:
         weights, count = self.dataset_weights, len(self.dataset or ())
@@ -475,6 +498,7 @@ LEAST: dict[str, float] = {
     "distill_steps": 0,
     "extend_steps": 0,
     "extend_factor": 1,
+    "context_parallel": 1,
     "lora_rank": 1,
     "answer_weight": 0,
     "rest_lr_share": 0,

@@ -286,7 +286,7 @@ class New(NamedTuple):
 def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
     """Attend to the new tokens alone; rows of packed texts are laid end to end."""
     q, k, v, mask = new
-    if call.cu_seqlens is None or len(q) == 1:
+    if call.cu_seqlens is None or len(q) == 1 or part.shard is not None:
         alone: Tensor = part(q, k, v, call._replace(key_mask=mask))
         return alone
     batch, tokens = q.shape[0], q.shape[2]
