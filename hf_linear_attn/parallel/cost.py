@@ -43,7 +43,7 @@ def bytes_sent(
         token_bytes: Bytes of an entry of a key; sums and what travels with them are fp32.
         turned: R, entries of a head that the model turns by a token's place; None for all.
     """
-    head_dim, _, kv_heads, _ = layer.sizes
+    head_dim, kv_heads = layer.sizes.head_dim, layer.sizes.num_kv_heads
     # What a layer turns is known once it has been called.
     turned = head_dim if turned is None else turned
     numbers = 0

@@ -274,7 +274,7 @@ def _rotation(rotary: Any, positions: Tensor | None, at: slice | Tensor, *, by_r
         return None
     angles = rotary.cos_sin_cache[positions[at]]
     cos, sin = (x[:, None] if by_row else x[None] for x in angles.chunk(2, -1))
-    return Rotation(cos, sin, Layout("half" if rotary.is_neox_style else "next", "pair"))
+    return Rotation.of(cos, sin, Layout("half" if rotary.is_neox_style else "next", "pair"))
 
 
 def converted_layers(vllm_config: VllmConfig) -> list[ConvertedAttention]:
