@@ -37,7 +37,7 @@ EXAMPLE = (
 )
 GROUPS = {
     "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir"),
-    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget"),
+    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by"),
     "data": (
         "data",
         "dataset",
@@ -267,7 +267,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
         sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")
         next_step("`hf-linear-attn distill` with a recipe's settings runs it.")
         return plans
-    found = compute_plan(config, settings, **machine)
+    found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
     sys.stdout.write(found.table() + "\n")
     if own.gpu_memory is not None:
         check_fits(config, settings, found, own.gpu_memory)

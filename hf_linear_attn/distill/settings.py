@@ -18,6 +18,7 @@ from hf_linear_attn.patching import patch_model
 
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
+SoftmaxBy = Literal["kl", "recall"]
 Trainable = Literal["full", "lora"]
 LossOn = Literal["answers", "all"]
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", None]
@@ -46,7 +47,7 @@ LENGTH_FACTORS = (1, 2, 4)
 CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
 """The settings of a conversion; what is left out says what became of it."""
 
-RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4)
+RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4, rotary="auto")
 """How a model is converted that is going to be trained.
 
 ``patch_model``'s own defaults are for a model that nobody trains: its ``elu`` has nothing to learn. What the study
@@ -77,7 +78,9 @@ class DistillationSettings:
             for the model's.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
-            measured KL, 0..1.
+            measurement, 0..1.
+        softmax_by: How they are chosen: ``kl``, by how much restoring a layer lowers the KL from the teacher;
+            ``recall``, by how much more converting it costs answers about what stands far back than it costs text.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
             nothing to transfer. Of an encoder ``transfer``, ``embed``.
         dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
@@ -139,6 +142,8 @@ class DistillationSettings:
         betas: AdamW's.
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
+        context_parallel: Processes among which each sequence of ``distill`` and ``extend`` is split; a divisor of the
+            number of processes. Sequences of ``transfer`` stay whole, and all processes share them.
         gradient_checkpointing: Recompute activations in the backward pass.
         mixed_precision: ``bf16`` computes forwards in bf16, ``no`` in fp32; ``auto`` is ``bf16`` for a checkpoint of 16
             bits and ``no`` for others. Whichever it is, weights that are trained are kept in fp32, and saved in the
@@ -150,6 +155,8 @@ class DistillationSettings:
             ``compensated``.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
+        heldout_answers: Questions per task and length, up to 8 times ``block_tokens``, that both answer in writing
+            besides; 0 for none. Only where ``heldout_rows`` is above 0.
         log_every: Steps between two log lines.
         checkpoint_every: Steps between two checkpoints.
         keep_checkpoints: Number of checkpoints kept, >= 2, so that a damaged one can be passed over.
@@ -175,6 +182,7 @@ class DistillationSettings:
     conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
+    softmax_by: SoftmaxBy = "kl"
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None
@@ -217,12 +225,14 @@ class DistillationSettings:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
     shard: bool = False
+    context_parallel: int = 1
     gradient_checkpointing: bool = False
     mixed_precision: MixedPrecision = "auto"
     optimizer: Optimizer = "adamw"
     master_weights: MasterWeights = "fp32"
     seed: int = 0
     heldout_rows: int = 32
+    heldout_answers: int = 8
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -307,6 +317,7 @@ class DistillationSettings:
                 )
             object.__setattr__(self, "stages", served)
         self._check_encoder()
+        self._check_split()
 
     @property
     def encoder(self) -> bool:
@@ -324,6 +335,7 @@ class DistillationSettings:
             "softmax_budget": (0.0, "layers are ranked by next tokens"),
             "teacher_logits": (None, "its hidden states are compared"),
             "shard": (False, "one GPU holds an encoder"),
+            "context_parallel": (1, "its texts are short"),
         }
         for name, (value, reason) in refused.items():
             if getattr(self, name) != value:
@@ -331,6 +343,24 @@ class DistillationSettings:
                     rule = f"be {value} for an encoder"
                     raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
                 object.__setattr__(self, name, value)
+
+    def _check_split(self) -> None:
+        if self.context_parallel == 1:
+            return
+        if not any(stage_class(stage).splits for stage in self.stages):
+            raise ArgumentError(
+                "context_parallel",
+                "be 1 where no stage splits its sequences",
+                self.context_parallel,
+                "Those of `distill` and `extend` are split.",
+            )
+        if self.softmax_budget:
+            raise ArgumentError(
+                "softmax_budget",
+                "be 0 with context_parallel",
+                self.softmax_budget,
+                "Softmax needs every earlier key, and ranks hand on none.",
+            )
 
     def _check_datasets(self) -> None:
         weights, count = self.dataset_weights, len(self.dataset or ())
@@ -468,12 +498,14 @@ LEAST: dict[str, float] = {
     "distill_steps": 0,
     "extend_steps": 0,
     "extend_factor": 1,
+    "context_parallel": 1,
     "lora_rank": 1,
     "answer_weight": 0,
     "rest_lr_share": 0,
     "weight_decay": 0,
     "max_grad_norm": 0,
     "heldout_rows": 0,
+    "heldout_answers": 0,
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
@@ -484,6 +516,7 @@ CHOICES: dict[str, Any] = {
     "model_dtype": Dtype,
     "teacher_dtype": Dtype,
     "transfer_loss": TransferLoss,
+    "softmax_by": SoftmaxBy,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
     "loss_on": LossOn,
@@ -540,6 +573,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "window": 64,
         "sinks": 0,
         "mix": "shared",
+        "rotary": "keep",
         "length_factors": [1],
         "transfer_loss": "output",
         "map_lr": 1e-2,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,13 @@ class Call(NamedTuple):
     rotation: Rotation | None = None
 
 
+class Shard(Protocol):
+    """One rank's part of texts that are split over ranks: how a layer attends in it."""
+
+    def attend(self, layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Attend from the part's queries; arguments and result as of :meth:`LinearAttention.attend`."""
+
+
 class LinearAttention(nn.Module):
     """Compute one converted layer's attention, from projected queries, keys and values to the heads' outputs.
 
@@ -87,6 +94,8 @@ class LinearAttention(nn.Module):
             self.register_parameter(f"rule_{part}", nn.Parameter(start))
         self.learned_by_rule = tuple(starts)
         self.disabled: frozenset[Branch] = frozenset()
+        self.shard: Shard | None = None
+        """The part of the texts that calls read, where texts are split over ranks."""
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
 
@@ -142,22 +151,35 @@ class LinearAttention(nn.Module):
             q, k = call.rotation.undo(q), call.rotation.undo(k)
         if self.window is None or not self.undoes:
             call = call._replace(rotation=None)
-        if call.state is not None and steps(self, q, call):
+        if self.shard is None and call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:
             # What is masked must not matter, whatever it holds.
             hidden = ~call.key_mask[:, None, :, None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        if self.shard is not None:
+            return self.shard.attend(self, q, k, v, call)
         if self.window is not None and call.cu_seqlens is not None:
             return packed(self, q, k, v, call)
         return self.attend(q, k, v, call)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, keep: bool = True) -> Tensor:
+        """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window.
+
+        Args:
+            q: Queries ``[B, H, T, D]``.
+            k: Keys ``[B, HKV, T, D]``.
+            v: Values ``[B, HKV, T, V]``.
+            call: What belongs to this call.
+            keep: Whether the new tokens are put into the call's state.
+
+        Returns:
+            ``o [B, H, T, V]``.
+        """
         whole = self._split(q, k, v, call)
         read = walk if walks(self, whole) else LinearAttention.read
         o, carried = read(self, whole, self._carried(call.state))
-        if call.state is not None:
+        if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
         return o
 
@@ -309,6 +331,7 @@ class LinearAttention(nn.Module):
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)
         new = whole.mask.sum(1) if whole.mask is not None else count
+        state.padded |= whole.mask is not None
         kept["seen"] = state.tensors["seen"] + new
         state.write(kept)
         state.advance(count, v.device)

@@ -99,6 +99,10 @@ class Rotation(NamedTuple):
         """Return the rotation of the tokens ``[start, end)``."""
         return self._replace(turns=self.turns[:, start:end])
 
+    def row(self, row: int) -> "Rotation":
+        """Return the rotation of one row."""
+        return self if len(self.turns) == 1 else self._replace(turns=self.turns[row : row + 1])
+
     def flat(self, batch: int) -> "Rotation":
         """Return the rotation of rows that are laid end to end."""
         return self._replace(turns=self.turns.expand(batch, -1, -1).flatten(0, 1)[None])

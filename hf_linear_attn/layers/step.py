@@ -18,14 +18,19 @@ if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
 
 
+def can_step(layer: "LinearAttention") -> bool:
+    """Tell whether a layer has a step of its own; without one a token is read as any other text."""
+    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
+        return False
+    return layer.window is None or layer.mix.steps
+
+
 def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
     """Tell whether a call is one token, and nobody can need the state from before it: not autograd, nor a rollback."""
     state = call.state
     if state is None or q.shape[2] != 1 or not state.tensors or not call.in_place or torch.is_grad_enabled():
         return False
-    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
-        return False
-    if layer.window is not None and not layer.mix.steps:
+    if not can_step(layer):
         return False
     # What was made under inference_mode can be changed in place only there.
     return (
@@ -47,6 +52,7 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     else:
         o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
+    state.padded |= real is not None
     if whole is not None:
         # The kernel tells sinks by the number of tokens seen.
         return o
@@ -59,7 +65,7 @@ def _for_kernel(
 ) -> HybridStep | None:
     """Return the step as its kernel takes it; None where the kernel does not serve it."""
     backend, mix = layer.settings.backend, layer.mix.name
-    if not wants_kernels(backend, q.device):
+    if not wants_kernels(backend, q.device) or (isinstance(state.length, Tensor) and state.length.ndim):
         return None
     if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
         return None
@@ -177,11 +183,14 @@ def _hybrid_(
     k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    keys, far, number = tensors.get("far_keys"), None, None
+    keys, far = tensors.get("far_keys"), None
+    number: Tensor | int | None = None
+    full = _is_full(window, state, real)
     rows = _grouped(q, near_k.shape[1])
     wide = upcast(rows)
     if layer.mix.has_far:
-        gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
+        gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
+        counts = None if full else _take(mask, 1, old)
         position = seen
         if layer.feature_map.positional and layer.feature_map.kernel is None:
             # Those that are in the circle came last, and the one that leaves is the first of them.
@@ -196,19 +205,35 @@ def _hybrid_(
         far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
         if keys is not None:
             gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
-            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
+            if counts is None:
+                keys.add_(gone)
+            else:
+                keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
     _count_(seen, real)
-    if far is not None:
-        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
-    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], rows @ near_k.mT, alpha=scaling)
+    scores = rows @ near_k.mT
+    if full:
+        number = state.length + 1 - window.size - window.sinks
+        scores = scores.to(wide.dtype).mul_(scaling)
+        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
+    else:
+        if far is not None:
+            number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+        hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+        scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _is_full(window: Window, state: State, real: Tensor | None) -> bool:
+    """Tell whether the host knows that every slot but one holds a token of every row, and one leaves that counts."""
+    if real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling():
+        return False
+    return state.first_read and state.length >= window.size + window.sinks
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -244,16 +269,26 @@ def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: St
 
 
 def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
-    """Return one slot; a copy where its place is a tensor, as in a static state."""
-    return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
+    """Return one slot; a copy where its place is a tensor, as in a static state, or one for each row, as in a pool."""
+    if not isinstance(place, Tensor):
+        return x.narrow(dim, place, 1)
+    return x.gather(dim, _at(x, dim, place)) if place.ndim else x.index_select(dim, place[None])
 
 
-def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | bool) -> None:
+def _at(x: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Spread a place for each row ``[B]`` over one slot of a tensor."""
+    return places.view(-1, *(1,) * (x.ndim - 1)).expand(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+
+
+def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:
     """Overwrite one slot."""
     if isinstance(place, Tensor):
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
         value = value.expand(shape) if isinstance(value, Tensor) else x.new_full(shape, value)
-        x.index_copy_(dim, place[None], value)
+        if place.ndim:
+            x.scatter_(dim, _at(x, dim, place), value)
+        else:
+            x.index_copy_(dim, place[None], value)
     elif isinstance(value, Tensor):
         x.narrow(dim, place, 1).copy_(value)
     else:

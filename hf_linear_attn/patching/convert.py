@@ -31,7 +31,7 @@ from hf_linear_attn.patching.discover import (
 from hf_linear_attn.patching.hook import IMPLEMENTATION, Host, enter_module, leave_module
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
-from hf_linear_attn.patching.rotation import UnknownRotationError, is_rotated
+from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
 
 logger = getLogger(__name__)
 
@@ -199,8 +199,9 @@ def _find_rotations(model: PreTrainedModel) -> None:
     Raises:
         UnknownRotationError: If one does not, or the model cannot be called so.
     """
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    weight = next(model.parameters())
+    device = weight.device
+    if not has_values(weight):
         return
     tokens = {name: x.to(device) for name, x in model.dummy_inputs.items() if isinstance(x, Tensor)}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

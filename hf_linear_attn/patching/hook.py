@@ -16,7 +16,7 @@ from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
-from hf_linear_attn.patching.rotation import angles_of, find_layout, with_angles
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, with_angles
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -98,6 +98,9 @@ def _rotation(
     if angles is None:
         return None
     layout = part.layout
+    if layout is None and not has_values(angles[0]):
+        # Whatever it is, it takes as much memory and time.
+        return Rotation.of(*angles, Layout("half"))
     if layout is None:
         layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
     return None if layout is None or layout.pairs == "none" else Rotation.of(*angles, layout)
@@ -283,7 +286,7 @@ class New(NamedTuple):
 def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
     """Attend to the new tokens alone; rows of packed texts are laid end to end."""
     q, k, v, mask = new
-    if call.cu_seqlens is None or len(q) == 1:
+    if call.cu_seqlens is None or len(q) == 1 or part.shard is not None:
         alone: Tensor = part(q, k, v, call._replace(key_mask=mask))
         return alone
     batch, tokens = q.shape[0], q.shape[2]

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.feature_maps.base import upcast
@@ -34,6 +35,11 @@ class UnknownRotationError(UnsupportedError):
 
 Angles = tuple[Tensor, Tensor]
 Look = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
+
+
+def has_values(x: Tensor) -> bool:
+    """Tell whether a tensor has numbers, and not only a shape."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_rotated(module: nn.Module, name: str) -> bool:
@@ -138,7 +144,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     before, after = look(torch.ones_like(cos), torch.zeros_like(sin)), look(*drawn)
     if before is None or after is None:
         raise _unknown(name, "its queries and keys are not seen")
-    if before[0].is_meta:
+    if not has_values(before[0]):
         return None
     if before[0].shape[2] != cos.shape[1]:
         raise _unknown(name, f"there are angles for {cos.shape[1]} tokens, and {before[0].shape[2]} queries")

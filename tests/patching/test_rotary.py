@@ -289,7 +289,7 @@ def test_a_distillation_takes_it_with_the_rest_of_the_conversion():
     settings = DistillationSettings(**DistillationSettings(rotary="undo", window=3).to_dict())
     model = settings.convert(tiny_model("causal", "llama"))
     assert settings.rotary == model.config.linear_attention["rotary"] == "undo"
-    assert "rotary" not in DistillationSettings().conversion.to_dict()
+    assert DistillationSettings().conversion.rotary == "auto"
 
 
 def test_learned_positions_have_nothing_to_undo(caplog):
