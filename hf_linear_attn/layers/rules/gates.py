@@ -64,7 +64,8 @@ def gate_scores(name: str, k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) 
     k, v = upcast(k), upcast(v)
     # Of a single key this takes half of an einsum's time.
     parts = [torch.linalg.vecdot(x, w.to(x.dtype)[:, None]) for x, w in ((k, of_key), (v, of_value))]
-    return parts[0] + parts[1] + weights[f"{name}_bias"].to(k.dtype)[:, None]
+    scores: Tensor = parts[0] + parts[1] + weights[f"{name}_bias"].to(k.dtype)[:, None]
+    return scores
 
 
 def log_decays(k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
