@@ -34,12 +34,18 @@ from hf_linear_attn.loading import load_model, load_tokenizer
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
     "recommended": {},
+    "rotation kept": {"rotary": "keep"},
+    "decay": {"update_rule": "decay"},
+    "delta": {"update_rule": "delta"},
+    "gated delta": {"update_rule": "gated_delta"},
+    "gated delta, calibrated": {"update_rule": "gated_delta", "calibration_batches": 4},
     "window dropout": {"window_dropout": 0.5},
     "no sinks": {"sinks": 0},
     "no window": {"window": None, "sinks": 0, "window_dropout": 0.0},
     "gate for key": {"mix": "gate"},
     "shared denominator": {"mix": "shared", "window_dropout": 0.0},
     "one length": {"length_factors": [1]},
+    "two lengths": {"length_factors": [1, 2]},
     "no transfer": {"stages": ["distill"]},
     "transfer by attention weights": {"transfer_loss": "weights"},
     "cross-entropy for KL": {"distill_loss": "ce"},
