@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "config": ("LinearAttentionConfig",),
+    # Where it is once what knows its rules is there too, and refuses others.
+    "layers": ("LinearAttentionConfig",),
     "feature_maps": ("available_feature_maps", "register_feature_map"),
     "ops": ("DeltaRuleState", "LinearAttentionState", "delta_rule", "linear_attention"),
     "patching": (

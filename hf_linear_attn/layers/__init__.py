@@ -8,7 +8,17 @@ from hf_linear_attn.layers.registry import lookup
 from hf_linear_attn.layers.rules import RULES, Sizes
 from hf_linear_attn.layers.state import Slot, State
 
-__all__ = ["Branch", "Call", "LinearAttention", "Shard", "Sizes", "Slot", "State"]
+__all__ = [
+    "Branch",
+    "Call",
+    "LinearAttention",
+    "LinearAttentionConfig",
+    "Shard",
+    "Sizes",
+    "Slot",
+    "State",
+    "check_parts",
+]
 
 
 def check_parts(config: LinearAttentionConfig) -> None:

@@ -101,7 +101,8 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
-        return f"window={self.settings.window}, sinks={self.settings.sinks}, mix={self.settings.mix!r}"
+        settings = self.settings
+        return f"window={settings.window}, sinks={settings.sinks}, mix={settings.mix!r}, rule={settings.update_rule!r}"
 
     def slots(self, value_dim: int, device: torch.device) -> dict[str, Slot]:
         """Describe the tensors of this layer's state, for values of that size on a device."""

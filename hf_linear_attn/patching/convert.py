@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, first_line
 from hf_linear_attn.feature_maps import feature_map_class
-from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers import LinearAttention, check_parts
 from hf_linear_attn.layers.rules import RULES
 from hf_linear_attn.patching.discover import (
     AttentionLayer,
@@ -126,6 +126,8 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     if config.rotary == "auto":
         return _with_known_rotation(model, config, layers)
     feature_map_class(config.feature_map)
+    # It may have been made before there was anyone to refuse its rules.
+    check_parts(config)
     if is_patched(model):
         raise ArgumentError(
             "model",

@@ -1,6 +1,9 @@
 """Update rules: names, what they refuse and what they learn; tests/patching/test_mix.py has what they compute."""
 
 import math
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hf_linear_attn import LinearAttentionConfig, patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.plan import plan
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes
 from tests.patching.zoo import tiny_config, tiny_model
 
@@ -30,6 +33,18 @@ def test_words_of_others_name_the_same_rules(alias, name):
     config = LinearAttentionConfig(update_rule=alias)
     assert config == LinearAttentionConfig(update_rule=name)
     assert LinearAttentionConfig.from_dict(config.to_dict()).update_rule == name
+
+
+def test_an_unknown_rule_is_refused_by_whatever_reads_it():
+    """Also where a config is the first thing that is asked of the package."""
+    message = "`update_rule` must be a known rule, got 'kda'. Use one of those; available: additive, decay, delta"
+    with pytest.raises(ArgumentError, match=message):
+        patch_model(tiny_model("causal", "llama"), update_rule="kda")
+    with pytest.raises(CheckpointError, match=message):
+        LinearAttentionConfig.from_dict({"update_rule": "kda", "format_version": 1})
+    code = "from hf_linear_attn import LinearAttentionConfig\nLinearAttentionConfig(update_rule='kda')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert re.search(message, found.stderr)
 
 
 def test_a_mix_that_needs_the_mass_is_refused_beside_a_rule_without():

@@ -70,12 +70,13 @@ class Case:
 def cases(draw: st.DrawFn, dtype: torch.dtype, lengths: list[int], dims: list[int]) -> Case:
     """Draw groups, masks, packing, states, delays, decays, layouts and odd sizes."""
     T = draw(st.sampled_from(lengths))
+    B, HKV, group = draw(st.sampled_from([(1, 1, 1), (1, 1, 3), (1, 2, 2), (2, 1, 2), (2, 2, 1)]))
     kind = draw(st.sampled_from(["plain", "delayed", "packed"]))
     cut = sorted(draw(st.tuples(st.integers(0, T), st.integers(0, T))))
     return Case(
-        B=draw(st.sampled_from([1, 2])),
-        HKV=draw(st.sampled_from([1, 2])),
-        group=draw(st.sampled_from([1, 1, 2, 3])),
+        B=B,
+        HKV=HKV,
+        group=group,
         T=T,
         F=draw(st.sampled_from(dims)),
         V=draw(st.sampled_from(dims)),

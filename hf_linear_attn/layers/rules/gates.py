@@ -62,8 +62,10 @@ def gate_scores(name: str, k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) 
             "Its values have a size that could not be found: use update_rule='additive', or leave the layer out.",
         )
     k, v = upcast(k), upcast(v)
-    parts = [torch.einsum("bhsd,hd->bhs", x, w.to(x.dtype)) for x, w in ((k, of_key), (v, of_value))]
-    return parts[0] + parts[1] + weights[f"{name}_bias"].to(k.dtype)[:, None]
+    # Of a single key this takes half of an einsum's time.
+    parts = [torch.linalg.vecdot(x, w.to(x.dtype)[:, None]) for x, w in ((k, of_key), (v, of_value))]
+    scores: Tensor = parts[0] + parts[1] + weights[f"{name}_bias"].to(k.dtype)[:, None]
+    return scores
 
 
 def log_decays(k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

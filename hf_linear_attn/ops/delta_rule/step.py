@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.ops.chunks import split
 from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
@@ -65,7 +66,7 @@ def delta_step_(
 
         return delta_step_triton_(q, k, v, beta, log_decay, kv, key_mask=key_mask, l2norm=l2norm)
     if q.shape[2] == 1:
-        by_group = q[:, :, 0].unflatten(1, (k.shape[1], -1))
+        by_group = split(q[:, :, 0], 1, k.shape[1])
         o = overwrite_and_read_(by_group, k, v, beta, log_decay, kv, key_mask, l2norm)
         return o.view(*q.shape[:3], -1).to(q.dtype)
     o, final = delta_rule_chunked(

@@ -415,7 +415,6 @@ def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[
     found, launches = walk_launches(p, chunks, p.state())
     F, V, HKV, H = p.k.shape[3], p.v.shape[3], p.k.shape[1], p.q.shape[1]
     dn, ends = p.of_keys(V), p.states(chunks)
-    shared = {"q": p.q, "do": do, "b": found.b, "r": found.r, "G": H // HKV, **strides("q", p.q), **strides("do", do)}
     dg_q = None if p.log_decay is None else p.numbers(H)
     arguments = {
         **p.shared(chunks),

@@ -243,7 +243,7 @@ def walk_kernel(
 
 @triton.jit
 def sequence_bounds(cu, bounds, n, T, NSEG, BOUNDS: tl.constexpr, VARLEN: tl.constexpr):
-    """Return of sequence n its row of the batch, first token and end, and its first chunk and the one after its last."""
+    """Return the row of sequence n, its first token and its end, its first chunk and the one after its last."""
     if VARLEN:
         row = tl.zeros([], tl.int64)
         first = tl.load(cu + n)
@@ -383,12 +383,12 @@ def walk_launches(p: DeltaProblem, chunks: Segments, kv: Tensor) -> tuple[Walked
     shared |= {"v": v, "g": gate, "states": found.states, "kv0": p.kv0, "kv": kv, "BK": min(64, padded(F))}
     shared |= {**strides("v", v), **strides("g", gate), "BH": min(32, p.tokens), "BD": padded(F)}
     shared |= {"INITIAL": p.kv0 is not None}
-    programs, written = chunks.count * HKV, (found.w, found.u)
+    programs = chunks.count * HKV
     inverse = p.launch("delta_inverse", inverse_kernel, programs, shared, (k,), (found.inverse,))
-    prepare = p.launch("delta_prepare", prepare_kernel, programs, shared, (k, v, found.inverse), written)
+    prepare = p.launch("delta_prepare", prepare_kernel, programs, shared, (k, v, found.inverse), (found.w, found.u))
     programs = p.rows * HKV * -(-V // p.tile("delta_walk").width)
-    written = found.u, found.states, kv
-    walk = p.launch("delta_walk", walk_kernel, programs, shared, (k, found.w, found.u), written)
+    reads, writes = (k, found.w, found.u), (found.u, found.states, kv)
+    walk = p.launch("delta_walk", walk_kernel, programs, shared, reads, writes)
     return found, [inverse, prepare, walk]
 
 

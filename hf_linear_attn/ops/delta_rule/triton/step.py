@@ -36,16 +36,19 @@ def step_kernel(
     s = tl.load(state, mask=in_state, other=0.0)
     for i_t in range(T):
         t = i_t + tl.zeros([], tl.int64)
-        counts = True
+        x = tl.load(k + i_b * k_b + h * k_h + t * k_t + od, mask=od < F, other=0.0).to(tl.float32)
+        y = tl.load(v + i_b * v_b + h * v_h + t * v_t + ov, mask=ov < V, other=0.0).to(tl.float32)
+        weight = tl.load(beta + i_b * beta_b + h * beta_h + t * beta_t).to(tl.float32)
         if MASKED:
             counts = tl.load(mask + i_b * m_b + t) != 0
-        # What does not count is not even read.
-        x = tl.load(k + i_b * k_b + h * k_h + t * k_t + od, mask=(od < F) & counts, other=0.0).to(tl.float32)
-        y = tl.load(v + i_b * v_b + h * v_h + t * v_t + ov, mask=(ov < V) & counts, other=0.0).to(tl.float32)
-        weight = tl.load(beta + i_b * beta_b + h * beta_h + t * beta_t, mask=counts, other=0.0).to(tl.float32)
+            # Of all: 0 times a NaN is one.
+            x, y, weight = tl.where(counts, x, 0.0), tl.where(counts, y, 0.0), tl.where(counts, weight, 0.0)
         x *= length_scale(tl.sum(x * x, 0), NORM)
         if GATED:
-            s *= tl.exp2(log2_decay(tl.load(g + i_b * g_b + h * g_h + t * g_t, mask=counts, other=0.0)))
+            decay = log2_decay(tl.load(g + i_b * g_b + h * g_h + t * g_t))
+            if MASKED:
+                decay = tl.where(counts, decay, 0.0)
+            s *= tl.exp2(decay)
         y = weight * (y - tl.sum(x[:, None] * s, 0))
         s += x[:, None] * y[None, :]
         for i in range(G):
