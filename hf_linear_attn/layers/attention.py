@@ -13,13 +13,13 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.layers.rules import RULES, Gates, Sizes
 from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import copies_of
 from hf_linear_attn.ops.window import running_sum
 
@@ -280,10 +280,11 @@ class LinearAttention(nn.Module):
         # Keys that lag by the window lag by nothing where they begin a window earlier.
         delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
-        if piece.rotation is not None and tokens.rotation is not None:
-            q, k = piece.rotation.undo(q), tokens.rotation.cut(0, count).undo(k)
+        of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
+        if of_q is not None and of_k is not None and self._reads_plain():
+            q, k, of_q, of_k = of_q.undo(q), of_k.undo(k), None, None
         mask = None if tokens.counts is None else tokens.counts[:, :count]
-        phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count])
+        phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count], of_q, of_k)
         found = self.rule.read(
             phi_q,
             phi_k,
@@ -307,16 +308,26 @@ class LinearAttention(nn.Module):
             kept["far_keys"] = total if sums is None else total + sums
         return Far(found.o, piece.number, counts, found.mass, sums), kept
 
+    def _reads_plain(self) -> bool:
+        """Tell whether more than features is made of queries and keys turned back: gates, or a map of the rule's."""
+        return bool(self.learned_by_rule) or (self.feature_map.kernel is not None and self.rule.maps)
+
     def _features(
-        self, q: Tensor, k: Tensor, positions_q: Tensor, positions_k: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions_q: Tensor,
+        positions_k: Tensor,
+        of_q: Rotation | None = None,
+        of_k: Rotation | None = None,
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
         kernel = self.feature_map.kernel if self.rule.maps else None
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
             return q, k, kernel
         backend = self.settings.backend
-        phi_q = features_of(self.feature_map, q, "q", positions_q, backend)
-        return phi_q, features_of(self.feature_map, k, "k", positions_k, backend), None
+        phi_q = features_of(self.feature_map, q, "q", positions_q, backend, of_q)
+        return phi_q, features_of(self.feature_map, k, "k", positions_k, backend, of_k), None
 
     def _carried(self, state: State | None) -> dict[str, Tensor] | None:
         """Return what the linear branch carries over from a state."""

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.layers.attention import Call, LinearAttention
-from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import can_step
+from hf_linear_attn.ops.rotation import Rotation
 
 __all__ = ["Pool", "can_step", "pool_slots", "read_", "step_rows_"]
 

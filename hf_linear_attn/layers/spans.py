@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.window import Tokens
+from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.state import empty_like_tokens
 
 if TYPE_CHECKING:

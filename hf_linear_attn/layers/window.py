@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.state import Slot, State
+from hf_linear_attn.ops.rotation import Rotation
 
 NOWHERE = 2**62
 """Place of a sink that has not come yet."""

@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
-from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
-from hf_linear_attn.layers.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching import LinearAttentionCacheLayer, disable_branch
 
 B, H, HKV, T, D, V = 2, 4, 2, 23, 6, 5

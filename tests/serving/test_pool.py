@@ -6,7 +6,7 @@ import torch
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
-from hf_linear_attn.layers.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation import Layout, Rotation
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
 LAYERS = {

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
-from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.serving.vllm.engine.op import NAME
 from hf_linear_attn.serving.vllm.pages import Part, page_of
 
