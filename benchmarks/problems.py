@@ -87,6 +87,8 @@ def hybrid_problem(p: Problem) -> HybridStep | None:
         near_k=zeros(batch, kv_heads, slots, D, dtype=dtype),
         near_v=zeros(batch, kv_heads, slots, V, dtype=dtype),
         near_mask=zeros(batch, slots, dtype=torch.bool),
+        near_turns=zeros(batch, slots, D, dtype=dtype),
+        turns=zeros(1, 1, D, dtype=dtype),
         weight_q=zeros(heads, D, D) if paired else None,
         power_q=zeros(heads) if paired else None,
         weight_k=zeros(kv_heads, D, D) if paired else None,
@@ -100,4 +102,6 @@ def hybrid_problem(p: Problem) -> HybridStep | None:
         sinks=SINKS,
         scaling=D**-0.5,
         eps=1e-6,
+        pairs="half",
+        at_end=False,
     )

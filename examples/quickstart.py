@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from hf_linear_attn import patch_model
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
@@ -81,9 +80,10 @@ def main() -> None:
     arguments = read_arguments()
     logging.disable_progress_bar()
     folder = output_folder(arguments)
-    conversion = {"feature_map": arguments.feature_map, "window": arguments.window, "sinks": arguments.sinks}
     settings = DistillationSettings(
-        **conversion,
+        feature_map=arguments.feature_map,
+        window=arguments.window,
+        sinks=arguments.sinks,
         model=arguments.model,
         block_tokens=arguments.block_tokens,
         rows=arguments.rows,
@@ -94,7 +94,7 @@ def main() -> None:
     )
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
-    patched = patch_model(copy.deepcopy(teacher), **conversion)
+    patched = settings.convert(copy.deepcopy(teacher))
     # The earlier report is whole until this one is ready to take its place.
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)

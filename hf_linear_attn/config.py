@@ -27,7 +27,7 @@ LONGEST_WINDOW = 2**20
 """Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
 
 Backend = Literal["auto", "reference", "torch", "triton"]
-Rotary = Literal["keep", "undo"]
+Rotary = Literal["keep", "undo", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,9 @@ class LinearAttentionConfig:
         rotary: How the linear branch reads queries and keys that the model rotates by their positions: ``"keep"``, as
             they are; ``"undo"``, with the rotation undone, so that feature maps know nothing of positions and none is
             new to them. Window and sinks read them rotated, and so does the own key's score of ``mix="key"``; a window
-            then holds keys of both kinds. Models without a rotation have none to undo.
+            then holds its tokens' angles, too. Models without a rotation have none to undo.
+            ``"auto"``: undone beside a window wherever it can be told how a model rotates, and kept elsewhere; the
+            patched model's config says which.
         eps: Added to the normaliser, 1e-37..1e37.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.patching import LinearAttentionCacheLayer, part_of
+from hf_linear_attn.patching import LinearAttentionCacheLayer
 
 
 @torch.no_grad()
@@ -45,11 +45,8 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     # The window, its sinks, and the slot where the next token goes.
     places = layers[0]["near_k"].shape[2]
     settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
-    # Keys that only the linear branch reads, for their rotation is undone, lie beside the window's.
-    indices = [m.layer_idx for m in model.modules() if (part := part_of(m)) is not None and part.undoes]
-    held = [cache.layers[index].tensors for index in {*indices}]
-    unrotated = sum(_bytes(tensors["near_k"]) // 2 for tensors in held if "near_k" in tensors)
-    far, near = size("kv", "z", "far_keys") + unrotated, size("near_k", "near_v") - unrotated
+    # The angles of the window's tokens are kept for the linear branch alone.
+    far, near = size("kv", "z", "far_keys", "near_turns"), size("near_k", "near_v")
     return int((settings.window or 0) + math.ceil(far * places / near))
 
 

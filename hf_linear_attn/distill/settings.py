@@ -46,7 +46,7 @@ LENGTH_FACTORS = (1, 2, 4)
 CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
 """The settings of a conversion; what is left out says what became of it."""
 
-RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4)
+RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4, rotary="auto")
 """How a model is converted that is going to be trained.
 
 ``patch_model``'s own defaults are for a model that nobody trains: its ``elu`` has nothing to learn. What the study
@@ -536,6 +536,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "window": 64,
         "sinks": 0,
         "mix": "shared",
+        "rotary": "keep",
         "length_factors": [1],
         "transfer_loss": "output",
         "map_lr": 1e-2,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
+from hf_linear_attn.config import LATER
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import linear_attention_parts
@@ -257,8 +258,8 @@ class Trainer:
         if found is None:
             return None
         now = self._what_weights_depend_on()
-        # What an older run did not know of was as it is by default, and it wrote an object as text.
-        before = json.loads(json.dumps(DistillationSettings().to_dict())) | found.meta["settings"]
+        # What an older run did not know of was as it is by default, or was then, and it wrote an object as text.
+        before = json.loads(json.dumps(DistillationSettings().to_dict())) | LATER | found.meta["settings"]
         if isinstance(before["feature_map_options"], str):
             before["feature_map_options"] = json.loads(before["feature_map_options"])
         if (column := before.pop("text_column", "text")) != "text":

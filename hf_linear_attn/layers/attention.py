@@ -99,8 +99,7 @@ class LinearAttention(nn.Module):
         if self.window is None or self.mix.has_far:
             slots |= self.rule.slots(kv_heads, features, value_dim, copies)
         if self.window is not None:
-            kinds = 2 if self.undoes else 1
-            slots |= self.window.slots(kv_heads, kinds * head_dim, value_dim) | self.mix.slots(copies)
+            slots |= self.window.slots(kv_heads, head_dim, value_dim, turned=self.undoes) | self.mix.slots(copies)
         return slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
@@ -127,8 +126,10 @@ class LinearAttention(nn.Module):
                 "Leave the window out, or this layer with layers=.",
                 where=self.name,
             )
-        if self.undoes:
-            q, k = self._unrotated(q, call.rotation), self._unrotated(k, call.rotation)
+        if self.window is None and call.rotation is not None and self.undoes:
+            q, k = call.rotation.undo(q), call.rotation.undo(k)
+        if self.window is None or not self.undoes:
+            call = call._replace(rotation=None)
         if call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:
@@ -147,19 +148,6 @@ class LinearAttention(nn.Module):
         if call.state is not None:
             self._keep(whole, carried, v, call.state)
         return o
-
-    def _unrotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return queries or keys as the linear branch reads them; beside a window, behind those that it reads."""
-        plain = x if rotation is None else rotation.undo(x)
-        return plain if self.window is None else torch.cat([x, plain], -1)
-
-    def exact(self, x: Tensor) -> Tensor:
-        """Return queries or keys of a piece, or of the window, as the exact branch reads them."""
-        return x[..., : self.sizes.head_dim] if self.undoes and self.window is not None else x
-
-    def linear(self, x: Tensor) -> Tensor:
-        """Return queries or keys of a piece, or of the window, as the linear branch reads them."""
-        return x[..., self.sizes.head_dim :] if self.undoes and self.window is not None else x
 
     @property
     def reach(self) -> int:
@@ -180,10 +168,11 @@ class LinearAttention(nn.Module):
         seen = None if state is None else state.tensors.get("seen")
         positions = _positions(q, call.key_mask, seen)
         piece = Piece(q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens)
+        piece = piece._replace(rotation=call.rotation)
         if self.window is None:
             return piece
         unread = state is None or not state.first_read
-        tokens = self.window.open(k, v, call.key_mask, positions if unread else None, state)
+        tokens = self.window.open(k, v, call.key_mask, positions if unread else None, state, call.rotation)
         number, past = None, tokens.k.shape[2] - q.shape[2]
         if self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
@@ -214,7 +203,7 @@ class LinearAttention(nn.Module):
         """
         if piece.tokens is None or self.window is None:
             mask, positions = piece.mask, piece.positions
-            phi_q, phi_k, kernel = self._features(piece, piece.k, positions, positions)
+            phi_q, phi_k, kernel = self._features(piece.q, piece.k, positions, positions)
             found = self.rule.read(
                 phi_q,
                 phi_k,
@@ -228,12 +217,10 @@ class LinearAttention(nn.Module):
             return found.o, found.state
         tokens, count = piece.tokens, piece.q.shape[2]
         sinks = None if "sinks" in self.disabled else piece.sinks(self.window.size)
-        if sinks is not None:
-            sinks = (self.exact(sinks[0]), *sinks[1:])
-        q, k, size, backend = self.exact(piece.q), self.exact(tokens.k), self.window.size, self.settings.backend
-        near = Near(q, k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend)
+        size, backend = self.window.size, self.settings.backend
+        near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend)
         if not self.mix.has_far:
-            return self.mix.join(near, Far(q, piece.positions, piece.positions, None, None), {}), {}
+            return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
         far, carried = self._read_far(piece, tokens, count, carried)
         if "window" in self.disabled:
             return far.o, carried
@@ -250,9 +237,11 @@ class LinearAttention(nn.Module):
         past = tokens.k.shape[2] - count
         # Keys that lag by the window lag by nothing where they begin a window earlier.
         delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
-        k, v = tokens.k[:, :, :count], tokens.v[:, :, :count]
+        q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
+        if piece.rotation is not None and tokens.rotation is not None:
+            q, k = piece.rotation.undo(q), tokens.rotation.cut(0, count).undo(k)
         mask = None if tokens.counts is None else tokens.counts[:, :count]
-        phi_q, phi_k, kernel = self._features(piece, k, piece.positions, piece.key_positions[:, :count])
+        phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count])
         found = self.rule.read(
             phi_q,
             phi_k,
@@ -269,17 +258,17 @@ class LinearAttention(nn.Module):
         kept, sums = dict(found.state), None
         if self.mix.sums_keys:
             sums = None if carried is None else carried["far_keys"]
-            gone = self.exact(tokens.k[:, :, :left])
+            gone = tokens.k[:, :, :left]
             gone = gone if tokens.counts is None else gone.masked_fill(~counts[:, None, :left, None], 0)
             total = gone.sum(2, dtype=upcast(gone[:0]).dtype)
             kept["far_keys"] = total if sums is None else total + sums
         return Far(found.o, piece.number, counts, found.mass, sums), kept
 
     def _features(
-        self, piece: Piece, k: Tensor, positions_q: Tensor, positions_k: Tensor
+        self, q: Tensor, k: Tensor, positions_q: Tensor, positions_k: Tensor
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
-        q, k, kernel = self.linear(piece.q), self.linear(k), self.feature_map.kernel
+        kernel = self.feature_map.kernel
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
             return q, k, kernel
         backend = self.settings.backend
@@ -300,6 +289,7 @@ class LinearAttention(nn.Module):
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)
         new = whole.mask.sum(1) if whole.mask is not None else count
+        state.padded |= whole.mask is not None
         kept["seen"] = state.tensors["seen"] + new
         state.write(kept)
         state.advance(count, v.device)

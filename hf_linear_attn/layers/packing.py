@@ -40,9 +40,12 @@ def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Cal
         last = torch.tensor([end for _, end in texts], device=q.device)[:, None]
         place = first + torch.arange(length, device=q.device)
         real = place < last
-        rows = [x[0, :, place.clamp(max=q.shape[2] - 1)].transpose(0, 1) for x in (q, k, v)]
-        mask = None if call.key_mask is None else call.key_mask[0, place.clamp(max=q.shape[2] - 1)] & real
-        outputs.append(layer.attend(rows[0], rows[1], rows[2], alone._replace(key_mask=mask)).transpose(1, 2)[real])
+        at = place.clamp(max=q.shape[2] - 1)
+        rows = [x[0, :, at].transpose(0, 1) for x in (q, k, v)]
+        mask = None if call.key_mask is None else call.key_mask[0, at] & real
+        rotation = None if call.rotation is None else call.rotation._replace(turns=call.rotation.turns[0, at])
+        own = alone._replace(key_mask=mask, rotation=rotation)
+        outputs.append(layer.attend(rows[0], rows[1], rows[2], own).transpose(1, 2)[real])
         places.append(place[real])
     order = torch.cat(places).argsort()
     return torch.cat(outputs)[order].transpose(0, 1)[None]

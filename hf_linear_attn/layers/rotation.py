@@ -23,19 +23,31 @@ class Layout(NamedTuple):
     angles: Literal["entry", "pair", "first"] = "entry"
     at_end: bool = False
 
+    def by_pair(self, x: Tensor) -> Tensor:
+        """Return the cosines or sines of pairs; those of entries are alike within one."""
+        if self.angles == "pair":
+            return x
+        if self.angles == "entry" and self.pairs == "next":
+            return x[..., ::2]
+        return x[..., : x.shape[-1] // 2]
+
     def by_entry(self, x: Tensor) -> Tensor:
         """Spread cosines or sines over the entries that they are for."""
         if self.angles == "entry":
             return x
-        x = x[..., : x.shape[-1] // 2] if self.angles == "first" else x
-        return torch.cat([x, x], -1) if self.pairs == "half" else x.repeat_interleave(2, -1)
+        x = self.by_pair(x)
+        return self.whole(x, x)
 
-    def crossed(self, x: Tensor) -> Tensor:
-        """Make ``(-b, a)`` of every pair ``(a, b)``."""
+    def pairs_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first and the second entries of all pairs."""
         if self.pairs == "half":
             a, b = x.chunk(2, -1)
-            return torch.cat([-b, a], -1)
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+            return a, b
+        return x[..., ::2], x[..., 1::2]
+
+    def whole(self, a: Tensor, b: Tensor) -> Tensor:
+        """Put the entries of pairs where they were."""
+        return torch.cat([a, b], -1) if self.pairs == "half" else torch.stack([a, b], -1).flatten(-2)
 
 
 STILL = Layout("none")
@@ -54,43 +66,50 @@ class Rotation(NamedTuple):
     """The rotation of some tokens' queries and keys, with the factor that it may have.
 
     Attributes:
-        cos: Cosines ``[B or 1, T, *]``, times the factor.
-        sin: Sines of the same shape, times the factor.
-        layout: What they are for.
+        turns: Cosines of the pairs and then their sines, times the factor ``[B or 1, T, R]``, for R entries.
+        layout: Which entries those are.
     """
 
-    cos: Tensor
-    sin: Tensor
+    turns: Tensor
     layout: Layout
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, layout: Layout) -> "Rotation":
+        """Take cosines and sines ``[B or 1, T, *]`` as a model hands them to its layers."""
+        return cls(torch.cat([layout.by_pair(cos), layout.by_pair(sin)], -1), layout)
 
     def fits(self, x: Tensor) -> bool:
         """Tell whether there are angles for the tokens, and entries for the angles, of queries or keys."""
-        batch, tokens, _ = self.cos.shape
-        width = self.layout.by_entry(self.cos[:1, :1]).shape[-1]
-        return batch in (1, x.shape[0]) and tokens == x.shape[2] and width <= x.shape[3] and width % 2 == 0
+        batch, tokens, width = self.turns.shape
+        return batch in (1, x.shape[0]) and tokens == x.shape[2] and width <= x.shape[3]
 
     def do(self, x: Tensor) -> Tensor:
         """Turn queries or keys ``[B, H, T, D]``."""
-        return self._turned(x, undo=False)
+        cos, sin = upcast(self.turns).chunk(2, -1)
+        return self._turned(x, cos, -sin)
 
     def undo(self, x: Tensor) -> Tensor:
         """Turn queries or keys ``[B, H, T, D]`` back: by the negative sine, over the square of the factor."""
-        return self._turned(x, undo=True)
+        cos, sin = upcast(self.turns).chunk(2, -1)
+        # Of a slot that holds no token, the angles are 0 and so is what they turn.
+        square = (cos.square() + sin.square()).clamp(min=torch.finfo(cos.dtype).tiny)
+        return self._turned(x, cos / square, sin / square)
+
+    def cut(self, start: int, end: int) -> "Rotation":
+        """Return the rotation of the tokens ``[start, end)``."""
+        return self._replace(turns=self.turns[:, start:end])
 
     def flat(self, batch: int) -> "Rotation":
         """Return the rotation of rows that are laid end to end."""
-        cos, sin = (x.expand(batch, -1, -1).flatten(0, 1)[None] for x in (self.cos, self.sin))
-        return self._replace(cos=cos, sin=sin)
+        return self._replace(turns=self.turns.expand(batch, -1, -1).flatten(0, 1)[None])
 
-    def _turned(self, x: Tensor, *, undo: bool) -> Tensor:
-        cos, sin = (upcast(self.layout.by_entry(y))[:, None] for y in (self.cos, self.sin))
-        width = cos.shape[-1]
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn every pair ``(a, b)`` into ``(a cos + b sin, b cos - a sin)``."""
+        cos, sin, width = cos[:, None], sin[:, None], self.turns.shape[-1]
         still = x.shape[-1] - width
-        whole, at_end = x, self.layout.at_end
-        x = upcast(x[..., still:] if at_end else x[..., :width])
-        crossed = self.layout.crossed(x)
-        x = (x * cos - crossed * sin) / (cos.square() + sin.square()) if undo else x * cos + crossed * sin
-        x = x.to(whole.dtype)
+        turned = x if not still else x[..., still:] if self.layout.at_end else x[..., :width]
+        a, b = self.layout.pairs_of(upcast(turned))
+        turned = self.layout.whole(a * cos + b * sin, b * cos - a * sin).to(x.dtype)
         if not still:
-            return x
-        return torch.cat([whole[..., :still], x] if at_end else [x, whole[..., width:]], -1)
+            return turned
+        return torch.cat([x[..., :still], turned] if self.layout.at_end else [turned, x[..., width:]], -1)

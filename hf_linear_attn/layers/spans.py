@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.window import Tokens
 from hf_linear_attn.ops.state import empty_like_tokens
 
@@ -47,6 +48,7 @@ class Piece(NamedTuple):
         cu_seqlens: Boundaries of packed sequences that are read together.
         key_positions: Positions of the keys in ``tokens``.
         start: Number of the first query in its call.
+        rotation: By which the queries are turned, where they are to be turned back for the linear branch.
     """
 
     q: Tensor
@@ -61,6 +63,7 @@ class Piece(NamedTuple):
     cu_seqlens: Tensor | None = None
     key_positions: Tensor | None = None
     start: int = 0
+    rotation: Rotation | None = None
 
     def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the sinks' keys and values, and which query sees which."""
@@ -79,6 +82,7 @@ class Piece(NamedTuple):
             positions=self.positions[:, a:b],
             number=None if self.number is None else self.number[:, a:b],
             start=self.start + a,
+            rotation=None if self.rotation is None else self.rotation.cut(a, b),
         )
         if self.tokens is None or self.key_positions is None:
             return piece
@@ -87,6 +91,7 @@ class Piece(NamedTuple):
             v=self.tokens.v[:, :, low:high],
             mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
             counts=None if self.tokens.counts is None else self.tokens.counts[:, low:high],
+            rotation=None if self.tokens.rotation is None else self.tokens.rotation.cut(low, high),
         )
         return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
 
@@ -149,8 +154,10 @@ def _with_keys(piece: Piece, q: Tensor, keys: Sequence[Tensor]) -> Piece:
     """Put other queries and keys into a piece, as :func:`_keys` lists them."""
     if piece.tokens is None:
         return piece._replace(q=q, k=keys[0], v=keys[1])
-    names = ("k", "v", "sink_k", "sink_v")[: len(keys)]
-    return piece._replace(q=q, tokens=piece.tokens._replace(**dict(zip(names, keys, strict=True))))
+    tokens = piece.tokens._replace(k=keys[0], v=keys[1])
+    if len(keys) > 2:
+        tokens = tokens._replace(sink_k=keys[2], sink_v=keys[3])
+    return piece._replace(q=q, tokens=tokens)
 
 
 def _forward(

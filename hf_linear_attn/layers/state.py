@@ -48,6 +48,7 @@ class State:
         tensors: The tensors by name, batch first; none before the first token.
         slots: What each of them is.
         first_read: Whether the first tokens of every row, which are kept for ever, have all been read.
+        padded: Whether some of the tokens read may have been masked.
     """
 
     def __init__(self, *, static: bool = False) -> None:
@@ -55,7 +56,7 @@ class State:
         self.length: int | Tensor = torch.tensor(0) if static else 0
         self.tensors: dict[str, Tensor] = {}
         self.slots: Mapping[str, Slot] = {}
-        self.first_read = False
+        self.first_read = self.padded = False
 
     def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor) -> None:
         """Begin with zeros; nothing happens where there are tensors already."""
@@ -106,6 +107,7 @@ class State:
     def reset(self) -> None:
         """Forget every token."""
         self.restore({})
+        self.padded = False
         if isinstance(self.length, Tensor):
             self.length.zero_()
         else:

@@ -45,8 +45,9 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
     else:
-        o = _hybrid_(layer, window, q, k, v, real, state, layer.scaling(call))
+        o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
+    state.padded |= real is not None
     if whole is not None:
         # The kernel tells sinks by the number of tokens seen.
         return o
@@ -61,13 +62,13 @@ def _for_kernel(
     backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device):
         return None
-    if layer.rule.name != "additive" or mix not in HYBRID_MIXES or layer.undoes:
+    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
         return None
     features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
     if features is None:
         return None
     phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    tensors, weights, length = state.tensors, layer.weights(), state.length
+    tensors, weights, length, rotation = state.tensors, layer.weights(), state.length, call.rotation
     whole = HybridStep(
         q,
         k,
@@ -82,6 +83,8 @@ def _for_kernel(
         tensors["near_k"],
         tensors["near_v"],
         tensors["near_mask"],
+        None if rotation is None else tensors["near_turns"],
+        None if rotation is None else rotation.turns,
         weight_q,
         power_q,
         weight_k,
@@ -95,6 +98,8 @@ def _for_kernel(
         window.sinks,
         layer.scaling(call),
         layer.rule.eps,
+        "half" if rotation is None else rotation.layout.pairs,
+        rotation is not None and rotation.layout.at_end,
     )
     return whole if hybrid_obstacle(whole) is None else None
 
@@ -165,44 +170,65 @@ def _hybrid_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    real: Tensor | None,
     state: State,
-    scaling: float,
+    call: "Call",
 ) -> Tensor:
-    """Step a layer with a window; ``real`` is the key mask ``[B, 1]``."""
+    """Step a layer with a window."""
+    real, scaling, rotation = call.key_mask, layer.scaling(call), call.rotation
     k, v = _cleared(k, real), _cleared(v, real)
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    keys, far, number = tensors.get("far_keys"), None, None
+    keys, far = tensors.get("far_keys"), None
+    number: Tensor | int | None = None
+    full = _is_full(window, state, real)
     rows = _grouped(q, near_k.shape[1])
-    exact = layer.exact(rows)
-    wide = upcast(exact)
+    wide = upcast(rows)
     if layer.mix.has_far:
-        gone_k, gone_v, counts = _take(near_k, 2, old), _take(near_v, 2, old), _take(mask, 1, old)
+        gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
+        counts = None if full else _take(mask, 1, old)
         position = seen
         if layer.feature_map.positional and layer.feature_map.kernel is None:
             # Those that are in the circle came last, and the one that leaves is the first of them.
             position = seen - mask[:, window.sinks :].sum(1)
         queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
-        if layer.undoes:
-            queries = layer.linear(rows).to(queries.dtype)
-        far = _read_far(layer, queries, layer.linear(gone_k), gone_v, counts, seen, position, state)
+        plain = gone_k
+        if rotation is not None:
+            turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
+            plain = rotation._replace(turns=_take(turns, 1, old)).undo(gone_k)
+            queries = rotation.undo(queries)
+            _put_(turns, 1, new, rotation.turns)
+        far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
         if keys is not None:
-            gone = layer.exact(gone_k)
-            gone = gone[:, :, 0] if keys.ndim == 3 else gone
-            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
+            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
+            if counts is None:
+                keys.add_(gone)
+            else:
+                keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
     _count_(seen, real)
-    if far is not None:
-        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
-    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], exact @ layer.exact(near_k).mT, alpha=scaling)
+    scores = rows @ near_k.mT
+    if full:
+        number = state.length + 1 - window.size - window.sinks
+        scores = scores.to(wide.dtype).mul_(scaling)
+        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
+    else:
+        if far is not None:
+            number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+        hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+        scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _is_full(window: Window, state: State, real: Tensor | None) -> bool:
+    """Tell whether the host knows that every slot but one holds a token of every row, and one leaves that counts."""
+    if real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling():
+        return False
+    return state.first_read and state.length >= window.size + window.sinks
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -242,7 +268,7 @@ def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
     return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
 
 
-def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | bool) -> None:
+def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:
     """Overwrite one slot."""
     if isinstance(place, Tensor):
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.state import Slot, State
 
 NOWHERE = 2**62
@@ -27,6 +28,7 @@ class Tokens(NamedTuple):
             sink. None where all are.
         counts: ``[B, P + T]`` bool, True = a real token that is no sink: it counts in the linear branch once it has
             left the window. None where all do.
+        rotation: By which the keys are turned, where they are to be turned back once they leave the window.
         sink_k: ``[B, HKV, N, D]``, None without sinks.
         sink_v: ``[B, HKV, N, V]``.
         sink_place: ``[B, N]`` int64: the query at which a sink came; -1 before the first query, :data:`NOWHERE` for one
@@ -37,6 +39,7 @@ class Tokens(NamedTuple):
     v: Tensor
     mask: Tensor | None
     counts: Tensor | None
+    rotation: Rotation | None = None
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     sink_place: Tensor | None = None
@@ -64,16 +67,28 @@ class Window:
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
 
-    def slots(self, kv_heads: int, head_dim: int, value_dim: int) -> dict[str, Slot]:
-        """Describe the tensors: sinks first, then the circle."""
+    def slots(self, kv_heads: int, head_dim: int, value_dim: int, *, turned: bool = False) -> dict[str, Slot]:
+        """Describe the tensors: sinks first, then the circle; with the angles by which keys are turned, if need be."""
         places = self.sinks + self.size + 1
-        return {
+        found = {
             "near_k": Slot((kv_heads, places, head_dim), "token"),
             "near_v": Slot((kv_heads, places, value_dim), "token"),
             "near_mask": Slot((places,), torch.bool),
         }
+        if turned:
+            # All heads turn alike.
+            found["near_turns"] = Slot((places, head_dim), "token")
+        return found
 
-    def open(self, k: Tensor, v: Tensor, mask: Tensor | None, numbers: Tensor | None, state: State | None) -> Tokens:
+    def open(
+        self,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        numbers: Tensor | None,
+        state: State | None,
+        rotation: Rotation | None = None,
+    ) -> Tokens:
         """Put the new tokens behind those that a state holds.
 
         Args:
@@ -83,6 +98,7 @@ class Window:
             numbers: Numbers of the real tokens in their text ``[B, T]``, which tell sinks; None where all sinks have
                 been read.
             state: What was read before; None or empty where nothing was.
+            rotation: By which the keys are turned; None where nobody asks.
         """
         held = state.read() if state is not None and state.tensors else None
         sinks: tuple[Tensor, ...] = ()
@@ -98,18 +114,25 @@ class Window:
                 sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)
         if held is None or state is None:
             if not isinstance(k.shape[2], torch.SymInt):
-                return Tokens(k, v, mask, counts, *sinks)
+                return Tokens(k, v, mask, counts, rotation, *sinks)
             # A graph for every length has no branch on whether a text is longer than the window: a window of nothing
             # stands before it.
             old_k, old_v = (x.new_zeros(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
             old_mask = k.new_zeros(k.shape[0], self.size, dtype=torch.bool)
+            old_turns = k.new_zeros(k.shape[0], self.size, k.shape[3])
         else:
             order = self._order(state, k.device)
             old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
             old_mask = held["near_mask"].index_select(1, self.sinks + order)
+            if rotation is not None:
+                old_turns = held["near_turns"].index_select(1, self.sinks + order)
+        if rotation is not None:
+            new_turns = rotation.turns.expand(k.shape[0], -1, -1)
+            old_turns = old_turns[..., : new_turns.shape[2]]
+            rotation = rotation._replace(turns=torch.cat([old_turns, new_turns.to(old_turns.dtype)], 1))
         all_real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
         mask, counts = (torch.cat([old_mask, all_real if x is None else x], 1) for x in (mask, counts))
-        return Tokens(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), mask, counts, *sinks)
+        return Tokens(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), mask, counts, rotation, *sinks)
 
     def close(self, tokens: Tokens, new: int, state: State) -> dict[str, Tensor]:
         """Return the tensors that hold the last W tokens and the sinks, after ``new`` more tokens.
@@ -134,6 +157,11 @@ class Window:
             if sink is not None:
                 circle[:, :, : self.sinks] = sink.detach()
             found[name] = circle
+        if tokens.rotation is not None:
+            turns = tokens.rotation.turns[:, past + new - kept :].detach()
+            circle = tokens.k.new_zeros(batch, self.sinks + self.size + 1, tokens.k.shape[3])
+            circle[..., : turns.shape[2]].index_copy_(1, places, turns.to(circle.dtype).expand(batch, -1, -1))
+            found["near_turns"] = circle
         held = mask.new_zeros(batch, self.sinks + self.size + 1).index_copy_(1, places, mask[:, past + new - kept :])
         if tokens.sink_place is not None:
             held[:, : self.sinks] = tokens.sink_place < NOWHERE

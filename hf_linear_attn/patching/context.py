@@ -361,6 +361,7 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
             state.allocate(part.slots(values.shape[-1], values.device), len(values), values)
             state.write(held)
         state.length = length
+        state.padded = not bool((held["seen"] == length).all())
 
 
 def _mask(seen: Tensor, length: int) -> Tensor:

@@ -9,11 +9,12 @@ from functools import wraps
 from logging import getLogger
 from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, first_line
 from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.discover import (
@@ -29,7 +30,7 @@ from hf_linear_attn.patching.discover import (
 from hf_linear_attn.patching.hook import IMPLEMENTATION, Host, enter_module, leave_module
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
-from hf_linear_attn.patching.rotation import is_rotated
+from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
 
 logger = getLogger(__name__)
 
@@ -75,7 +76,7 @@ def patch_model(
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
         rotary: Whether the linear branch reads queries and keys rotated by their positions, ``"keep"``, or with the
-            rotation undone, ``"undo"``, see there.
+            rotation undone, ``"undo"``, or whichever can be had, ``"auto"``, see there.
         feature_map_options: The map's own settings.
         eps: Added to the normaliser, > 0.
         backend: As in :func:`linear_attention`.
@@ -121,6 +122,8 @@ def patch_model(
 
 def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice = None) -> ModelT:
     """Patch ``model`` as ``config`` says; ``layers`` overrides its layers. See :func:`patch_model`."""
+    if config.rotary == "auto":
+        return _with_known_rotation(model, config, layers)
     feature_map_class(config.feature_map)
     if is_patched(model):
         raise ArgumentError(
@@ -175,6 +178,50 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     model.config.linear_attention = config.to_dict()
     model.__class__ = linear_attention_class(type(model))
     return model
+
+
+@torch.no_grad()
+def _with_known_rotation(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice) -> ModelT:
+    """Patch a model with its rotation undone where that is known, beside a window, which knows positions; else kept."""
+    keep, undo = replace(config, rotary="keep"), replace(config, rotary="undo")
+    if config.window is None or config.mix == "window":
+        return apply_config(model, keep, layers)
+    try:
+        chosen = choose_layers(model, config.layers if layers is None else layers)
+        if not any(is_rotated(layer.module, layer.name) for layer in chosen):
+            return apply_config(model, keep, layers)
+        _find_rotations(apply_config(model, undo, layers))
+    except UnknownRotationError as error:
+        if is_patched(model):
+            unpatch_model(model)
+        logger.warning("%s: feature maps see rotated queries and keys: %s", type(model).__name__, first_line(error))
+        return apply_config(model, keep, layers)
+    return model
+
+
+def _find_rotations(model: PreTrainedModel) -> None:
+    """Call a model on a few tokens, so that every layer finds out how it rotates.
+
+    Raises:
+        UnknownRotationError: If one does not, or the model cannot be called so.
+    """
+    weight = next(model.parameters())
+    device = weight.device
+    if not has_values(weight):
+        return
+    tokens = {name: x.to(device) for name, x in model.dummy_inputs.items() if isinstance(x, Tensor)}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            model(**tokens)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnknownRotationError(
+                "rotary",
+                "be 'keep' or 'undo' where a model cannot be called on a few tokens",
+                "auto",
+                f"It ended with {type(error).__name__}: {first_line(error)}.",
+            ) from error
 
 
 def _models_of(model: nn.Module) -> list[nn.Module]:

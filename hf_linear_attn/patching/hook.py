@@ -16,7 +16,7 @@ from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
-from hf_linear_attn.patching.rotation import angles_of, find_layout, with_angles
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, with_angles
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -98,9 +98,12 @@ def _rotation(
     if angles is None:
         return None
     layout = part.layout
+    if layout is None and not has_values(angles[0]):
+        # Whatever it is, it takes as much memory and time.
+        return Rotation.of(*angles, Layout("half"))
     if layout is None:
         layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
-    return None if layout is None or layout.pairs == "none" else Rotation(*angles, layout)
+    return None if layout is None or layout.pairs == "none" else Rotation.of(*angles, layout)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -303,11 +306,12 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
         rotation = call.rotation
         if rotation is not None:
-            rotation = rotation._replace(cos=unread["cos"], sin=unread["sin"])
+            rotation = rotation._replace(turns=unread["turns"])
         part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=rotation))
     if layer.record_past:
         mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask
-        layer.record(k=k, v=v, mask=mask, **_angles(call.rotation, len(q)))
+        turns = {} if call.rotation is None else {"turns": call.rotation.turns.expand(len(q), -1, -1)}
+        layer.record(k=k, v=v, mask=mask, **turns)
     o: Tensor = part(q, k, v, call._replace(key_mask=mask))
     return o
 
@@ -326,13 +330,6 @@ def _scope_of(module: nn.Module, part: LinearAttention) -> Scope | None:
             where=part.name,
         )
     return None
-
-
-def _angles(rotation: Rotation | None, rows: int) -> dict[str, Tensor]:
-    """Return the angles of a rotation by name, for as many rows."""
-    if rotation is None:
-        return {}
-    return {name: getattr(rotation, name).expand(rows, -1, -1) for name in ("cos", "sin")}
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:

@@ -153,8 +153,9 @@ def linear_attention_mask(
             return real
     if mask is None:
         return None
-    # One token: asking whether it is real would cost a synchronisation at every step.
-    if q_length > 1 and not (torch.compiler.is_compiling() or mask.is_meta) and bool(mask.all()):
+    # One token: on a GPU, asking whether it is real would cost a synchronisation at every step.
+    asks = (q_length > 1 or mask.device.type == "cpu") and not (torch.compiler.is_compiling() or mask.is_meta)
+    if asks and bool(mask.all()):
         return None
     return mask
 

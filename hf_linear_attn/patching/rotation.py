@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.rotation import LAYOUTS, STILL, Layout, Rotation
 
 ARGUMENT = "position_embeddings"
@@ -26,15 +28,25 @@ TOLERANCE_16 = 3e-2
 TOKENS = 64
 """Tokens that a layout is checked on."""
 
+
+class UnknownRotationError(UnsupportedError):
+    """It cannot be told how a layer rotates its queries and keys."""
+
+
 Angles = tuple[Tensor, Tensor]
 Look = Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]
+
+
+def has_values(x: Tensor) -> bool:
+    """Tell whether a tensor has numbers, and not only a shape."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def is_rotated(module: nn.Module, name: str) -> bool:
     """Tell whether an attention module is handed a rotation.
 
     Raises:
-        UnsupportedError: If it makes one by itself, which nobody else sees.
+        UnknownRotationError: If it makes one by itself, which nobody else sees.
     """
     takes, source = _forward_of(type(module))  # type: ignore[arg-type]  # classes are hashable
     if takes:
@@ -60,7 +72,7 @@ def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         kwargs: Those by keyword.
 
     Raises:
-        UnsupportedError: If they have another form.
+        UnknownRotationError: If they have another form.
     """
     value = kwargs.get(ARGUMENT)
     if value is None:
@@ -124,7 +136,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
         nothing can be told.
 
     Raises:
-        UnsupportedError: If there is none.
+        UnknownRotationError: If there is none.
     """
     cos, sin = angles
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +144,7 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     before, after = look(torch.ones_like(cos), torch.zeros_like(sin)), look(*drawn)
     if before is None or after is None:
         raise _unknown(name, "its queries and keys are not seen")
-    if before[0].is_meta:
+    if not has_values(before[0]):
         return None
     if before[0].shape[2] != cos.shape[1]:
         raise _unknown(name, f"there are angles for {cos.shape[1]} tokens, and {before[0].shape[2]} queries")
@@ -146,14 +158,33 @@ def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> 
     if all(_equal(x, y) for x, y in pairs):
         return STILL
     for layout in LAYOUTS:
-        rotation, own = Rotation(drawn_cos, drawn_sin, layout), Rotation(cos, sin, layout)
-        if not all(rotation.fits(x) and _equal(rotation.do(x), y) for x, y in pairs):
+        if not all(_fits(layout, x, drawn_cos) for x, _ in pairs):
+            continue
+        if not all(_equal(_turned(layout, x, drawn_cos, drawn_sin), y) for x, y in pairs):
             continue
         # There and back is the same, if the model's own angles are a rotation's.
-        if not all(_equal(own.undo(own.do(x.float())), x.float()) for x, _ in pairs):
+        own, exact = Rotation.of(cos, sin, layout), [x.float() for x, _ in pairs]
+        if not all(_equal(own.undo(_turned(layout, x, cos, sin)), x) for x in exact):
             raise _unknown(name, "its angles are no rotation's")
         return layout
     raise _unknown(name, "no known rotation makes what the layer does to queries and keys")
+
+
+def _fits(layout: Layout, x: Tensor, cos: Tensor) -> bool:
+    """Tell whether there are angles for the tokens, and entries for the angles."""
+    batch, tokens, width = layout.by_entry(cos).shape
+    return batch in (1, x.shape[0]) and tokens == x.shape[2] and width <= x.shape[3] and width % 2 == 0
+
+
+def _turned(layout: Layout, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys as a model does, every entry by its own angle."""
+    cos, sin = (upcast(layout.by_entry(y))[:, None] for y in (cos, sin))
+    width = cos.shape[-1]
+    still = x.shape[-1] - width
+    moved = upcast(x[..., still:] if layout.at_end else x[..., :width])
+    a, b = layout.pairs_of(moved)
+    moved = (moved * cos + layout.whole(-b, a) * sin).to(x.dtype)
+    return torch.cat([x[..., :still], moved] if layout.at_end else [moved, x[..., width:]], -1)
 
 
 def _finite(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,11 +208,11 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     return bool((x.to(wide) - y.to(wide)).norm() <= tolerance * y.to(wide).norm())
 
 
-def _unknown(name: str, reason: str) -> UnsupportedError:
-    return UnsupportedError(
+def _unknown(name: str, reason: str) -> UnknownRotationError:
+    return UnknownRotationError(
         "rotary",
-        "be 'keep' where it cannot be told how queries and keys are rotated",
+        "be 'keep' or 'auto' where it cannot be told how queries and keys are rotated",
         "undo",
-        f"Here {reason}: leave rotary= out, or this layer with layers=.",
+        f"Here {reason}: say so, or leave this layer out with layers=.",
         where=name,
     )

@@ -13,7 +13,7 @@ IDS = torch.arange(3, 83)[None]
 
 def cache_bytes(model):
     layers = model(input_ids=IDS, use_cache=True).past_key_values.layers
-    names = ("kv", "z", "far_keys", "near_k", "near_v")
+    names = ("kv", "z", "far_keys", "near_k", "near_v", "near_turns")
     return sum(x.nbytes for layer in layers for name, x in layer.tensors.items() if name in names)
 
 

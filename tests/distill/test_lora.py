@@ -60,7 +60,7 @@ def test_merged_and_unmerged_students_are_equal(settings, teacher, tokenizer, da
 
 def test_the_peft_folder_loads_on_a_freshly_patched_base(settings, teacher, tokenizer, data, tmp_path):
     result = run(settings, teacher, tokenizer, data, merge_lora=False, output_dir=str(tmp_path))
-    fresh = patch_model(copy.deepcopy(teacher), feature_map="norm_preserving", window=4, sinks=1)
+    fresh = patch_model(copy.deepcopy(teacher), feature_map="norm_preserving", window=4, sinks=1, rotary="auto")
     loaded = PeftModel.from_pretrained(fresh, tmp_path)
     torch.testing.assert_close(loaded(IDS).logits, result.student(IDS).logits)
     cached = loaded.generate(IDS, max_new_tokens=5, do_sample=False)

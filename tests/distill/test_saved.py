@@ -8,6 +8,7 @@ import pytest
 
 from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.checkpoint import checkpoints
+from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ def test_a_run_that_older_code_began_goes_on(tmp_path, monkeypatch):
     settings = DistillationSettings(
         window=4,
         sinks=1,
+        rotary="keep",
         block_tokens=16,
         rows=2,
         transfer_steps=2,
@@ -33,6 +35,8 @@ def test_a_run_that_older_code_began_goes_on(tmp_path, monkeypatch):
         output_dir=str(tmp_path / "run"),
     )
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
+    with pytest.raises(ArgumentError, match=r"Changed: rotary 'keep' -> 'auto'\. Restore them"):
+        distill(settings.with_changes(rotary="auto"), teacher=tiny_teacher(), tokenizer=byte_tokenizer())
     result = distill(settings, teacher=tiny_teacher(), tokenizer=byte_tokenizer())
     # It was killed in its fifth step of `distill`, whose loss it had logged.
     logged = [json.loads(line) for line in (SAVED / "run" / "log.jsonl").read_text().splitlines()]

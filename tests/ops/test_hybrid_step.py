@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, step
+from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import HybridStep, hybrid_step_
 from hf_linear_attn.ops.step.triton import op
 
@@ -36,6 +37,8 @@ class Case(NamedTuple):
     padded: bool = False
     static: bool = False
     copies: int | None = None
+    turned: int = 0
+    layout: Layout = Layout("half", "pair")
     options: dict[str, object] = {}  # noqa: RUF012  # nobody changes it
 
     def layer(self, backend: str) -> LinearAttention:
@@ -47,8 +50,10 @@ class Case(NamedTuple):
             window=self.window,
             sinks=self.sinks,
             backend=backend,
+            rotary="undo" if self.turned else "keep",
         )
-        layer = LinearAttention(config, Sizes(self.D, self.H, self.HKV, self.D**-0.5), "layer").to(DEVICE)
+        sizes = Sizes(self.D, self.H, self.HKV, self.D**-0.5)
+        layer = LinearAttention(config, sizes, "layer", rotated=self.turned > 0).to(DEVICE)
         g = torch.Generator(DEVICE).manual_seed(1)
         for weight in layer.parameters():
             nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
@@ -62,6 +67,15 @@ class Case(NamedTuple):
             torch.randn(self.B, self.T, heads, dim, generator=g).to(self.dtype).transpose(1, 2) for heads, dim in sizes
         )
         return (q.abs(), k.abs(), v) if self.feature_map == "identity" else (q, k, v)
+
+    def rotation(self) -> Rotation | None:
+        """Draw angles, with a factor on their cosines and sines."""
+        if not self.turned:
+            return None
+        g = torch.Generator(DEVICE).manual_seed(2)
+        rows = self.B if self.padded else 1
+        angles = 6 * torch.rand(rows, self.T, self.turned // 2, generator=g)
+        return Rotation(1.2 * torch.cat([angles.cos(), angles.sin()], -1).to(self.dtype), self.layout)
 
     def mask(self) -> Tensor | None:
         """Pad the first row on the left beyond the first piece, and finish the last one early."""
@@ -81,6 +95,10 @@ CASES = [
     Case("norm_preserving", B=1, H=4, HKV=1, window=19, sinks=4, first=18, T=26, dtype=torch.bfloat16, V=33),
     Case("hedgehog", "key", static=True, D=24, sinks=3, padded=True, dtype=torch.float16),
     Case("identity", "gate", H=2, HKV=2, D=8, V=33, copies=3, window=1, sinks=1, T=7),
+    Case("norm_preserving", turned=16, padded=True),
+    Case("elu", turned=8, layout=Layout("next", "pair"), D=12, static=True, dtype=torch.bfloat16),
+    Case("hedgehog", "gate", turned=6, layout=Layout("next", "pair", at_end=True), D=20, H=3, HKV=1, copies=2, V=24),
+    Case("exp", "key", turned=4, layout=Layout("half", "pair", at_end=True), D=9, B=3, H=3, HKV=3, padded=True),
     Case("exp", "key", B=3, H=3, HKV=3, D=5, V=7, window=2, sinks=4, T=11, padded=True),
     Case("hedgehog", "key", options={"num_features": 12, "separate": False}, D=16, sinks=0, window=2, T=6),
     Case(
@@ -114,9 +132,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[HybridStep]:
 def read(layer: LinearAttention, case: Case, state: State, start: int, end: int) -> Tensor:
     """Read some of the tokens."""
     q, k, v = (x[:, :, start:end] for x in case.tokens())
-    mask = case.mask()
     with torch.no_grad():
-        return layer(q, k, v, Call(key_mask=None if mask is None else mask[:, start:end], state=state))
+        return layer(q, k, v, call_of(case, state, start, end))
+
+
+def call_of(case: Case, state: State, start: int, end: int) -> Call:
+    """Return the call that reads some of the tokens."""
+    mask, rotation = case.mask(), case.rotation()
+    return Call(
+        key_mask=None if mask is None else mask[:, start:end],
+        state=state,
+        rotation=None if rotation is None else rotation.cut(start, end),
+    )
 
 
 def begin(case: Case, monkeypatch: pytest.MonkeyPatch) -> State:
@@ -251,6 +278,12 @@ def test_compiles_into_one_graph(launches: list[HybridStep], monkeypatch: pytest
         ({"near_v": torch.zeros(2, 2, 6, 16)}, "`near_v` must have shape (2, 2, 7, 16)"),
         ({"z": torch.zeros(2, 2, 17, 16)}, "`z` must have 1 to V = 16 copies"),
         ({"bias": None}, "`bias` must have shape (4,), got None"),
+        (
+            {"near_turns": torch.zeros(2, 7, 8), "turns": torch.zeros(1, 1, 8)},
+            "`near_turns` must have shape (2, 7, 16)",
+        ),
+        ({"near_turns": torch.zeros(2, 7, 16), "turns": torch.zeros(1, 1, 7)}, "`turns` must have shape (1, 1, 6)"),
+        ({"near_turns": torch.zeros(2, 7, 16)}, "`turns` must have shape (1, 1, 0), got None"),
         ({"sinks": 6}, "`sinks` must leave 2 of 7 slots"),
         ({"kv": torch.zeros(2, 2, 16, 32)[..., ::2]}, "`kv` must be contiguous"),
     ],

@@ -73,23 +73,25 @@ MIXES = ["key", "gate", "shared", "window"]
 
 
 def attend(module, q, k, v, mask, pieces, rotation=None):
-    """Read tokens in pieces, with a cache where they are several; rows of padding are zero."""
+    """Read tokens in pieces, with a cache where they are several; rows of padding are zero. Without any, no mask."""
     state = State() if len(pieces) > 1 else None
     found = []
     for n, tokens in enumerate(pieces):
         part = slice(sum(pieces[:n]), sum(pieces[:n]) + tokens)
-        turn = rotation and rotation._replace(cos=rotation.cos[:, part], sin=rotation.sin[:, part])
+        turn = rotation and rotation.cut(part.start, part.stop)
         with torch.no_grad():
-            call = Call(mask[:, part], state=state, rotation=turn)
+            call = Call(None if mask.all() else mask[:, part], state=state, rotation=turn)
             found.append(module(q[:, :, part], k[:, :, part], v[:, :, part], call))
     return torch.cat(found, 2) * mask[:, None, :, None]
 
 
 @pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("pieces", [[T], [9, 14], [1] * T, [4, 1, 12, 6]], ids=str)
-def test_the_rule_is_its_definition(mix, pieces):
+def test_the_rule_is_its_definition(mix, padded, pieces):
     module = attention(mix).double()
     q, k, v, mask = inputs()
+    mask |= not padded
     o = attend(module, q, k, v, mask, pieces)
     # States are fp32 whatever the inputs.
     torch.testing.assert_close(o, expected(module, q, k, v, mask), atol=2e-5, rtol=2e-5)
@@ -112,7 +114,7 @@ def test_only_the_linear_branch_reads_what_is_not_rotated(mix, backend, pieces):
     module = attention(mix, backend=backend, rotary="undo", rotated=True)
     q, k, v, mask = inputs(torch.float32)
     angles = torch.rand(B, T, D // 2, generator=torch.Generator().manual_seed(2)) * 6
-    rotation = Rotation(1.5 * angles.cos(), 1.5 * angles.sin(), Layout("next", "pair"))
+    rotation = Rotation.of(1.5 * angles.cos(), 1.5 * angles.sin(), Layout("next", "pair"))
     o = attend(module, q, k, v, mask, pieces, rotation)
     want = expected(module.double(), q, k, v, mask, (rotation.undo(q), rotation.undo(k)))
     torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=2e-5)

@@ -2,13 +2,14 @@
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama import modeling_llama
 
-from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
+from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
@@ -178,7 +179,7 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
     q, k, v = (torch.randn(1, x.shape[1], 300, x.shape[3]) for x in (q, k, v))
     angles = torch.rand(1, 300, q.shape[3] // 2) * 6
     angles = torch.cat([angles, angles], -1)
-    call = Call(rotation=Rotation(angles.cos(), angles.sin(), Layout("half")))
+    call = Call(rotation=Rotation.of(angles.cos(), angles.sin(), Layout("half")))
     plain = call.rotation.undo(q), call.rotation.undo(k)
     q.requires_grad_()
     o = part(q, k, v, call)
@@ -264,21 +265,23 @@ def test_it_changes_the_linear_branch_and_nothing_within_the_window():
 
 
 @pytest.mark.parametrize("mix", ["key", "window"])
-def test_unrotated_keys_are_counted_in_the_cache(mix):
-    """A window's token has a key and a value of 8 in 2 heads: so much is each unrotated key, too."""
+def test_angles_are_counted_in_the_cache(mix):
+    """A window's token has a key and a value of 8 in 2 heads, and 8 cosines and sines."""
     keep, undo = (model_of("llama", **SETTINGS | {"rotary": x, "mix": mix}) for x in ("keep", "undo"))
     ids = torch.randint(5, VOCAB, (1, 14))
-    keys = [m(ids, use_cache=True).past_key_values.layers[0].tensors["near_k"] for m in (keep, undo)]
-    assert [x.shape[3] for x in keys] == ([8, 16] if mix == "key" else [8, 8])
+    held = [m(ids, use_cache=True).past_key_values.layers[0].tensors for m in (keep, undo)]
+    assert [x.get("near_turns", torch.empty(0)).shape for x in held] == [(0,), (1, 6, 8) if mix == "key" else (0,)]
     if mix == "key":
-        # W + 1 and the sinks, 6 slots of 8 numbers beside 16 of a token's.
-        assert equal_cache_window(undo) == equal_cache_window(keep) + 6 * 8 // 16
+        # S, z and the keys' sum of 2 heads; beside them 6 slots of 8 numbers, W + 1 and the sinks. A token has 2 * 16.
+        linear = 2 * (16 * 8 + 16 + 8)
+        assert equal_cache_window(keep) == 3 + math.ceil(linear / 32)
+        assert equal_cache_window(undo) == 3 + math.ceil((linear + 6 * 8) / 32)
 
 
 def test_the_default_says_nothing(tmp_path):
     assert "rotary" not in LinearAttentionConfig().to_dict()
     assert LinearAttentionConfig.from_dict(LinearAttentionConfig(rotary="undo").to_dict()).rotary == "undo"
-    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*available: keep, undo"):
+    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"):
         LinearAttentionConfig(rotary="drop")
 
 
@@ -286,7 +289,7 @@ def test_a_distillation_takes_it_with_the_rest_of_the_conversion():
     settings = DistillationSettings(**DistillationSettings(rotary="undo", window=3).to_dict())
     model = settings.convert(tiny_model("causal", "llama"))
     assert settings.rotary == model.config.linear_attention["rotary"] == "undo"
-    assert "rotary" not in DistillationSettings().conversion.to_dict()
+    assert DistillationSettings().conversion.rotary == "auto"
 
 
 def test_learned_positions_have_nothing_to_undo(caplog):
@@ -316,7 +319,7 @@ def test_a_rotation_made_inside_is_refused_by_name():
     model = tiny_model("causal", "recurrent_gemma")
     with pytest.raises(
         UnsupportedError,
-        match=r"`rotary` must be 'keep' where .*, got 'undo' .*speaks of a rotation that it is not handed",
+        match=r"`rotary` must be 'keep' or 'auto' where .*, got 'undo' .*speaks of a rotation that it is not handed",
     ):
         patch_model(model, rotary="undo", layers="all")
     assert patch_model(model, layers="all") is model
@@ -328,8 +331,31 @@ def test_an_unknown_rotation_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", strange)
     model = model_of("llama", **SETTINGS)
-    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*leave rotary= out"):
+    with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*say so"):
         model(torch.randint(5, VOCAB, (1, 5)))
+
+
+def test_auto_is_undone_where_that_is_known_and_kept_elsewhere(monkeypatch, caplog):
+    auto, ids = SETTINGS | {"rotary": "auto"}, torch.randint(5, VOCAB, (1, 14))
+
+    def chosen(model, **changes):
+        return patch_model(model, **auto | changes).config.linear_attention.get("rotary", "keep")
+
+    model = model_of("llama")
+    assert chosen(model) == "undo"
+    close(model(ids).logits, model_of("llama", **SETTINGS)(ids).logits, "the same as asked for by name")
+    # Without a window nobody would know positions.
+    assert chosen(model_of("llama"), window=None, sinks=0) == chosen(model_of("llama"), mix="window") == "keep"
+    assert chosen(tiny_model("causal", "gpt2")) == "keep"
+    assert not caplog.messages
+    assert chosen(tiny_model("causal", "recurrent_gemma"), layers="all") == "keep"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q.flip(-1), k * cos[:, None]))
+    strange = model_of("llama")
+    before = strange(ids).logits
+    assert chosen(strange) == "keep"
+    assert torch.equal(unpatch_model(strange)(ids).logits, before)
+    assert [message.split(":")[0] for message in caplog.messages] == ["RecurrentGemmaForCausalLM", "LlamaForCausalLM"]
+    assert "feature maps see rotated queries and keys" in caplog.text
 
 
 def test_broken_and_empty_tokens_do_not_hide_the_rotation():
@@ -426,7 +452,7 @@ def test_every_architecture_is_served_or_refused_by_name(task, kind):
         found = str(error)
     else:
         found = ""
-    assert found.startswith("`rotary` must be 'keep' where it cannot be told") == (kind in NOT_UNDONE)
+    assert found.startswith("`rotary` must be 'keep' or 'auto' where it cannot be told") == (kind in NOT_UNDONE)
     if found:
         return
     for check in checks_for(subject.task):

@@ -90,7 +90,8 @@ class LastToken(NamedTuple):
         scores: Of the window and the sinks ``[B, HKV, G, P]``, fp32 (fp64), far below 0 where a slot is not seen.
         v: Their values ``[B, HKV, P, V]``.
         o_far: The linear branch's output ``[B, HKV, G, V]``; None where there is no such branch.
-        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores.
+        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores; where all rows have as many, and some,
+            their number itself.
         keys: Their sum ``[B, HKV, D]``; None where the mix keeps none.
         scaling: Factor on ``q.k``.
     """
@@ -99,16 +100,16 @@ class LastToken(NamedTuple):
     scores: Tensor
     v: Tensor
     o_far: Tensor | None
-    number: Tensor | None
+    number: Tensor | int | None
     keys: Tensor | None
     scaling: float
 
     @property
-    def far(self) -> tuple[Tensor, Tensor]:
-        """The linear branch's output, and the number of its keys ``[B, 1, 1, 1]``."""
+    def far(self) -> tuple[Tensor, Tensor | int]:
+        """The linear branch's output, and the number of its keys ``[B, 1, 1, 1]``, or the same of all rows."""
         if self.o_far is None or self.number is None:
             raise RuntimeError("there is no linear branch")
-        return self.o_far, self.number[:, :, None, None]
+        return self.o_far, self.number if isinstance(self.number, int) else self.number[:, :, None, None]
 
     def attend(self) -> Tensor:
         """Return the exact branch's output ``[B, HKV, G, V]``."""

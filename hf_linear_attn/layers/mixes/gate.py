@@ -37,5 +37,7 @@ class Gate(Mix):
         o_far, number = last.far
         learned, bias = weights["weight"].view(last.q.shape[1:]), weights["bias"].view(*last.q.shape[1:3], 1)
         score = (last.q * learned).sum(-1, keepdim=True) + bias
-        gate = score.sigmoid() * (number > 0)
+        gate = score.sigmoid()
+        if isinstance(number, Tensor):
+            gate = gate * (number > 0)
         return torch.lerp(last.attend().to(o_far.dtype), o_far, gate).to(last.v.dtype)

@@ -1,5 +1,6 @@
 """The linear branch as one more key of the window's softmax."""
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -38,9 +39,13 @@ class Key(Mix):
             raise RuntimeError("the sum of the keys beyond the window is not kept")
         q = last.q
         learned, bias = weights["weight"].view(q.shape[1:]), weights["bias"].view(*q.shape[1:3], 1)
-        direction = torch.addcdiv(learned, last.keys[:, :, None], number.clamp(min=1), value=last.scaling)
-        # Of no key the logarithm is -inf, which is what it should weigh.
-        base = number.log() + bias
-        own = torch.baddbmm(base.view(-1, 1, 1), q.reshape(-1, 1, q.shape[3]), direction.view(-1, q.shape[3], 1))
-        shares = torch.cat([last.scores, own.view(base.shape)], -1).softmax(-1)
+        if isinstance(number, Tensor):
+            direction = torch.addcdiv(learned, last.keys[:, :, None], number.clamp(min=1), value=last.scaling)
+            # Of no key the logarithm is -inf, which is what it should weigh.
+            base = number.log() + bias
+        else:
+            direction = torch.add(learned, last.keys[:, :, None], alpha=last.scaling / number)
+            base = bias + math.log(number)
+        own = (q * direction).sum(-1, keepdim=True).add_(base)
+        shares = torch.cat([last.scores, own], -1).softmax(-1)
         return (shares[..., :-1].to(last.v.dtype) @ last.v).addcmul_(shares[..., -1:], o_far)

@@ -12,6 +12,8 @@ from hf_linear_attn.ops.window.api import window_obstacle
 
 HYBRID_MIXES = ("gate", "key", "window")
 """Mixing rules that the kernel knows."""
+PAIRS = ("half", "next")
+"""What it can turn together."""
 
 
 def hybrid_obstacle(step: HybridStep) -> str | None:
@@ -80,6 +82,17 @@ def _check(step: HybridStep) -> None:
         ("near_v", step.near_v, (batch, kv_heads, slots, value_dim)),
         ("near_mask", step.near_mask, (batch, slots)),
     ]
+    if step.near_turns is not None:
+        turned = 0 if step.turns is None else step.turns.shape[-1]
+        rows = 1 if step.turns is None else step.turns.shape[0]
+        shapes += [
+            ("near_turns", step.near_turns, (batch, slots, head_dim)),
+            ("turns", step.turns, (1 if rows == 1 else batch, 1, min(turned - turned % 2, head_dim))),
+        ]
+        if step.pairs not in PAIRS:
+            raise ArgumentError(
+                "pairs", "be one that the kernel knows", step.pairs, "Use one of those", available=PAIRS
+            )
     if step.key_mask is not None:
         shapes.append(("key_mask", step.key_mask, (batch, 1)))
     if step.mix != "window":
@@ -102,7 +115,7 @@ def _check(step: HybridStep) -> None:
             raise ArgumentError(
                 name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
             )
-    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "seen"):
+    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", "seen"):
         x = getattr(step, name)
         if x is None:
             continue

@@ -22,6 +22,9 @@ class HybridStep(NamedTuple):
         near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
         near_v: Their values.
         near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool.
+        near_turns: Cosines and then sines by which the slots' keys are turned ``[B, N + W + 1, D]``, R of them read;
+            None where features are those of keys as they are.
+        turns: Those of the new tokens ``[B or 1, 1, R]``.
         weight_q: W of a paired map for queries ``[H or 1, D, F / 2]``; None for an elementwise map.
         power_q: Power of the norm-preserving map ``[H or 1]``.
         weight_k: Those for keys.
@@ -35,6 +38,8 @@ class HybridStep(NamedTuple):
         sinks: N.
         scaling: Factor on ``q.k``.
         eps: Added to the normaliser, away from 0.
+        pairs: Which entries are turned together, ``"half"`` or ``"next"``, see :class:`Layout`.
+        at_end: Whether the last R entries are turned, rather than the first.
     """
 
     q: Tensor
@@ -50,6 +55,8 @@ class HybridStep(NamedTuple):
     near_k: Tensor
     near_v: Tensor
     near_mask: Tensor
+    near_turns: Tensor | None
+    turns: Tensor | None
     weight_q: Tensor | None
     power_q: Tensor | None
     weight_k: Tensor | None
@@ -63,3 +70,5 @@ class HybridStep(NamedTuple):
     sinks: int
     scaling: float
     eps: float
+    pairs: str
+    at_end: bool

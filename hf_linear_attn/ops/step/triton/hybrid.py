@@ -36,9 +36,38 @@ PRODUCTS = 4096
 
 
 @triton.jit
+def load_plain(x, od, columns, turns, t, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr):
+    """Load entries of a vector; where R of its D are turned, turn them back."""
+    y = tl.load(x + od, mask=od < columns, other=0.0)
+    if R > 0:
+        START: tl.constexpr = D - R if AT_END else 0
+        HALF: tl.constexpr = R // 2
+        e = od - START
+        if PAIRS == "half":
+            pair = e % HALF
+            first = e < HALF
+            other = tl.where(first, e + HALF, e - HALF)
+        else:
+            pair = e // 2
+            first = e % 2 == 0
+            other = e ^ 1
+        moved = (e >= 0) & (e < R) & (od < columns)
+        cos = tl.load(turns + t + pair, mask=moved, other=1.0).to(tl.float32)
+        sin = tl.load(turns + t + HALF + pair, mask=moved, other=0.0).to(tl.float32)
+        crossed = tl.load(x + START + other, mask=moved, other=0.0).to(tl.float32)
+        back = y.to(tl.float32) * cos + tl.where(first, crossed, -crossed) * sin
+        # Of a slot that holds no token, the angles are 0.
+        square = tl.maximum(cos * cos + sin * sin, 1.1754943508222875e-38)
+        # As rounded as the keys of a call are.
+        y = tl.where(moved, back / square, y.to(tl.float32)).to(y.dtype)
+    return y
+
+
+@triton.jit
 def features_of_head(
-    x, columns, weight, power, w, p, factor, sharpness,
+    x, columns, turns, t, weight, power, w, p, factor, sharpness,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, PAIR: tl.constexpr, QUERY: tl.constexpr,
 ):  # fmt: skip
     """Return the features of a vector and, of a paired map, their second half.
@@ -51,7 +80,7 @@ def features_of_head(
         products = tl.zeros([BK, BM], tl.float32)
         for d in range(0, D, BK):
             od = d + tl.arange(0, BK)
-            xx = tl.load(x + od, mask=od < columns, other=0.0).to(tl.float32)
+            xx = load_plain(x, od, columns, turns, t, D, R, PAIRS, AT_END).to(tl.float32)
             inside = (od < D)[:, None] & (om < M)[None, :]
             ww = tl.load(weight + w + od[:, None] * M + om[None, :], mask=inside, other=0.0).to(tl.float32)
             products += xx[:, None] * ww
@@ -63,20 +92,21 @@ def features_of_head(
         first = tl.where(columns > 0, tl.reshape(above, [BM]), 0.0)
         second = tl.where(columns > 0, tl.reshape(below, [BM]), 0.0)
     else:
-        xx = tl.load(x + om, mask=om < columns, other=0.0)
+        xx = load_plain(x, om, columns, turns, t, D, R, PAIRS, AT_END)
         first = tl.where(om < columns, phi(xx, MAP), 0.0)
         second = first
     return first, second
 
 
-@triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b"])
+@triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b", "t_b"])
 def hybrid_kernel(
-    q, k, v, key_mask, seen, length, kv, z, far_keys, near_k, near_v, near_mask,
+    q, k, v, key_mask, seen, length, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
     weight_q, power_q, weight_k, power_k, bias, weight, o,
     HKV, N, W, scaling, eps, factor, sharpness,
-    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, wq_h, pq_h, wk_h, pk_h,
+    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b, wq_h, pq_h, wk_h, pk_h,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, MIX: tl.constexpr, MASKED: tl.constexpr,
     STATIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +137,9 @@ def hybrid_kernel(
     near_mask += i_b * slots
     near_k += bh * slots * D
     near_v += bh * slots * V
+    if R > 0:
+        near_turns += i_b * slots * D
+        turns += i_b * t_b
     q += i_b * q_b
     k += i_b * k_b + i_hk * k_h
     v += i_b * v_b + i_hk * v_h
@@ -119,6 +152,8 @@ def hybrid_kernel(
         if i_hk == 0:
             tl.store(near_mask + new, enters)
             tl.store(near_mask + read, becomes_sink, mask=becomes_sink)
+            if R > 0:
+                tl.store(near_turns + new * D + od, tl.load(turns + od, mask=od < R, other=0.0), mask=od < R)
     # [GP, BD]
     x = load_operand(q, heads[:, None] * q_h + od[None, :], og < G, od < D, D == BD, PRECISION)
     wide = x.to(tl.float32)
@@ -128,8 +163,8 @@ def hybrid_kernel(
         columns = tl.where(leaves, D, 0)
         gone = near_k + old * D
         fk, fk2 = features_of_head(
-            gone, columns, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
-            D, M, BD, BM, BK, MAP, PAIR, False,
+            gone, columns, near_turns, old * D, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
+            D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, False,
         )  # fmt: skip
         z += (bh * C + i_c) * F
         zz = tl.load(z + om, mask=om < M, other=0.0) + fk
@@ -165,8 +200,8 @@ def hybrid_kernel(
             for g in range(G):
                 i_h = i_hk * G + g
                 fq, fq2 = features_of_head(
-                    q + i_h * q_h, D, weight_q, power_q, i_h * wq_h, i_h * pq_h, factor, sharpness,
-                    D, M, BD, BM, BK, MAP, PAIR, True,
+                    q + i_h * q_h, D, turns, 0, weight_q, power_q, i_h * wq_h, i_h * pq_h, factor, sharpness,
+                    D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, True,
                 )  # fmt: skip
                 y, mass = fq[:, None] * s, fq * zz
                 if PAIR:
@@ -252,6 +287,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
     tensors = {
         **{"q": q, "k": k, "v": v, "key_mask": step.key_mask, "seen": step.seen, "kv": step.kv, "z": z},
         **{"far_keys": step.far_keys, "near_k": near_k, "near_v": step.near_v, "near_mask": step.near_mask},
+        **{"near_turns": step.near_turns, "turns": step.turns},
         **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
         **{"bias": step.bias, "weight": step.weight, "o": o},
     }
@@ -266,17 +302,19 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
             for n, dim in enumerate("bh")
         },
         "m_b": 0 if step.key_mask is None else step.key_mask.stride(0),
+        "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
         **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
         **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
         **{"G": G, "C": copies, "D": D, "V": V, "M": M},
         **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
         **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
+        **{"R": 0 if step.turns is None else step.turns.shape[2], "PAIRS": step.pairs, "AT_END": step.at_end},
         "SIGNED": step.weight_k is None and not elementwise_map(step.phi).non_negative,
         **{"MIX": step.mix, "MASKED": step.key_mask is not None, "STATIC": step.place is not None},
         "PRECISION": precision(target, q.dtype, max(D, V)),
     }
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
-    written = (o, step.kv, z, step.far_keys)
+    written = (o, step.kv, z, step.far_keys, step.near_turns)
     return o, Launch(
         "hybrid", hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
     )

@@ -64,7 +64,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: T
 
 
 @torch.library.custom_op(
-    "hf_linear_attn::triton_hybrid_", mutates_args=("kv", "z", "far_keys", "near_k", "near_v", "near_mask")
+    "hf_linear_attn::triton_hybrid_",
+    mutates_args=("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns"),
 )
 def triton_hybrid_(
     q: Tensor,
@@ -80,6 +81,8 @@ def triton_hybrid_(
     near_k: Tensor,
     near_v: Tensor,
     near_mask: Tensor,
+    near_turns: Tensor | None,
+    turns: Tensor | None,
     weight_q: Tensor | None,
     power_q: Tensor | None,
     weight_k: Tensor | None,
@@ -93,18 +96,21 @@ def triton_hybrid_(
     sinks: int,
     scaling: float,
     eps: float,
+    pairs: str,
+    at_end: bool,
 ) -> Tensor:
     """Return o of one token per row and update its state in place; see :class:`HybridStep`."""
-    tensors = kv, z, far_keys, near_k, near_v, near_mask, weight_q, power_q, weight_k, power_k, bias, weight
-    settings = phi, factor, sharpness, mix, sinks, scaling, eps
+    state = kv, z, far_keys, near_k, near_v, near_mask, near_turns
+    weights = turns, weight_q, power_q, weight_k, power_k, bias, weight
+    settings = phi, factor, sharpness, mix, sinks, scaling, eps, pairs, at_end
     # A plan is the same wherever in the text the token stands.
-    return _hybrid(q, k, v, key_mask, seen, place, Number(length), *tensors, *settings)
+    return _hybrid(q, k, v, key_mask, seen, place, Number(length), *state, *weights, *settings)
 
 
 @planned
 def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
     step = HybridStep(*inputs)
-    weights = ("weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
+    weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
     laid_out |= {name: contiguous(getattr(step, name)) for name in weights}
     step = step._replace(**laid_out)
