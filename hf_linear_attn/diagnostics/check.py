@@ -21,11 +21,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.loading import find_device
+from hf_linear_attn.ops.delta_rule import DeltaRuleState, delta_rule, delta_step_
 from hf_linear_attn.ops.dispatch import choose_backend, device_fault, device_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.linear_attention import linear_attention
@@ -181,6 +183,12 @@ def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool 
     yield linear("both directions, elu", qkv(D), causal=False)
     yield linear(f"heads of {sizes.odd}, elu, delayed", qkv(sizes.odd), delay=WINDOW)
     yield linear("values wider than heads, squared_relu", qkv(D, 2 * D), feature_map="squared_relu")
+    gates = {name: tensor(2, count, 2).transpose(1, 2) for name in ("beta", "decay")}
+    delta = qkv(D) | gates | {"kv0": state(D, D)["kv0"]}
+    yield Part(f"gated delta rule of {D}, masked, delayed, from a state", delta, partial(_delta, key_mask=mask))
+    # A step at a time from the same state.
+    delta = {name: x if name == "kv0" else x[:, :, :3] for name, x in delta.items()}
+    yield Part("steps of the gated delta rule", delta, _delta_steps, backward=False)
 
 
 def _linear(
@@ -207,6 +215,31 @@ def _linear(
         backend=backend,
     )
     return {"o": o, "kv": final.kv, "z": final.z}
+
+
+def _delta(x: Tensors, backend: str, *, key_mask: Tensor | None, delay: int = WINDOW) -> Tensors:
+    o, final = delta_rule(
+        x["q"],
+        x["k"],
+        x["v"],
+        x["beta"].sigmoid(),
+        -softplus(x["decay"]),
+        key_mask=key_mask,
+        state=DeltaRuleState(x["kv0"]),
+        delay=delay,
+        backend=backend,
+    )
+    return {"o": o, "kv": final.kv}
+
+
+def _delta_steps(x: Tensors, backend: str) -> Tensors:
+    if backend == "reference":
+        return _delta(x, backend, key_mask=None, delay=0)
+    held, steps = DeltaRuleState(x["kv0"].clone()), []
+    for piece in (slice(0, 1), slice(1, 3)):
+        q, k, v, beta, decay = (x[name][:, :, piece] for name in ("q", "k", "v", "beta", "decay"))
+        steps.append(delta_step_(q, k, v, beta.sigmoid(), -softplus(decay), held, backend=backend))
+    return {"o": torch.cat(steps, 2), "kv": held.kv}
 
 
 def _feature_parts(

@@ -14,7 +14,9 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.ops.delta_rule import delta_opaque_, delta_step_
 from hf_linear_attn.ops.delta_rule import torch as chunked
 from hf_linear_attn.ops.delta_rule.triton import op, problem
-from hf_linear_attn.ops.triton.plan import Tile
+from hf_linear_attn.ops.delta_rule.triton.backward import backward_launches
+from hf_linear_attn.ops.delta_rule.triton.forward import forward_launches
+from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
 from tests.ops.delta import Case, cases, check, run
 from tests.ops.oracle import DEVICE, poison
 
@@ -342,3 +344,21 @@ def test_a_step_asks_for_a_state_it_can_change() -> None:
     x = Case(B=1, T=1, F=4, V=4).inputs()
     with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous"):
         delta_step_(x["q"], x["k"], x["v"], x["beta"], None, DeltaRuleState(torch.zeros(1, 2, 4, 4).mT))
+
+
+def test_counted_traffic() -> None:
+    """Bytes of what crosses memory, in those of q and of k; a number per token does not count."""
+    tokens, H, HKV, D = 8_192, 32, 8, 128
+    q, k = (torch.empty(1, heads, tokens, D, dtype=torch.bfloat16, device="meta") for heads in (H, HKV))
+    gate = torch.empty(1, HKV, tokens, device="meta")
+    p = problem.DeltaProblem(Target("sm_90", 132), q, k, k, gate, gate, None, None, None, 0, True)
+
+    def crossing(launches: list[Launch]) -> tuple[float, float]:
+        held = [x for a in launches for x in (*a.reads, *a.writes) if x.ndim == 4 and x.dtype == torch.bfloat16]
+        of_q = sum(x.nbytes for x in held if x.shape == q.shape) / q.nbytes
+        return of_q, sum(x.nbytes for x in held if x.shape != q.shape) / k.nbytes
+
+    out, forward = forward_launches(p)
+    assert [x.role for x in forward] == ["delta_inverse", "delta_prepare", "delta_walk", "delta_read"]
+    assert crossing(forward) == (2, 16)
+    assert crossing(backward_launches(p, torch.empty_like(out.o), out.kv)[1]) == (9, 33.5)

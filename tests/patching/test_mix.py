@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching import LinearAttentionCacheLayer, disable_branch
@@ -129,7 +130,21 @@ RULED = [("decay", mix) for mix in MIXES[:3]] + [(rule, mix) for rule in ("delta
 @pytest.mark.parametrize("pieces", [[T], [1] * T, [4, 1, 12, 6]], ids=str)
 def test_an_update_rule_is_its_definition(rule, mix, pieces):
     """Gates are those of the keys that leave the window, when they leave it; padding and sinks have none."""
-    module = attention(mix, update_rule=rule, rotary="undo", rotated=True)
+    follows_its_definition(attention(mix, update_rule=rule, rotary="undo", rotated=True), pieces)
+
+
+def test_kernels_follow_the_update_rule():
+    options = {"update_rule": "gated_delta", "rotary": "undo", "rotated": True, "backend": "triton"}
+    follows_its_definition(attention("gate", **options), [9, 1, 13])
+
+
+def test_a_rule_without_kernels_is_refused_where_they_are_asked_for():
+    module = attention("key", update_rule="decay", backend="triton")
+    with pytest.raises(BackendError, match=r"`backend` must be able to run here, got 'triton'. no kernel fades"):
+        module(*inputs(torch.float32)[:3])
+
+
+def follows_its_definition(module, pieces):
     for name in ("decay_bias", "scale"):
         if hasattr(module, f"rule_{name}"):
             getattr(module, f"rule_{name}").data.add_(5 if name == "decay_bias" else 0)

@@ -73,7 +73,7 @@ def test_autocast_stays_close_to_fp32(setting):
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", RULED)
 def test_half_precision_weights_train(setting, dtype, error):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
@@ -223,7 +223,7 @@ def test_trainer_trains_and_saves(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT's own call
-@pytest.mark.parametrize("setting", ["window", "mixed"])
+@pytest.mark.parametrize("setting", ["window", "mixed", "gated_delta"])
 def test_lora_trains_on_top_and_merges(setting):
     from peft import LoraConfig, get_peft_model
 

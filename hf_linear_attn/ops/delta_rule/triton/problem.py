@@ -24,10 +24,11 @@ def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
     wide = bucket(F) // 64
     if target.arch == "interpreter":
         return Tile(32, min(32, padded(V)), 1, 1)
-    # Chunks of fp32, and those of AMD, would not fit into shared memory otherwise.
-    tokens = 64 if dtype == torch.bfloat16 and target.arch.startswith("sm_") else 32
+    # Chunks of fp32, of AMD, and of 256 features before Hopper do not fit into shared memory or registers otherwise.
+    large = dtype == torch.bfloat16 and (target.arch == "sm_90" or (target.arch.startswith("sm_") and wide <= 2))
+    tokens = 64 if large else 32
     width = 32 if role in WALKS or role in OF_KEYS else 64
-    eight = wide > 2 or (wide == 2 and role in OF_KEYS)
+    eight = wide > 2 or (role in OF_KEYS and target.arch.startswith("sm_"))
     return Tile(tokens, min(width, padded(V)), 8 if eight else 4, 1)
 
 
