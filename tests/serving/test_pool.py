@@ -52,7 +52,7 @@ def draw(place, tokens):
 
 def turning(start, end):
     angles = torch.arange(start, end)[:, None] * torch.tensor([1.0, 0.3, 0.01])
-    return Rotation(angles.cos()[None], angles.sin()[None], Layout("half", "pair"))
+    return Rotation(torch.cat([angles.cos(), angles.sin()], -1)[None], Layout("half"))
 
 
 def alone(layer, place, tokens):
@@ -84,7 +84,7 @@ def test_texts_beside_each_other_equal_texts_alone(name):
             rotation = None
             if layer.undoes:
                 each = [turning(done[p], done[p] + 1) for p in steps]
-                rotation = Rotation(torch.cat([r.cos for r in each]), torch.cat([r.sin for r in each]), each[0].layout)
+                rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
             sinks = 0 if layer.window is None else layer.window.sinks
             read = bool((lengths >= sinks).all())
             with torch.no_grad():

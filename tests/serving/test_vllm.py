@@ -185,3 +185,17 @@ def test_another_version_is_refused_by_name_and_other_models_are_served(served, 
     found, said = served.run({"key": row}, PYTHONPATH=path)
     assert "error" in found["key"]
     assert "`vllm` must be a version that this plugin was tested with" in said
+
+
+def test_a_server_answers_many_clients_and_again_after_it_was_killed(tmp_path):
+    """The example compares every answer with Transformers', and fails where one is wrong or lost."""
+    example = Path(__file__).parents[2] / "examples" / "serve_vllm.py"
+    own = {"VLLM_CACHE_ROOT": str(tmp_path), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    arguments = ["--clients", "16", "--seconds", "15", "--prompts", "8", "--new", "12", "--kill"]
+    command = [sys.executable, str(example), *arguments, "--log", str(tmp_path / "server.log")]
+    done = subprocess.run(
+        command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert '"wrong": 0' in done.stdout
+    assert '"lost": 0' in done.stdout

@@ -21,10 +21,8 @@ from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.rotation import Layout, Rotation
-from hf_linear_attn.serving.vllm.engine.op import NAME
+from hf_linear_attn.serving.vllm.engine.op import BACKEND, NAME
 from hf_linear_attn.serving.vllm.pages import Part, page_of
-
-BACKEND = "HF_LINEAR_ATTN"
 
 
 class Text(NamedTuple):
@@ -154,10 +152,6 @@ class Backend(BailingLinearAttentionBackend):  # type: ignore[misc]
         return Builder
 
 
-if BACKEND not in MambaAttentionBackendEnum.__members__:
-    MambaAttentionBackendEnum.register(BACKEND, f"{__name__}.{Backend.__name__}")
-
-
 class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
     """Attend linearly where vLLM's attention did.
 
@@ -272,9 +266,8 @@ def _rotation(rotary: Any, positions: Tensor | None, at: slice | Tensor, *, by_r
     """Return the rotation of some tokens, of one row, or of a row each."""
     if rotary is None or positions is None:
         return None
-    angles = rotary.cos_sin_cache[positions[at]]
-    cos, sin = (x[:, None] if by_row else x[None] for x in angles.chunk(2, -1))
-    return Rotation.of(cos, sin, Layout("half" if rotary.is_neox_style else "next", "pair"))
+    turns = rotary.cos_sin_cache[positions[at]]
+    return Rotation(turns[:, None] if by_row else turns[None], Layout("half" if rotary.is_neox_style else "next"))
 
 
 def converted_layers(vllm_config: VllmConfig) -> list[ConvertedAttention]:

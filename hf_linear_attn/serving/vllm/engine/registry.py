@@ -30,11 +30,15 @@ def register_architectures() -> None:
         return
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    from hf_linear_attn.serving.vllm.engine.op import NAME
+    from hf_linear_attn.serving.vllm.engine.op import BACKEND, BACKEND_CLASS, NAME
 
     for name in names:
         MODELS_CONFIG_MAP[PREFIX + name] = _hook(MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig))
+    # Every process is handed layers' descriptions, which name it.
+    if BACKEND not in MambaAttentionBackendEnum.__members__:
+        MambaAttentionBackendEnum.register(BACKEND, BACKEND_CLASS)
     # Graphs are compiled between attention calls.
     if NAME not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(NAME)
