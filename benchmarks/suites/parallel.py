@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of the text (%(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
     parser.add_argument("--steps", type=int, default=2, help="steps in a run (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each number (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each number (%(default)s)")
     arguments = parser.parse_args(argv)
     facts = provenance("parallel", argv or [])
     found: dict[int, list[list[dict[str, Any]]]] = {number: [] for number in arguments.processes}
