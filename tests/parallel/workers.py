@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate import ParallelismConfig
 
 from hf_linear_attn.errors import ArgumentError, TrainingError
 from hf_linear_attn.parallel import context_parallel
@@ -21,7 +21,7 @@ BATCHES = {
     "padded": (padded(PLAIN, [(50, 0), (0, 70)]), True),
     "packed": (packed(PLAIN, [[60, 80, 10], [150]]), False),
 }
-PATCHES = [{"feature_map": "elu"}, RECOMMENDED]
+PATCHES = [{"feature_map": "elu"}, RECOMMENDED, RECOMMENDED | {"update_rule": "gated_delta"}]
 
 
 def same(group, lengths):
@@ -42,7 +42,8 @@ def main():
     even, uneven = dict.fromkeys((2, 4)), {2: [31, 119], 4: [3, 100, 40, 7]}
     for lengths in (even, uneven):
         same(None, lengths)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    # As Accelerate lays processes out.
+    mesh = ParallelismConfig(dp_shard_size=2, cp_size=2).build_device_mesh("cpu")
     with pytest.raises(ArgumentError, match="be a mesh of one dimension"), context_parallel(model_of(), mesh):
         pass
     same(mesh["cp"], uneven)
