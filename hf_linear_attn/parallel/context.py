@@ -297,11 +297,12 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
             )
     config: Any = getattr(model, "config", None)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ()) if config is not None else set()
-    if other := sorted(kind for kind in types if "attention" not in kind or kind == "linear_attention"):
+    other = sorted(kind for kind in types if "attention" not in kind or kind == "linear_attention")
+    if other or getattr(model, "_is_stateful", False):
         raise UnsupportedError(
             "model",
             "have attention alone to mix tokens",
-            other,
+            other or "a recurrent state",
             "What other layers remember is not handed from rank to rank: run whole texts.",
             where=name,
         )

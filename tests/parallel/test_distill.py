@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig
 
 from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill.cli import plan as plan_command
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor, counted, next_tokens, weighted
 from hf_linear_attn.distill.plan import GIB, plan
@@ -142,6 +143,12 @@ class TestPlan:
         assert held / fits.split.length == pytest.approx(
             self.plan(4).stages[0].memory_gib["activations"] * GIB / 16384, rel=0.1
         )
+
+    def test_the_command_says_what_fits(self, tmp_path, capsys):
+        self.CONFIG.save_pretrained(tmp_path)
+        flags = "--stages extend --extend-factor 1 --block-tokens 16384 --rows 1 --gpus 4 --context-parallel 4 --shard"
+        plan_command([str(tmp_path), *flags.split(), "--gpu-memory", "1"])
+        assert "Expected to fit: a sequence of" in capsys.readouterr().out
 
     def test_gpus_that_do_not_fall_into_groups(self):
         with pytest.raises(ArgumentError, match="`gpus` must be a multiple of context_parallel, 3"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill.run import recompute_activations
@@ -188,6 +188,11 @@ def test_a_backward_sends_as_much():
     assert set(on_ranks(2, work)) == {sum(bytes_sent(layer, 2, 40, rows=2).states for layer in layers)}
 
 
+def convolving():
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, num_key_value_heads=1, full_attn_idxs=[0]))
+
+
 class TestRefused:
     def refuse(self, change, match, error=ArgumentError, size=2, **patch):
         models = copies(model_of(**(patch or RECOMMENDED)), size)
@@ -299,6 +304,7 @@ class TestRefused:
         [
             (tiny_teacher, "`model` must be patched"),
             (lambda: patch_model(tiny_teacher(), layers=[0]), "softmax in model.layers.1.self_attn"),
+            (lambda: patch_model(convolving()), r"`model` must have attention alone to mix tokens, got \['conv'\]"),
         ],
     )
     def test_models(self, make, match):
