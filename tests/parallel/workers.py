@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -52,6 +53,13 @@ def main():
         with pytest.raises(ArgumentError, match="hold this process"), context_parallel(model_of(), outside):
             pass
     model = model_of(**RECOMMENDED)
+    with context_parallel(model, dist.new_group(timeout=timedelta(seconds=2))) as context:
+        part = context.split(PLAIN)
+        if rank == 1:
+            time.sleep(8)
+        else:
+            with pytest.raises(TrainingError, match="`group` must be alive and in step, got 'rank 1 of 4 behind'"):
+                model(**part, use_cache=False)
     with context_parallel(model) as context:
         part = context.split(PLAIN)
         dist.barrier()
