@@ -261,7 +261,9 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
         "tflops": own.tflops,
         "utilisation": own.utilisation,
     }
-    if own.gpu_memory is not None and not given.file and "preset" not in given.values:
+    searched = own.gpu_memory is not None and not given.file and "preset" not in given.values
+    # Who splits sequences knows the recipe, and asks how long they may be.
+    if own.gpu_memory is not None and searched and settings.context_parallel == 1:
         named = {name: value for name, value in given.values.items() if name in settings.given}
         plans = recipes_for(config, named, own.gpu_memory, **machine)
         sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")

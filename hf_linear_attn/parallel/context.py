@@ -24,6 +24,9 @@ from hf_linear_attn.patching.hook import part_of
 IGNORED = -100
 """A label that no loss counts."""
 
+HANDED_ON = ("additive", "decay", "delta", "gated_delta")
+"""The update rules whose states ranks can hand on."""
+
 SPLIT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
 """What a batch may hold that has a token per column."""
 
@@ -267,12 +270,12 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
     if not parts:
         raise ArgumentError("model", "be patched", name, "Call patch_model(model) first.")
     for part in parts:
-        if part.settings.update_rule != "additive":
+        if part.settings.update_rule not in HANDED_ON:
             raise UnsupportedError(
                 "update_rule",
-                "be 'additive' where texts are split over ranks",
+                f"be one of {', '.join(HANDED_ON)} where texts are split over ranks",
                 part.settings.update_rule,
-                "What ranks hand on are sums; other rules need the product of their steps, which is not there yet.",
+                "Of others it is not known how a rank's keys pass a state on: run whole texts.",
                 where=part.name,
             )
     for layer in attention_layers(model):
@@ -294,11 +297,12 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
             )
     config: Any = getattr(model, "config", None)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ()) if config is not None else set()
-    if other := sorted(kind for kind in types if "attention" not in kind or kind == "linear_attention"):
+    other = sorted(kind for kind in types if "attention" not in kind or kind == "linear_attention")
+    if other or getattr(model, "_is_stateful", False):
         raise UnsupportedError(
             "model",
             "have attention alone to mix tokens",
-            other,
+            other or "a recurrent state",
             "What other layers remember is not handed from rank to rank: run whole texts.",
             where=name,
         )
@@ -322,7 +326,7 @@ def context_parallel(
     with the text. Gradients are each rank's own: :meth:`ContextParallel.sum_gradients` adds them up.
 
     Args:
-        model: A causal language model, all of whose attention layers are converted with the additive rule.
+        model: A causal language model, all of whose attention layers are converted.
         group: A process group, or a mesh of one dimension such as Accelerate's ``mesh["cp"]``; None for all processes.
 
     Yields:

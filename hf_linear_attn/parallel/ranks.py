@@ -19,6 +19,9 @@ BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 
+_uses: dict[str, int] = {}
+
+
 class Ranks(ABC):
     """Several ranks, of which this is one.
 
@@ -109,11 +112,15 @@ class Processes(Ranks):
             raise ArgumentError("group", "hold this process", dist.get_rank(), "Pass each process its own group.")
         super().__init__(rank, dist.get_world_size(self.group))
         members = dist.get_process_group_ranks(self.group)  # type: ignore[arg-type]
-        self.pulse = Pulse("hf_linear_attn/" + "-".join(map(str, members)), self.rank, self.size)
+        # Every process counts the uses of a group alike: what one left in the store is not the next one's.
+        name = "hf_linear_attn/" + "-".join(map(str, members))
+        _uses[name] = _uses.get(name, 0) + 1
+        self.pulse = Pulse(f"{name}/{_uses[name]}", self.rank, self.size)
 
     @override
     def _all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
+        self.pulse.exchanges += 1
         try:
             dist.all_gather(list(found), x, group=self.group)
         except RuntimeError as error:
@@ -123,6 +130,7 @@ class Processes(Ranks):
     @override
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         found = torch.empty_like(x[0])
+        self.pulse.exchanges += 1
         try:
             dist.reduce_scatter(found, list(x), group=self.group)
         except RuntimeError as error:
@@ -131,6 +139,7 @@ class Processes(Ranks):
 
     @override
     def _sum(self, x: Tensor) -> Tensor:
+        self.pulse.exchanges += 1
         try:
             dist.all_reduce(x, group=self.group)
         except RuntimeError as error:
@@ -139,10 +148,7 @@ class Processes(Ranks):
 
     def _failure(self, error: RuntimeError) -> TrainingError:
         """Say which ranks are gone."""
-        lost = self.pulse.lost()
-        found = (
-            f"rank {', '.join(map(str, lost))} of {self.size} gone" if lost else f"{self.size} ranks, one of them stuck"
-        )
+        found = self.pulse.blame()
         return TrainingError(
             "group",
             "be alive and in step",
@@ -167,23 +173,29 @@ class Pulse:
         name: The group's.
         rank: This process's number in it.
         size: The number of processes.
+
+    Attributes:
+        exchanges: Exchanges that this process has begun: who hangs has begun fewer than the others.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
+        self.exchanges = 0
         self._store = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="hf_linear_attn pulse", daemon=True)
-        self._store.add(self._key(rank), 1)
+        self._thread = threading.Thread(target=self._live, name="hf_linear_attn pulse", daemon=True)
+        self._say(0)
         self._thread.start()
 
-    def _key(self, rank: int) -> str:
-        return f"{self.name}/{rank}"
+    def _say(self, beat: int) -> None:
+        self._store.set(f"{self.name}/{self.rank}", f"{beat} {self.exchanges}")
 
-    def _beat(self) -> None:
+    def _live(self) -> None:
+        beat = 0
         while not self._ended.wait(BEAT_S):
+            beat += 1
             try:
-                self._store.add(self._key(self.rank), 1)
+                self._say(beat)
             except RuntimeError:
                 # The process that keeps the store is gone: whoever waits for it hears of it.
                 return
@@ -193,19 +205,26 @@ class Pulse:
         self._ended.set()
         self._thread.join()
 
-    def lost(self) -> list[int]:
-        """Return the ranks that give no more signs of life, none where all do."""
+    def _heard(self) -> list[tuple[int, int]]:
+        """Return the last beat of each rank, and the exchanges that it has begun."""
+        words = (self._store.get(f"{self.name}/{rank}").decode().split() for rank in range(self.size))
+        return [(int(beat), int(exchanges)) for beat, exchanges in words]
+
+    def blame(self) -> str:
+        """Say which ranks give no more signs of life; where all do, which are behind."""
         known = f"{self.name}/lost"
         try:
             if not self._store.check([known]):
-                before = [self._store.add(self._key(rank), 0) for rank in range(self.size)]
+                before = self._heard()
                 time.sleep(4 * BEAT_S)
-                now = [self._store.add(self._key(rank), 0) for rank in range(self.size)]
-                still = [rank for rank in range(self.size) if now[rank] == before[rank] and rank != self.rank]
-                if not still:
-                    return []
-                self._store.compare_set(known, "", ",".join(map(str, still)))
-            return [int(rank) for rank in self._store.get(known).decode().split(",")]
+                now = self._heard()
+                gone = [rank for rank in range(self.size) if now[rank][0] == before[rank][0] and rank != self.rank]
+                most = max(exchanges for _, exchanges in now)
+                behind = [rank for rank in range(self.size) if now[rank][1] < most]
+                ranks, what = (gone, "gone") if gone else (behind, "behind")
+                found = f"rank {', '.join(map(str, ranks))} of {self.size} {what}" if ranks else "all, out of step"
+                self._store.compare_set(known, "", found)
+            return self._store.get(known).decode()
         except RuntimeError:
             # With the store goes the process that keeps it: the first one.
-            return [0]
+            return f"rank 0 of {self.size} gone"

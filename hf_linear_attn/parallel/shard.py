@@ -1,8 +1,9 @@
 """A converted layer in one rank's part of the texts.
 
 A rank sums up its own keys without reading a query, as they are when they have left the window of whoever comes next.
-All ranks hand round those sums, their last W keys and values, and the sinks that they have, in one exchange. From what
-earlier ranks hand on, each makes the state that one process would have there, and goes on from it as from a cache.
+All ranks hand round those sums, their last W keys and values, and the sinks that they have, in one exchange; where keys
+fade or overwrite what was there, they also hand round how theirs pass a state on. From what earlier ranks hand on, each
+makes the state that one process would have there, and goes on from it as from a cache.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.rules.gates import Gates
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
@@ -159,14 +161,18 @@ class Shard:
         layout, window = self.layout, layer.window
         message = self.message(layer, k, v, rotation)
         found = message.unpacked(self.ranks.gather(message.packed())[: layout.rank])
-        sums = {name: _selected_sum(x, layout.weights) for name, x in found.sums.items()}
+        late = self._late(layer, found.tail, rotation)
+        sums = {name: _selected_sum(x, layout.weights) for name, x in found.sums.items() if name != "passed"}
+        if layer.rule.ordered and "kv" in sums:
+            sums |= _in_turn(found.sums, late, layout.weights)
+        for name in late.keys() - ({"kv", "z", "passed"} if layer.rule.ordered else set()):
+            sums[name] = sums[name] + _selected_sum(late[name], layout.weights[: len(late[name])])
         state = State()
         state.slots, state.length = layer.slots(v.shape[3], v.device), layout.start
         state.first_read = window is not None and layout.sinks_read
         tensors = {name: x for name, x in sums.items() if not name.startswith("sink_")}
         if window is not None:
             tensors |= self._near(layer, window, state, sums, found.tail, rotation)
-            tensors |= self._gone(layer, tensors, found.tail, rotation)
         state.write(tensors | {"seen": layout.seen})
         return state
 
@@ -224,20 +230,52 @@ class Shard:
             )
         return window.begin(past, state)
 
-    def _gone(self, layer: LinearAttention, sums: Sums, tail: dict[str, Tensor], rotation: Rotation | None) -> Sums:
-        """Add to the sums the last tokens of ranks before, which have left the window since."""
-        layout = self.layout
-        order = layout.tail_order[: -layer.reach]
-        if not order or not layer.mix.has_far:
+    def _late(self, layer: LinearAttention, tail: dict[str, Tensor], rotation: Rotation | None) -> Sums:
+        """Return what the last tokens of ranks before add up to that have left the window since, ``[R, B, *]``."""
+        layout, window = self.layout, layer.window
+        if window is None or not layer.mix.has_far or not (gone := layout.tail_order[: -window.size]):
             return {}
-        places = torch.tensor(order, device=layout.seen.device)
-        found = {name: _in_order(x, places) for name, x in tail.items()}
-        turned = rotation and rotation._replace(turns=found["turns"][:, 0])
-        numbers = layout.tail_numbers[:, places]
-        sinks = 0 if layer.window is None else layer.window.sinks
-        mask = layout.tail_real[:, places] & (numbers >= sinks)
-        more = _sums(layer, found["k"], found["v"], numbers, mask, turned)
-        return {name: sums[name] + x for name, x in more.items()}
+        ranks, batch, size = gone[-1] // window.size + 1, len(layout.seen), window.size
+        left = torch.zeros(ranks * size, dtype=torch.bool)
+        left[list(gone)] = True
+
+        def by_rank(x: Tensor) -> Tensor:
+            return x[:, : ranks * size].view(batch, ranks, size).transpose(0, 1).flatten(0, 1)
+
+        numbers = by_rank(layout.tail_numbers)
+        mask = by_rank(layout.tail_real & (layout.tail_numbers >= window.sinks))
+        mask = mask & by_rank(left.to(mask.device).expand(batch, -1))
+        rows = {name: x[:ranks].flatten(0, 1) for name, x in tail.items()}
+        turned = rotation and rotation._replace(turns=rows["turns"][:, 0])
+        found = _sums(layer, rows["k"], rows["v"], numbers, mask, turned)
+        return {name: torch.unflatten(x, 0, (ranks, batch)) for name, x in found.items()}
+
+
+def _in_turn(steps: Sums, late: Sums, weights: Tensor) -> Sums:
+    """Return the state of a rule that goes by the order of keys, after the ranks that ``weights [R, B]`` name.
+
+    Args:
+        steps: What each rank's own keys make of a state of zeros, and how they pass another on, ``[R, B, *]``.
+        late: The same of their last tokens, of as many ranks as have any.
+        weights: As in :class:`Layout`.
+    """
+    state: Sums = {name: x[:0].sum(0) for name, x in steps.items() if name in ("kv", "z")}
+    for rank, named in enumerate(weights):
+        after = state
+        for source in (steps, late):
+            if source and rank < len(source["kv"]):
+                after = _after(after, {name: x[rank] for name, x in source.items()})
+        state = {name: torch.where(named.view(-1, *(1,) * (x.ndim - 1)), after[name], x) for name, x in state.items()}
+    return state
+
+
+def _after(state: Sums, step: Sums) -> Sums:
+    """Return a state after some keys, given how they pass it on ``[B, HKV, F, F]``, or by what it fades."""
+    passed = step["passed"]
+    found = {"kv": (passed @ state["kv"] if passed.shape[-1] > 1 else passed * state["kv"]) + step["kv"]}
+    if "z" in state:
+        found["z"] = passed[..., 0] * state["z"] + step["z"]
+    return found
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -295,18 +333,55 @@ def _sums(
     """
 
     def read(k: Tensor, v: Tensor) -> Sums:
-        kernel, phi_k = layer.feature_map.kernel, k if rotation is None else rotation.undo(k)
+        phi_k = k if rotation is None else rotation.undo(k)
+        gates, kernel = layer.gates(phi_k, v), layer.feature_map.kernel if layer.rule.maps else None
         if kernel is None:
             phi_k = features_of(layer.feature_map, phi_k, "k", numbers, layer.settings.backend)
+        if gates is not None:
+            return _passing(layer, phi_k, v, gates, kernel, mask)
         # The state does not depend on the one query that asks for it.
         nobody = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
-        found = layer.rule.read(nobody, phi_k, v, None, kernel=kernel, key_mask=mask, causal=False)
-        return dict(found.state)
+        return dict(layer.rule.read(nobody, phi_k, v, None, kernel=kernel, key_mask=mask, causal=False).state)
 
-    learns = torch.is_grad_enabled() and (layer.feature_map.kernel is None or rotation is not None)
+    plain = layer.feature_map.kernel is not None and layer.rule.maps and rotation is None and not layer.rule.ordered
+    learns = torch.is_grad_enabled() and not plain
     # Features are larger than keys: they are computed again in the backward.
     found: Sums = checkpoint(read, k, v, use_reentrant=False) if learns else read(k, v)
     if layer.window is not None and layer.mix.sums_keys:
         keys = k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
         found["far_keys"] = keys.sum(2, dtype=upcast(keys[:0]).dtype)
+    return found
+
+
+def _passing(
+    layer: LinearAttention, phi_k: Tensor, v: Tensor, gates: Gates, kernel: str | None, mask: Tensor | None
+) -> Sums:
+    """Return what keys of a rule with gates make of a state of zeros, and as ``passed`` how they pass another on.
+
+    A state S becomes ``P S + A``. For rules that overwrite, P is what the same keys make of the identity, of values
+    that are 0; others fade a state by one number for each head.
+
+    Args:
+        layer: The layer.
+        phi_k: Keys, or their features, ``[B, HKV, S, F]``.
+        v: Values ``[B, HKV, S, V]``.
+        gates: Of the keys.
+        kernel: As in :meth:`Rule.read`.
+        mask: ``[B, S]`` bool, True = a key that counts; None where all do.
+    """
+    batch, heads, _, size = phi_k.shape
+    state, values = None, v
+    if gates.beta is not None:
+        zeros = upcast(v[:, :, :0]).new_zeros(batch, heads, size, v.shape[3])
+        unit = torch.eye(size, dtype=zeros.dtype, device=v.device).expand(batch, heads, -1, -1)
+        state, values = {"kv": torch.cat([zeros, unit], -1)}, F.pad(v, (0, size))
+    if gates.scale is not None:
+        gates = gates._replace(scale=gates.scale.new_ones(heads))
+    nobody = phi_k.new_zeros(1, 1, 1, 1).expand(phi_k.shape)
+    found = dict(layer.rule.read(nobody, phi_k, values, state, gates=gates, kernel=kernel, key_mask=mask).state)
+    if gates.beta is not None:
+        found["kv"], found["passed"] = torch.split(found["kv"], [v.shape[3], size], -1)
+    elif gates.log_decay is not None:
+        fading = gates.log_decay if mask is None else gates.log_decay.masked_fill(~mask[:, None], 0)
+        found["passed"] = fading.sum(-1).exp()[..., None, None]
     return found

@@ -2,12 +2,13 @@
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from accelerate import ParallelismConfig
 
 from hf_linear_attn.errors import ArgumentError, TrainingError
 from hf_linear_attn.parallel import context_parallel
@@ -21,7 +22,7 @@ BATCHES = {
     "padded": (padded(PLAIN, [(50, 0), (0, 70)]), True),
     "packed": (packed(PLAIN, [[60, 80, 10], [150]]), False),
 }
-PATCHES = [{"feature_map": "elu"}, RECOMMENDED]
+PATCHES = [{"feature_map": "elu"}, RECOMMENDED, RECOMMENDED | {"update_rule": "gated_delta"}]
 
 
 def same(group, lengths):
@@ -42,7 +43,8 @@ def main():
     even, uneven = dict.fromkeys((2, 4)), {2: [31, 119], 4: [3, 100, 40, 7]}
     for lengths in (even, uneven):
         same(None, lengths)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    # As Accelerate lays processes out.
+    mesh = ParallelismConfig(dp_shard_size=2, cp_size=2).build_device_mesh("cpu")
     with pytest.raises(ArgumentError, match="be a mesh of one dimension"), context_parallel(model_of(), mesh):
         pass
     same(mesh["cp"], uneven)
@@ -51,6 +53,13 @@ def main():
         with pytest.raises(ArgumentError, match="hold this process"), context_parallel(model_of(), outside):
             pass
     model = model_of(**RECOMMENDED)
+    with context_parallel(model, dist.new_group(timeout=timedelta(seconds=2))) as context:
+        part = context.split(PLAIN)
+        if rank == 1:
+            time.sleep(8)
+        else:
+            with pytest.raises(TrainingError, match="`group` must be alive and in step, got 'rank 1 of 4 behind'"):
+                model(**part, use_cache=False)
     with context_parallel(model) as context:
         part = context.split(PLAIN)
         dist.barrier()
