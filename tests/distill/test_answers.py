@@ -128,3 +128,17 @@ def test_the_card_lays_written_answers_of_student_and_teacher_side_by_side(setti
         assert f"\n| {task}, student | " in card
         assert f"\n| {task}, teacher | " in card
     assert "the share of 1 questions per field" in card
+
+
+# PEFT reads an attribute that Transformers renames.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_teacher_that_shares_the_students_weights_is_asked_too(settings, tokenizer, data, tmp_path):
+    tiny_teacher().save_pretrained(tmp_path)
+    changes = {"model": str(tmp_path), "trainable": "lora", "heldout_rows": 1, "heldout_answers": 1}
+    settings = settings.with_changes(**changes, block_tokens=128, transfer_steps=1, distill_steps=1)
+    found = distill(settings, tokenizer=tokenizer, data=data).metrics["teacher"]["answers"]
+    expected = measure_answers(tiny_teacher(), tokenizer, length=128, samples=1, seed=settings.seed)
+    assert [row["exact"] for row in found] == [row["exact"] for row in expected]
+    measured = [row["answer_nats"] for row in expected if not row["missing"]]
+    assert len(measured) >= 4
+    assert [row["answer_nats"] for row in found if not row["missing"]] == pytest.approx(measured, rel=1e-3)
