@@ -23,12 +23,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_linear_attn import patch_model
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
-RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4}
+RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4, "rotary": "undo"}
 LAYERS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
     "elu": {"feature_map": "elu"},
     "elu, window 64": {"feature_map": "elu", "window": 64, "sinks": 4},
     "recommended": RECIPE,
+    "recommended, rotation kept": RECIPE | {"rotary": "keep"},
     "recommended, gate": RECIPE | {"mix": "gate"},
     **{f"recommended, {rule}": RECIPE | {"update_rule": rule} for rule in ("decay", "delta", "gated_delta")},
 }

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.ops.rotation import Layout, Rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = {"window": 64, "sinks": 4}
@@ -32,7 +33,12 @@ LAYERS: dict[str, dict[str, Any]] = {
     "elu, window 64": {"feature_map": "elu", **RECIPE},
     "hedgehog": {"feature_map": "hedgehog"},
     "hedgehog, window 64": {"feature_map": "hedgehog", **RECIPE},
-    "norm_preserving, window 64 (recommended)": {"feature_map": "norm_preserving", **RECIPE},
+    "norm_preserving, window 64": {"feature_map": "norm_preserving", **RECIPE},
+    "norm_preserving, window 64, rotation undone (recommended)": {
+        "feature_map": "norm_preserving",
+        "rotary": "undo",
+        **RECIPE,
+    },
 }
 RULES = ("decay", "delta", "gated_delta")
 LAYERS |= {
@@ -77,24 +83,27 @@ class Counter(TorchDispatchMode):
 def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> dict[str, Any]:
     """Count one layer's passes over ``tokens`` tokens, and a step of generation after them."""
     config = LinearAttentionConfig(**settings, backend=backend)
-    layer = LinearAttention(config, sizes, "layer").to(DEVICE)
+    layer = LinearAttention(config, sizes, "layer", rotated=True).to(DEVICE)
 
     def draw(heads: int) -> Tensor:
         x = torch.randn(1, tokens, heads, sizes.head_dim, device=DEVICE, dtype=torch.bfloat16)
         return x.transpose(1, 2)
 
     q, k, v = draw(sizes.num_heads), draw(sizes.num_kv_heads), draw(sizes.num_kv_heads)
+    turns = torch.randn(1, tokens, sizes.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    alone = Call(rotation=Rotation(turns, Layout("half", "pair")))
     row: dict[str, Any] = {}
     with torch.no_grad(), Counter(layer) as found:
-        layer(q, k, v)
+        layer(q, k, v, alone)
     row["prefill, U"] = found.bytes / q.nbytes
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with Counter(layer) as found:
-        layer(*leaves).backward(torch.randn_like(q))
+        layer(*leaves, alone).backward(torch.randn_like(q))
     row["forward and backward, U"] = found.bytes / q.nbytes
-    call = Call(state=State())
+    call = alone._replace(state=State())
     with torch.no_grad():
         layer(q, k, v, call)
+        call = call._replace(rotation=Rotation(turns[:, :1], Layout("half", "pair")))
         for _ in range(2):
             with Counter(layer) as found:
                 layer(*(x[:, :, :1] for x in (q, k, v)), call)

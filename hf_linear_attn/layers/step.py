@@ -199,8 +199,10 @@ def _hybrid_(
         plain = gone_k
         if rotation is not None:
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
-            plain = rotation._replace(turns=_take(turns, 1, old)).undo(gone_k)
-            queries = rotation.undo(queries)
+            now = rotation.turns.expand(len(rows), rows.shape[2], -1)
+            both = rotation._replace(turns=torch.cat([_take(turns, 1, old), now], 1))
+            unturned = both.undo(torch.cat([gone_k, queries], 2))
+            plain, queries = unturned[:, :, :1], unturned[:, :, 1:]
             _put_(turns, 1, new, rotation.turns)
         far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
         if keys is not None:

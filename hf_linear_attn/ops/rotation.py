@@ -110,10 +110,12 @@ class Rotation(NamedTuple):
         return self._replace(turns=self.turns.expand(batch, -1, -1).flatten(0, 1)[None])
 
     def _back(self) -> tuple[Tensor, Tensor]:
-        cos, sin = upcast(self.turns).chunk(2, -1)
+        turns = upcast(self.turns)
+        cos, sin = turns.chunk(2, -1)
         # Of a slot that holds no token, the angles are 0 and so is what they turn.
-        square = (cos.square() + sin.square()).clamp(min=torch.finfo(cos.dtype).tiny)
-        return cos / square, sin / square
+        square = (sin * sin).addcmul(cos, cos).clamp(min=torch.finfo(turns.dtype).tiny)
+        back = turns.reshape(*turns.shape[:-1], 2, -1) / square[..., None, :]
+        return back[..., 0, :], back[..., 1, :]
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn every pair ``(a, b)`` into ``(a cos + b sin, b cos - a sin)``."""
@@ -121,7 +123,7 @@ class Rotation(NamedTuple):
         still = x.shape[-1] - width
         turned = x if not still else x[..., still:] if self.layout.at_end else x[..., :width]
         a, b = self.layout.pairs_of(upcast(turned))
-        turned = self.layout.whole(a * cos + b * sin, b * cos - a * sin).to(x.dtype)
+        turned = self.layout.whole((a * cos).addcmul(b, sin), (b * cos).addcmul(a, sin, value=-1)).to(x.dtype)
         if not still:
             return turned
         return torch.cat([x[..., :still], turned] if self.layout.at_end else [turned, x[..., width:]], -1)
