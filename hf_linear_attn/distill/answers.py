@@ -34,6 +34,9 @@ MAX_DEPTH = 75.0
 ROWS = 8
 """Prompts of the shortest length in one forward; longer ones are fewer."""
 
+Answer = tuple[str, list[float]]
+"""What greedy decoding writes, and the nats of each token of the true answer."""
+
 TOO_SHORT, NO_POSITIONS = "the task does not fit", "the model has no such positions"
 
 
@@ -87,7 +90,7 @@ def measure_answers(
                 else:
                     asked = prompts(tokenizer, name, factor * length, samples, seed)
                     ask = written if cached else foretold
-                    found |= figures(ask(whole, tokenizer, asked, max(1, ROWS // factor)))
+                    found |= figures(asked, ask(whole, tokenizer, asked, max(1, ROWS // factor)))
                 rows.append(found)
                 bar.update()
     return rows
@@ -111,9 +114,9 @@ def shown(row: dict[str, Any]) -> str:
     return f"{row['exact']:.2f} ({low:.2f} to {high:.2f}), {row['answer_nats']:.2f} nats"
 
 
-def figures(answers: list[tuple[bool, list[float]]]) -> dict[str, Any]:
-    """Sum up whether each answer was right, and the nats of its true tokens."""
-    right = sum(exact for exact, _ in answers)
+def figures(asked: Sequence[Sample], answers: Sequence[Answer]) -> dict[str, Any]:
+    """Sum up answers to samples."""
+    right = sum(is_exact(sample, text) for sample, (text, _) in zip(asked, answers, strict=True))
     nats = [nat for _, each in answers for nat in each]
     return {
         "n": len(answers),
@@ -125,14 +128,14 @@ def figures(answers: list[tuple[bool, list[float]]]) -> dict[str, Any]:
 
 def written(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Sample], at_once: int
-) -> list[tuple[bool, list[float]]]:
-    """Let a model answer from its cache; return whether it wrote the true answer, and that one's nats by token."""
+) -> list[Answer]:
+    """Let a model answer from its cache."""
     batches = [asked[start : start + at_once] for start in range(0, len(asked), at_once)]
     read = [[torch.tensor(sample.input_ids) for sample in batch] for batch in batches]
     pad = tokenizer.pad_token_id or 0
     reader = PrefixReader(model, max(len(sample.input_ids) for sample in asked), pad)
     ends = end_tokens(model, tokenizer)
-    answers: list[tuple[bool, list[float]]] = []
+    answers: list[Answer] = []
     for number, batch in enumerate(batches):
         reader.advance(read[number], read[number + 1] if number + 1 < len(batches) else None)
         logits, cache, mask = reader.read(read[number])
@@ -144,7 +147,7 @@ def written(
             str(tokenizer.decode(tokens, skip_special_tokens=True))
             for tokens in greedy(model, logits, cache, budget, ends, mask)
         ]
-        answers += [(is_exact(sample, text), each) for sample, text, each in zip(batch, texts, nats, strict=True)]
+        answers += zip(texts, nats, strict=True)
     return answers
 
 
@@ -184,14 +187,14 @@ def true_nats(
 
 def foretold(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Sample], at_once: int
-) -> list[tuple[bool, list[float]]]:
-    """Read off one forward whether greedy decoding would write the true answer, and return its nats by token.
+) -> list[Answer]:
+    """Read off one forward how greedy decoding would begin, up to a token after the true answer or the first false one.
 
-    Its tokens are each the likeliest after the true ones before it exactly when greedy decoding writes them.
+    A token is the likeliest after the true ones before it exactly when greedy decoding, right so far, writes it.
     """
     predictor = Predictor(model)
     device = next(model.parameters()).device
-    answers: list[tuple[bool, list[float]]] = []
+    answers: list[Answer] = []
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         true = [encode_once(tokenizer, true_answer(sample)) for sample in batch]
@@ -208,5 +211,5 @@ def foretold(
             text = str(tokenizer.decode(best[: wrong + 1], skip_special_tokens=True))
             targets = torch.tensor(answer, device=device)[:, None]
             nats = -logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0]
-            answers.append((is_exact(sample, text), nats.tolist()))
+            answers.append((text, nats.tolist()))
     return answers

@@ -34,7 +34,12 @@ def scripted(change):
 
     def answer(prompt):
         found = {"pass key": "passkey", "list of words": "copying", "magic": "niah_multikey", "code of": "kv_recall"}
-        return change(oracle(prompt, next(task for said, task in found.items() if said in prompt.split("\n")[-1])))
+        task = next(task for said, task in found.items() if said in prompt.split("\n")[-1])
+        try:
+            return change(oracle(prompt, task))
+        except KeyError:
+            # One forward asks at every token, before a pair has been read, too.
+            return "nothing"
 
     return ScriptedModel(answering(TOKENIZER, answer))
 
@@ -82,6 +87,14 @@ def test_recall_is_what_the_teacher_would_write(teacher, teachers_tokenizer):
     found = recall_accuracy(teacher, teachers_tokenizer, pairs=4, length=256, samples=8, seed=3, max_depth=75)
     assert found >= 0.5
     assert recall_accuracy(teacher, teachers_tokenizer, pairs=80, length=256, samples=8, seed=3) is None
+
+
+def test_recall_does_not_ask_how_a_word_goes_on_and_a_written_answer_does():
+    for change, recalled, exact in ((lambda answer: answer + "s", 1.0, 0.0), (lambda answer: "s" + answer, 0.0, 0.0)):
+        model = scripted(change)
+        assert recall_accuracy(model, TOKENIZER, pairs=4, length=400, samples=2, seed=0) == recalled
+        for cached in (True, False):
+            assert ask(model, length=400, tasks=("kv_recall",), cached=cached)[0]["exact"] == exact
 
 
 def test_what_is_asked_for_stands_at_depths_from_the_start_to_75_percent():
