@@ -174,7 +174,10 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
         # The kernel, and one more token that was seen; without a window learned features have kernels of their own.
         assert row["operations of a step: kernels"] == (4 if name == "hedgehog" else 2)
     assert recommended["operations of a step: PyTorch"] <= 45
-    assert "| norm_preserving, window 64 (recommended) |" in output.with_suffix(".md").read_text()
+    undone = rows["norm_preserving, window 64, rotation undone"]
+    assert undone["prefill, U: kernels"] < 1.1 * recommended["prefill, U: kernels"]
+    assert undone["operations of a step: PyTorch"] <= 60
+    assert "| norm_preserving, window 64, rotation undone (recommended) |" in output.with_suffix(".md").read_text()
 
 
 def test_compiled_kernels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
