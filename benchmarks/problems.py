@@ -56,7 +56,8 @@ def feature_problem(p: Problem) -> FeatureProblem | None:
         return None
     weight = torch.randn(heads, D, D, device=p.q.device)
     power = torch.full((heads,), 3.0, device=p.q.device)
-    return FeatureProblem(p.target, p.q, weight, power, "norm_preserving", 1.0, D**-0.25)
+    turns = torch.randn(1, p.q.shape[2], D, device=p.q.device, dtype=p.q.dtype)
+    return FeatureProblem(p.target, p.q, turns, weight, power, "norm_preserving", 1.0, D**-0.25, "half", at_end=False)
 
 
 def hybrid_problem(p: Problem) -> HybridStep | None:

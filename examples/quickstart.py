@@ -90,6 +90,8 @@ def main() -> None:
         transfer_steps=arguments.transfer_steps,
         distill_steps=arguments.distill_steps,
         heldout_rows=16,
+        # The evaluation has both write their answers.
+        heldout_answers=0,
         seed=arguments.seed,
     )
     teacher = load_teacher(settings).eval()

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hf_linear_attn.ops import DeltaRuleState, LinearAttentionState, delta_rule, linear_attention
     from hf_linear_attn.patching import (
         Context,
+        ContextStore,
         encode_context,
         from_pretrained,
         load_context,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Context",
+    "ContextStore",
     "DeltaRuleState",
     "LinearAttentionConfig",
     "LinearAttentionState",
@@ -35,10 +37,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "config": ("LinearAttentionConfig",),
+    # Where it is once what knows its rules is there too, and refuses others.
+    "layers": ("LinearAttentionConfig",),
     "feature_maps": ("available_feature_maps", "register_feature_map"),
     "ops": ("DeltaRuleState", "LinearAttentionState", "delta_rule", "linear_attention"),
-    "patching": ("Context", "encode_context", "from_pretrained", "load_context", "patch_model", "unpatch_model"),
+    "patching": (
+        "Context",
+        "ContextStore",
+        "encode_context",
+        "from_pretrained",
+        "load_context",
+        "patch_model",
+        "unpatch_model",
+    ),
 }
 """Where each name lives. It is imported when it is first asked for: a command's help need not wait for torch."""
 

@@ -15,6 +15,9 @@ FORMAT_VERSION = 1
 LATER = {"update_rule": "additive", "rotary": "keep"}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
+ALIASES = {"linear": "additive", "gated": "decay"}
+"""Other words for update rules, those of ONNX's LinearAttention operator."""
+
 _checks: list[Callable[["LinearAttentionConfig"], None]] = []
 
 
@@ -49,7 +52,10 @@ class LinearAttentionConfig:
             ``"shared"``: one denominator, as LoLCATs (Zhang et al., 2024, arXiv:2410.10254). ``"window"``: no linear
             branch at all, the baseline that a conversion has to beat.
         update_rule: How the linear branch's state takes in keys. ``"additive"``: ``S += phi(k) v^T``, normalised by the
-            sum of ``phi(k)``.
+            sum of ``phi(k)``. ``"decay"``: the same sums, fading with every key by a factor learned from it and its
+            value. ``"delta"``: features of length 1, and a key replaces a learned share of what stands at it; no
+            normaliser. ``"gated_delta"``: both. All but the first are for causal attention. ``"linear"`` and
+            ``"gated"`` stand for the first two.
         rotary: How the linear branch reads queries and keys that the model rotates by their positions: ``"keep"``, as
             they are; ``"undo"``, with the rotation undone, so that feature maps know nothing of positions and none is
             new to them. Window and sinks read them rotated, and so does the own key's score of ``mix="key"``; a window
@@ -90,6 +96,7 @@ class LinearAttentionConfig:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "feature_map_options", dict(self.feature_map_options))
+        object.__setattr__(self, "update_rule", ALIASES.get(self.update_rule, self.update_rule))
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if self.window is not None and self.window < 1:

@@ -16,6 +16,14 @@ if not torch.cuda.is_available():
     # Without a GPU the kernels are tested in Triton's interpreter, which has to be chosen before the first import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the sweep convert otherwise than it does by default."""
+    group = parser.getgroup("sweep")
+    group.addoption("--update-rule", default="additive", help="the update rule that the sweep converts with")
+    group.addoption("--rotary", default="keep", help="whether the sweep converts with the rotation undone")
+
+
 USERS_MAP = """
 import torch
 from hf_linear_attn.feature_maps import FeatureMap, register_feature_map

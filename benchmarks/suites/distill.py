@@ -24,20 +24,28 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
+from hf_linear_attn.distill.answers import FACTORS, MAX_DEPTH, measure_answers, shown
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.forward import predictions
-from hf_linear_attn.distill.measure import MAX_DEPTH, heldout_loss, recall_accuracy
+from hf_linear_attn.distill.measure import heldout_loss, recall_accuracy
+from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.loading import load_model, load_tokenizer
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
     "recommended": {},
+    "rotation kept": {"rotary": "keep"},
+    "decay": {"update_rule": "decay"},
+    "delta": {"update_rule": "delta"},
+    "gated delta": {"update_rule": "gated_delta"},
+    "gated delta, calibrated": {"update_rule": "gated_delta", "calibration_batches": 4},
     "window dropout": {"window_dropout": 0.5},
     "no sinks": {"sinks": 0},
     "no window": {"window": None, "sinks": 0, "window_dropout": 0.0},
     "gate for key": {"mix": "gate"},
     "shared denominator": {"mix": "shared", "window_dropout": 0.0},
     "one length": {"length_factors": [1]},
+    "two lengths": {"length_factors": [1, 2]},
     "no transfer": {"stages": ["distill"]},
     "transfer by attention weights": {"transfer_loss": "weights"},
     "cross-entropy for KL": {"distill_loss": "ce"},
@@ -78,6 +86,12 @@ def parser() -> Parser:
         default=[],
         help="multiples of a sequence at which recall is measured",
     )
+    found.add_argument(
+        "--answer-samples",
+        type=int,
+        default=20,
+        help="questions per task and length, and per seed, that are answered in writing; 0 for none (%(default)s)",
+    )
     found.add_argument("--work-dir", type=Path, default=Path("runs/distill-study"), help="runs (%(default)s)")
     found.add_argument("--finished-only", action="store_true", help="train nothing, write what is finished")
     found.add_argument("--output", type=Path, required=True, help="result, a JSON file")
@@ -109,6 +123,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         found["longer"]["recall"] = {"4": recall_at(model, LONGER, questions)}
         found["recall_at"] = {str(factor): recall_at(model, factor, questions) for factor in arguments.recall_factors}
         return found
+
+    def written(model: PreTrainedModel) -> list[dict[str, Any]]:
+        return measure_answers(
+            model, tokenizer, length=arguments.block_tokens, samples=arguments.answer_samples, seed=1000
+        )
 
     def recall_at(model: PreTrainedModel, factor: int, questions: dict[str, Any]) -> float | None:
         length = factor * arguments.block_tokens
@@ -154,9 +173,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             "trainable_parameters": result.trainable_parameters,
         }
 
-    def measured(name: str, seed: int) -> dict[str, Any]:
+    def student_of(name: str, seed: int) -> PreTrainedModel:
         student = from_pretrained(settings_with_folder(name, seed).output_dir or "")
-        return figures(student.to(device).eval())
+        return student.to(device).eval()
+
+    asked = arguments.answer_samples
 
     results: dict[str, Any] = {
         "provenance": provenance("distill", argv or [])
@@ -165,10 +186,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             "teacher_sha256": digest.hexdigest(),
             "seeds": arguments.seeds,
             "samples": arguments.samples,
+            "answer_samples": asked,
             "equal_cache_window": window,
             "recommended": recommended.to_dict(),
         },
         "teacher": once("teacher", lambda: figures(teacher)),
+        "answers": {"teacher": once(f"answers {asked} teacher", lambda: written(teacher)) if asked else []},
         "patched": {},
         "recipes": {},
     }
@@ -181,10 +204,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             start = settings_of(arguments, name, 0, window)
             results["patched"][name] = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
             found = once(key, lambda name=name, seed=seed: run(name, seed))
-            found["figures"] = once(f"figures {key}", lambda name=name, seed=seed: measured(name, seed))
+            found["figures"] = once(f"figures {key}", lambda name=name, seed=seed: figures(student_of(name, seed)))
+            if asked:
+                # In a file of its own, so that asking more or fewer questions measures nothing else anew.
+                found["answers"] = once(
+                    f"answers {asked} {key}", lambda name=name, seed=seed: written(student_of(name, seed))
+                )
             results["recipes"].setdefault(name, {})[str(seed)] = found
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(*_answers(results), sep="\n")
     if arguments.report is not None:
         drawn = arguments.report.with_suffix(".svg")
         arguments.report.write_text(report(results, drawn.name))
@@ -326,6 +355,7 @@ def report(results: Mapping[str, Any], drawn: str) -> str:
         ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += _recall_by_length(teacher, recipes)
+    lines += _answers(results)
     missing = [name for name in NAMES if name not in recipes]
     lines += ["", f"Not run: {', '.join(missing) or 'nothing'}."]
     lines += ["", *_claims(results), "", f"![Nats of text and recall by recipe]({drawn})", ""]
@@ -346,6 +376,46 @@ def _recall_by_length(teacher: Mapping[str, Any], recipes: Mapping[str, Any]) ->
         cells.append(_mean([run["tokens"] / run["elapsed_s"] for run in runs.values()], 0))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _answers(results: Mapping[str, Any]) -> list[str]:
+    """Return a table per task of what was written, all seeds together, if anything was asked."""
+    teacher = results.get("answers", {}).get("teacher")
+    if not teacher:
+        return []
+    block = results["provenance"]["recommended"]["block_tokens"]
+    models = {"teacher": [teacher]}
+    for name, runs in results["recipes"].items():
+        if found := [run["answers"] for run in runs.values() if run.get("answers")]:
+            models[name] = found
+    lines = [
+        "",
+        "## What they write",
+        "",
+        f"The share of questions that greedy decoding answers word for word, token by token from the cache, beside the "
+        "nats per token of the true answer: questions of "
+        f"{', '.join(f'{factor * block:,}' for factor in FACTORS)} tokens, what is asked for spread over the first "
+        f"{MAX_DEPTH:.0f}% of them, {results['provenance']['answer_samples']} per seed, the same for all. With "
+        "Wilson's 95% interval of all seeds together.",
+    ]
+    for task in dict.fromkeys(row["task"] for row in teacher):
+        lines += ["", f"| {task} | " + " | ".join(f"{factor}x" for factor in FACTORS) + " |"]
+        lines.append("| --- " * (len(FACTORS) + 1) + "|")
+        for name, seeds in models.items():
+            rows = zip(*([row for row in seed if row["task"] == task] for seed in seeds), strict=True)
+            lines.append(f"| {name} | " + " | ".join(shown(_pooled(found)) for found in rows) + " |")
+    return lines
+
+
+def _pooled(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what was written by students of several seeds to the same questions as one row."""
+    if rows[0]["missing"]:
+        return dict(rows[0])
+    n = sum(row["n"] for row in rows)
+    right = sum(row["exact"] * row["n"] for row in rows)
+    # Every seed answers the same questions, so each has as many tokens of answers.
+    nats = statistics.fmean(row["answer_nats"] for row in rows)
+    return {**rows[0], "n": n, "exact": right / n, "ci95": wilson_interval(right, n), "answer_nats": nats}
 
 
 def picture(results: Mapping[str, Any], path: Path) -> None:

@@ -30,6 +30,7 @@ LAYERS: dict[str, dict[str, Any] | None] = {
     "elu, window 64": {"feature_map": "elu", "window": 64, "sinks": 4},
     "recommended": RECIPE,
     "recommended, gate": RECIPE | {"mix": "gate"},
+    **{f"recommended, {rule}": RECIPE | {"update_rule": rule} for rule in ("decay", "delta", "gated_delta")},
 }
 BOTH = (512, 2048, 16384)
 """Lengths at which forward and backward are timed together."""

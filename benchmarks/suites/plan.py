@@ -81,6 +81,9 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "distill, single_gpu": ("llama", "bfloat16", "single_gpu", {"stages": ["distill"]}),
     "distill, single_gpu, large vocabulary": ("qwen2", "bfloat16", "single_gpu", {"stages": ["distill"]}),
     "distill, lolcats": ("llama", "float32", "lolcats", {"stages": ["distill"]}),
+    "transfer, decay": ("llama", "float32", "recommended", {"stages": ["transfer"], "update_rule": "decay"}),
+    "distill, decay": ("gpt2", "float32", "recommended", {"stages": ["distill"], "update_rule": "decay"}),
+    "distill, gated_delta": ("llama", "float32", "recommended", {"stages": ["distill"], "update_rule": "gated_delta"}),
     "distill, lean": (
         "qwen2",
         "bfloat16",

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,6 +33,11 @@ LAYERS: dict[str, dict[str, Any]] = {
     "hedgehog": {"feature_map": "hedgehog"},
     "hedgehog, window 64": {"feature_map": "hedgehog", **RECIPE},
     "norm_preserving, window 64 (recommended)": {"feature_map": "norm_preserving", **RECIPE},
+}
+RULES = ("decay", "delta", "gated_delta")
+LAYERS |= {
+    f"norm_preserving, window 64, {rule}": {"feature_map": "norm_preserving", "update_rule": rule, **RECIPE}
+    for rule in RULES
 }
 FREE = ("empty", "_unsafe_view", "_local_scalar_dense", "detach")
 FILLS = ("new_ones", "new_zeros", "ones", "zeros", "full", "arange", "scalar_tensor")
@@ -110,10 +116,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = Sizes(arguments.head_dim, *arguments.heads, 1 / math.sqrt(arguments.head_dim))
     rows = []
     for name, settings in LAYERS.items():
-        plain, kernels = (count(settings, backend, sizes, arguments.tokens) for backend in ("torch", "triton"))
+        plain = count(settings, "torch", sizes, arguments.tokens)
+        try:
+            kernels = count(settings, "triton", sizes, arguments.tokens)
+        except BackendError as error:
+            print(f"{name}: {error}", flush=True)
+            kernels = {}
         row: dict[str, Any] = {"layer": name}
         for what, number in plain.items():
-            row |= {f"{what}: PyTorch": number, f"{what}: kernels": kernels[what]}
+            row |= {f"{what}: PyTorch": number, f"{what}: kernels": kernels.get(what)}
         print(row, flush=True)
         rows.append(row)
     facts = provenance("traffic", argv or [])
@@ -124,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Counted, not timed: {arguments.tokens} tokens, {heads} query and {kv_heads} key heads of "
         f"{arguments.head_dim} dimensions, bf16, no padding. U is the size of q; to read q and write o alone is 2 U, k "
         f"and v are {2 * kv_heads / heads:g} U. An operation counts its arguments and results once, whatever it moves "
-        "within, and linear attention itself is one operation in both columns. Parameters are left out.\n",
+        "within, and linear attention itself is one operation in both columns. Parameters are left out. A dash stands "
+        "where an update rule has no kernels.\n",
         markdown(rows),
     ]
     write(arguments.output, {"provenance": facts, "rows": rows}, "\n".join(parts))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftModel
 
 from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.distill.answers import MAX_DEPTH, shown
 from hf_linear_attn.distill.settings import CONVERSION
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 
@@ -123,7 +124,7 @@ def write_card(result: DistillResult, folder: Path) -> None:
             limits=OF_ENCODERS if settings.encoder else OF_LANGUAGE_MODELS,
             kind=ADAPTER if isinstance(result.student, PeftModel) else WHOLE,
             recipe=loading_recipe(result),
-            figures=figures_table(result.metrics),
+            figures=figures_table(result.metrics) + answers_table(result.metrics, settings.trained_length()),
             tokens=result.tokens,
             minutes=result.elapsed_s / 60,
             data=", ".join(settings.dataset or ["the source text of Python's standard library"]),
@@ -150,6 +151,36 @@ def figures_table(metrics: dict[str, Any]) -> str:
         rows.append((f"recall of one of {pairs} pairs", partial(_recall, pairs=pairs)))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(show(m) for m in columns.values()) + " |" for name, show in rows]
+    return "\n".join(lines)
+
+
+def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
+    """Return what was written as a Markdown table with a sentence before it, or nothing where nothing was asked.
+
+    Args:
+        metrics: Measured figures, as :func:`measure` returns them, by model.
+        trained_length: Tokens of the longest sequences of the training.
+    """
+    asked = {name: figures["answers"] for name, figures in metrics.items() if figures.get("answers")}
+    counts = sorted({row["n"] for rows in asked.values() for row in rows} - {0})
+    if not counts:
+        return ""
+    rows = next(iter(asked.values()))
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    lines = [
+        "",
+        "",
+        f"What they write: the share of {counts[-1]} questions per field that greedy decoding answers word for word, "
+        "with Wilson's 95% interval, beside the nats per token of the true answer. What is asked for stands in the "
+        f"first {MAX_DEPTH:.0f}% of the context. The longest sequences of the training had {trained_length:,} tokens.",
+        "",
+        "| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |",
+        "| --- " * (len(lengths) + 1) + "|",
+    ]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        for name, found in asked.items():
+            cells = [shown(row) for row in found if row["task"] == task]
+            lines.append(f"| {task}, {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

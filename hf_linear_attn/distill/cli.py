@@ -37,7 +37,7 @@ EXAMPLE = (
 )
 GROUPS = {
     "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir"),
-    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget"),
+    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by"),
     "data": (
         "data",
         "dataset",
@@ -261,13 +261,15 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
         "tflops": own.tflops,
         "utilisation": own.utilisation,
     }
-    if own.gpu_memory is not None and not given.file and "preset" not in given.values:
+    searched = own.gpu_memory is not None and not given.file and "preset" not in given.values
+    # Who splits sequences knows the recipe, and asks how long they may be.
+    if own.gpu_memory is not None and searched and settings.context_parallel == 1:
         named = {name: value for name, value in given.values.items() if name in settings.given}
         plans = recipes_for(config, named, own.gpu_memory, **machine)
         sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")
         next_step("`hf-linear-attn distill` with a recipe's settings runs it.")
         return plans
-    found = compute_plan(config, settings, **machine)
+    found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
     sys.stdout.write(found.table() + "\n")
     if own.gpu_memory is not None:
         check_fits(config, settings, found, own.gpu_memory)

@@ -53,8 +53,8 @@ def predictions(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the places in ``[B (T - 1)]`` of the next tokens that a loss counts, ``[N]`` int64."""
-    weights = batch.weights[:, 1:].flatten()
+    """Return the places of the next tokens that count, ``[N]`` int64: in ``[B (T - 1)]``, in a part in ``[B T]``."""
+    weights = (batch.weights[:, 1:] if batch.part is None else batch.weights).flatten()
     # A run without data, for `plan`, counts all of them.
     fake = isinstance(weights, FakeTensor)
     return torch.arange(len(weights), device=weights.device) if fake else weights.nonzero()[:, 0]
@@ -63,12 +63,14 @@ def counted(batch: Batch) -> Tensor:
 def next_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the tokens that a loss counts, ``[N]``, and their weights ``[N]``."""
     places = counted(batch)
+    if batch.part is not None:
+        return batch.part.targets.flatten()[places], batch.weights.flatten()[places]
     return batch.input_ids[:, 1:].flatten()[places], batch.weights[:, 1:].flatten()[places]
 
 
 def weighted(batch: Batch, x: Tensor) -> Tensor:
     """Return those of ``[B, T, *]`` that the next tokens are predicted from, ``[N, *]``."""
-    return x[:, :-1].flatten(0, 1)[counted(batch)]
+    return (x[:, :-1] if batch.part is None else x).flatten(0, 1)[counted(batch)]
 
 
 class Predictor:

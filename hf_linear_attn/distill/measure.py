@@ -1,5 +1,6 @@
 """The scale-free numbers of a student: held-out nats and recall, with and without its linear branch; embeddings."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -8,18 +9,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.answers import MAX_DEPTH, foretold, measure_answers
+from hf_linear_attn.distill.data import Data
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.encoders import Frame, Pooling
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation.embedding import compare_embeddings
 from hf_linear_attn.evaluation.tasks import get_task, sample_rng
 from hf_linear_attn.patching import disable_branch
 
+logger = logging.getLogger(__name__)
+
 PAIRS = (4, 8)
 """Numbers of key-value pairs at which recall is measured."""
-
-MAX_DEPTH = 75.0
-"""Depth in percent beyond which no pair is asked for: what stands just before the question is in the window."""
 
 
 @torch.no_grad()
@@ -69,10 +71,7 @@ def recall_accuracy(
     max_depth: float = 100.0,
     batch: int = 8,
 ) -> float | None:
-    """Measure key-value recall: the share of samples whose answer greedy decoding would give token for token.
-
-    Every answer token is the likeliest one given the true ones before it exactly when greedy decoding writes it, so
-    one forward tells.
+    """Measure key-value recall: the share of samples whose answer greedy decoding would write, as one forward tells.
 
     Args:
         model: A causal language model.
@@ -90,27 +89,11 @@ def recall_accuracy(
     task = get_task("kv_recall", pairs=pairs)
     if task.min_length(tokenizer) > length:
         return None
-    device, predictor = next(model.parameters()).device, Predictor(model)
-    right = 0
-    rows: list[tuple[list[int], int]] = []
+    asked = []
     for index in range(samples):
         rng = sample_rng(seed, "kv_recall", length, 0, index)
-        sample = task.build(tokenizer, length, rng.uniform(0, max_depth), rng)
-        answer = tokenizer(" " + ", ".join(sample.references), add_special_tokens=False)["input_ids"]
-        rows.append(([*sample.input_ids, *answer], len(answer)))
-    for start in range(0, samples, batch):
-        part = rows[start : start + batch]
-        width = max(len(row) for row, _ in part)
-        ids = torch.zeros(len(part), width, dtype=torch.long, device=device)
-        for index, (row, _) in enumerate(part):
-            ids[index, : len(row)] = torch.tensor(row)
-        states = predictor.states(Batch(ids, ids, ids)).flatten(0, 1)
-        best = torch.cat([predictor.logits(states[which]).argmax(-1) for which in predictor.pieces(states)])
-        best = best.view(ids.shape)
-        for index, (row, size) in enumerate(part):
-            end = len(row)
-            right += bool((best[index, end - size - 1 : end - 1] == ids[index, end - size : end]).all())
-    return right / samples
+        asked.append(task.build(tokenizer, length, rng.uniform(0, max_depth), rng))
+    return sum(exact for exact, _ in foretold(model, tokenizer, asked, batch)) / samples
 
 
 def measure(
@@ -123,8 +106,11 @@ def measure(
     seed: int,
     samples: int = 64,
     branches: bool = True,
+    answers: int = 0,
+    cached: bool = True,
+    progress: bool = False,
 ) -> dict[str, Any]:
-    """Measure a model on held-out text and on key-value recall.
+    """Measure a model on held-out text, on key-value recall and by what it writes.
 
     A student with a window is measured again with its linear branch off: what that costs is what the branch does.
 
@@ -137,9 +123,13 @@ def measure(
         seed: Of the recall samples.
         samples: Recall samples per number of pairs.
         branches: Whether a student is measured without its linear branch too.
+        answers: Questions per task and length that it answers in writing; 0 for none.
+        cached: Whether it can do so from a cache, see :func:`measure_answers`.
+        progress: Show a progress bar while it writes.
 
     Returns:
-        ``loss_nats``, ``late_loss_nats``, ``recall`` by number of pairs, and ``linear_off`` with the same or None.
+        ``loss_nats``, ``late_loss_nats``, ``recall`` by number of pairs, ``linear_off`` with the same or None, and
+        ``answers`` as :func:`measure_answers` returns them, none where none were asked for.
     """
     training = model.training
     model.eval()
@@ -166,6 +156,14 @@ def measure(
     result = once()
     with disable_branch(model, "linear") if has_branches else nullcontext():
         result["linear_off"] = once() if has_branches else None
+    result["answers"] = []
+    if answers:
+        asked: dict[str, Any] = {"length": length, "samples": answers, "seed": seed}
+        try:
+            result["answers"] = measure_answers(model, tokenizer, **asked, cached=cached, progress=progress)
+        except UnsupportedError as error:
+            # A student that took hours to train is not lost for it.
+            logger.warning("no written answers are measured: %s", error)
     model.train(training)
     return result
 

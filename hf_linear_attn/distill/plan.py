@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +26,14 @@ from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence
 from hf_linear_attn.distill.trace import Device, Held, trace_step
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import empty_model, position_limit
+from hf_linear_attn.parallel import bytes_sent
 
 GIB = 2**30
 H100_TFLOPS = 989.0
 """Dense bf16 peak of one H100 SXM."""
+
+PROBE = 16384
+"""Tokens of a rank at which it is found out what a token takes: so many that they outweigh a layer's weights."""
 
 WEIGHT_BYTES = {"int8": 1.0, "int4": 1.0 + 4 / 32, "nf4": 0.5 + 4 / 64}
 """Bytes of a quantised weight, with its share of the scales."""
@@ -80,6 +84,25 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Split:
+    """How sequences are split over ranks, and what each of those sends for one layer in a forward."""
+
+    ranks: int
+    length: int
+    states_bytes: int
+    keys_bytes: int
+    layers: int
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return (
+            f"Sequences of {self.length:,} tokens are split over {self.ranks} GPUs. Each sends "
+            f"{self.states_bytes / 2**20:.1f} MiB of states for a layer in a forward, at any length; keys and values "
+            f"of this length would be {self.keys_bytes / 2**20:.1f} MiB."
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run needs."""
 
@@ -89,6 +112,8 @@ class Plan:
     gpus: int
     sharded: bool
     stages: tuple[StagePlan, ...]
+    split: Split | None = None
+    longest: int | None = None
 
     def fits(self, gpu_memory: float) -> bool:
         """Tell whether GPUs of so many GiB hold it."""
@@ -125,6 +150,12 @@ class Plan:
             "| work, EFLOP | " + " | ".join(f"{s.exaflop:.3g}" for s in self.stages) + " |",
             "| hours | " + " | ".join(f"{s.hours:.2f}" for s in self.stages) + " |",
         ]
+        if self.split is not None:
+            lines += ["", self.split.describe()]
+            if self.longest is not None:
+                lines.append(
+                    f"Expected to fit: a sequence of {self.longest:,} tokens, split over {self.split.ranks} GPUs."
+                )
         return "\n".join(lines)
 
 
@@ -195,15 +226,23 @@ class Planner:
                 return kind(settings, models["student"], teacher)
 
             rows, length, forwards = self.largest(kind)
+            traced = models
+            if settings.shard and settings.mixed_precision == "bf16":
+                # Gathered in bf16, layer by layer: autocast finds nothing to copy.
+                traced = models | {"student": copy.deepcopy(student).to(torch.bfloat16)}
             held = trace_step(
                 make_stage,
-                models,
+                traced,
                 rows=rows,
                 length=length,
                 forwards=forwards,
+                parts=self.parts(kind),
+                sharded=settings.shard,
                 autocast=settings.mixed_precision == "bf16",
                 device=self.device,
             )
+            if settings.shard:
+                held = as_kept(held, student, trained)
             found[name] = (held, trained)
         return found
 
@@ -213,6 +252,19 @@ class Planner:
         if named is not None and named not in QUANTISED:
             teacher.to(dtype=getattr(torch, named))
         return teacher
+
+    def parts(self, kind: type[Stage]) -> int:
+        """Return among how many ranks a stage's sequences are split."""
+        return self.settings.context_parallel if kind.splits else 1
+
+    def message(self) -> Split:
+        """Return what ranks send for the largest forward of the stages that split sequences."""
+        ranks, layers = self.settings.context_parallel, linear_attention_parts(self.student)
+        sizes = [self.largest(kind) for kind in map(stage_class, self.settings.stages) if kind.splits]
+        rows, length, _ = max(sizes, key=lambda size: (size[0], size[1]))
+        half = 2 if self.settings.mixed_precision == "bf16" or self.student.dtype.itemsize == 2 else 4
+        sent = [bytes_sent(layer, ranks, length, rows=rows, token_bytes=half) for layer in layers]
+        return Split(ranks, length, max(x.states for x in sent), max(x.keys for x in sent), len(layers))
 
     def largest(self, kind: type[Stage]) -> tuple[int, int, int]:
         """Return rows, length and number of the largest forwards of a step."""
@@ -249,7 +301,13 @@ class Planner:
         embeddings = sum(m.weight.numel() for m in self.teacher.modules() if isinstance(m, nn.Embedding))
         gathered = 2 * (2 * (sum(sizes) / 2 - embeddings) / layers + embeddings) * (1 + bool(teacher))
         parts = gpus if settings.shard else 1
-        return {
+        handed = {}
+        if settings.context_parallel > 1:
+            # Every layer keeps a state for its backward; one at a time holds all ranks'.
+            split = self.message()
+            states = split.states_bytes / (split.ranks - 1) * (split.layers + split.ranks)
+            handed = {"handed-on states": states if stage_class(stage).splits else 0.0}
+        return handed | {
             "teacher": teacher / parts,
             "student weights": student / parts,
             "gradients": held.gradients / parts,
@@ -264,7 +322,7 @@ class Planner:
         _, trained = self.held[stage]
         if tokens is None:
             step = kind.sequences(settings, 0, settings.rows * settings.accumulation)
-            tokens = float(kind.steps(settings) * len(step.numbers) * step.length * gpus)
+            tokens = float(kind.steps(settings) * len(step.numbers) * step.length * gpus / settings.context_parallel)
         passes = 2
         if kind.recomputes:
             # Frozen weights need no gradient, only what is before them.
@@ -285,7 +343,40 @@ class Planner:
         """Return the plan of the run."""
         stages = tuple(self.stage(stage, gpus, tokens, flops) for stage in self.settings.stages)
         name = getattr(self.config, "_name_or_path", "") or self.config.model_type
-        return Plan(name, self.parameters, self.maps, gpus, self.settings.shard, stages)
+        split = None if self.settings.context_parallel == 1 else self.message()
+        return Plan(name, self.parameters, self.maps, gpus, self.settings.shard, stages, split)
+
+    def longest(self, gpus: int, gpu_memory: float) -> int:
+        """Return how many tokens a sequence may have that all ranks split among them.
+
+        What a stage holds grows in proportion to the tokens: two lengths tell how much a token takes. Rounded down to
+        whole thousands; 0 where the model alone does not fit.
+        """
+        budget, found = SLACK * gpu_memory * GIB, []
+        each = PROBE * self.settings.context_parallel
+        shorter, longer = (
+            Planner(self.config, self.settings.with_changes(block_tokens=n * each), self.device) for n in (1, 2)
+        )
+        for name in self.settings.stages:
+            kind = stage_class(name)
+            if not kind.splits:
+                continue
+            _, length, _ = shorter.largest(kind)
+            less, more = (sum(planner.memory(name, gpus).values()) for planner in (shorter, longer))
+            of_token = (more - less) / length
+            found.append(max(0.0, length + (budget - less) / of_token))
+        return int(min(found)) // 1000 * 1000
+
+
+def as_kept(held: Held, student: nn.Module, trained: list[nn.Parameter]) -> Held:
+    """Return what a step of a sharded model holds, with weights and gradients in the dtypes that they are kept in."""
+    weights = sum(x.numel() * x.element_size() for x in (*student.parameters(), *student.buffers()))
+    gradients = sum(p.numel() * p.element_size() for p in trained)
+    return held._replace(
+        models=held.models | {"student": weights},
+        gradients=gradients,
+        most=held.most + gradients,
+    )
 
 
 def plan(
@@ -297,6 +388,7 @@ def plan(
     tflops: float = H100_TFLOPS,
     utilisation: float = 0.4,
     device: Device = "cuda",
+    gpu_memory: float | None = None,
 ) -> Plan:
     """Compute memory and time of a run from a model's config, and from the settings that :func:`distill` takes.
 
@@ -313,6 +405,8 @@ def plan(
         tflops: A GPU's peak, in TFLOP/s.
         utilisation: Share of the peak that is reached, 0..1.
         device: Where it would run.
+        gpu_memory: Memory of a GPU in GiB, to say how long sequences may be that are split over several; None to leave
+            that out.
 
     Returns:
         The plan.
@@ -327,8 +421,29 @@ def plan(
         >>> plan(small, DistillationSettings(block_tokens=16, window=4), gpus=1).gpus
         1
     """
+    settings = settings or DistillationSettings()
     check_machine(tokens, gpus, tflops, utilisation)
-    return Planner(config, settings or DistillationSettings(), device).plan(gpus, tokens, tflops * 1e12 * utilisation)
+    check_ranks(settings, gpus)
+    planner = Planner(config, settings, device)
+    found = planner.plan(gpus, tokens, tflops * 1e12 * utilisation)
+    if gpu_memory is None or found.split is None:
+        return found
+    return replace(found, longest=planner.longest(gpus, gpu_memory))
+
+
+def check_ranks(settings: DistillationSettings, gpus: int) -> None:
+    """Refuse GPUs that do not fall into groups that split sequences.
+
+    Raises:
+        ArgumentError: If they do not.
+    """
+    if gpus % settings.context_parallel:
+        raise ArgumentError(
+            "gpus",
+            f"be a multiple of context_parallel, {settings.context_parallel}",
+            gpus,
+            "Each sequence is split over as many.",
+        )
 
 
 def check_machine(

@@ -15,8 +15,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linear_attn.distill.calibrate import calibrate
 from hf_linear_attn.distill.card import write_card
-from hf_linear_attn.distill.data import Data, load_data
+from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
@@ -37,13 +38,13 @@ from hf_linear_attn.distill.models import (
 from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
-from hf_linear_attn.distill.selection import Selection, select_layers
+from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_recall
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, whole
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers, whole
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import whole_folder, write_atomic
@@ -162,7 +163,7 @@ def distill(
         def load() -> PreTrainedModel:
             return place(load_teacher(settings) if teacher is None else teacher)
 
-        train, heldout = data or load_data(settings, tokenizer, processes=accelerator.num_processes)
+        train, heldout = data or load_data(settings, tokenizer, processes=readers(settings, accelerator))
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
         source: Teacher | None = LiveTeacher(load) if asked and not shared else None
@@ -181,6 +182,9 @@ def distill(
         live = source if isinstance(source, ModelTeacher) else None
         if settings.teacher_logits is not None:
             source = TeacherLogits(Path(settings.teacher_logits))
+        if made and settings.calibration_batches and not settings.encoder:
+            # A run that goes on from a checkpoint finds its gates there.
+            start_gates(settings, student, train)
         trainer = Trainer(settings, student, train, source, accelerator, on_step)
         trainer.run(partial(prepare_stage, settings))
         trained: Any = trainer.student
@@ -192,12 +196,16 @@ def distill(
             rows=settings.heldout_rows,
             length=settings.block_tokens,
             seed=settings.seed,
+            answers=settings.heldout_answers,
+            progress=settings.progress and accelerator.is_main_process,
         )
         metrics: dict[str, Any] = {}
         if settings.heldout_rows and live is not None and not settings.encoder:
             # Before the adapters, which may be off while the student is the teacher, are merged.
             with live.running() as model:
-                metrics["teacher"] = figures(model, branches=False)
+                # Layers that are softmax for once have no cache for it.
+                cached = not isinstance(live, SharedTeacher)
+                metrics["teacher"] = figures(model, branches=False, cached=cached)
         distilled: PreTrainedModel = (
             trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
         )
@@ -232,6 +240,20 @@ def distill(
             save_result(result, tokenizer, folder, state)
         accelerator.wait_for_everyone()
     return result
+
+
+def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:
+    """Start the gates of a merely patched student's update rule from the teacher's attention."""
+    if not any(part.learned_by_rule for part in linear_attention_parts(student)):
+        return
+    starts = range(0, settings.calibration_batches * settings.rows, settings.rows)
+    batches = [train.batch(range(n, n + settings.rows), settings.block_tokens).to(student.device) for n in starts]
+    for found in calibrate(student, batches):
+        logger.info(
+            "%s: attention beyond the window rests %s tokens away, in the mean of each key head",
+            found.part.name,
+            [round(float(x)) for x in found.half_life.nan_to_num()],
+        )
 
 
 def encoder_figures(
@@ -279,15 +301,33 @@ def keep_softmax(
     path = None if settings.output_dir is None else Path(settings.output_dir) / "layers.json"
     if path is not None and path.exists():
         selection = Selection.load(path)
+        if selection.by != settings.softmax_by:
+            raise ArgumentError(
+                "softmax_by",
+                f"be what chose the layers in {path}, {selection.by!r}",
+                settings.softmax_by,
+                "Restore it, or choose another `output_dir`.",
+            )
     else:
         if "transfer" in settings.stages:
             changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
             quick = settings.with_changes(stages=["transfer"], **changes)
             student = distill(quick, None, student, tokenizer, data=data).student
-        rows = range(0, settings.heldout_rows or 8, settings.rows)
-        batches = [data[1].batch(range(row, row + settings.rows), settings.block_tokens) for row in rows]
-        batches = [batch.to(student.device) for batch in batches]
-        selection = select_layers(student, teacher, batches, settings.softmax_budget, progress=settings.progress)
+        starts = range(0, settings.heldout_rows or 8, settings.rows)
+        numbers = [range(start, start + settings.rows) for start in starts]
+
+        def batches(row: Callable[[int, int], Row]) -> list[Batch]:
+            length = settings.block_tokens
+            rows = [[row(number, length) for number in each] for each in numbers]
+            return [data[1].collate(each, length).to(student.device) for each in rows]
+
+        shown: dict[str, Any] = {"budget": settings.softmax_budget, "progress": settings.progress}
+        if settings.softmax_by == "recall":
+            text, answers = batches(data[1].text_row), batches(data[1].recall_row)
+            selection = select_by_recall(student, text, answers, **shown)
+        else:
+            mixed = [data[1].batch(each, settings.block_tokens).to(student.device) for each in numbers]
+            selection = select_by_kl(student, teacher, mixed, **shown)
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
@@ -324,7 +364,7 @@ def recompute_activations(model: nn.Module, enable: bool) -> None:
 def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
     learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
-    compared = bool(settings.heldout_rows or settings.softmax_budget)
+    compared = bool(settings.heldout_rows or (settings.softmax_budget and settings.softmax_by == "kl"))
     return (learns_from_it and settings.teacher_logits is None) or (made and compared)
 
 

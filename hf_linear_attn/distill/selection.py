@@ -1,8 +1,8 @@
-"""Which layers to keep softmax: measured, one layer at a time, then greedily."""
+"""Which layers to keep softmax: measured, by the KL from the teacher or by what they retrieve."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,23 @@ from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, next_tokens, weighted
+from hf_linear_attn.distill.losses import ce_loss
 from hf_linear_attn.distill.softmax import as_softmax
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import write_atomic
+from hf_linear_attn.layers import LinearAttention
+
+LEAST_LOSS_NATS = 0.01
+"""Rise of the text's loss below which a layer counts as this important to text: the rise itself may be noise."""
+
+FIGURES = {
+    "kl_nats": "KL, nats per token",
+    "answer_nats": "answers, nats per token",
+    "loss_nats": "text, nats per token",
+    "score": "score",
+}
+"""What is measured, with its heading."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +36,23 @@ class Selection:
     """Layers to keep softmax, and what that is based on.
 
     Args:
-        ranking: ``layer``, ``name`` and ``kl_nats`` with that layer alone restored, best first; layers are counted
-            among the converted ones.
-        curve: ``softmax_layers`` (their number), ``layer`` (the one added, None at 0) and ``kl_nats``, along the
-            greedy path.
+        ranking: ``layer``, ``name`` and figures of each layer, best first; layers are counted among the converted ones.
+            By KL the figure is ``kl_nats`` with that layer alone restored. By recall they are ``answer_nats`` and
+            ``loss_nats`` with that layer alone converted, and the ``score`` made of them.
+        curve: ``softmax_layers`` (their number), ``layer`` and ``name`` (the one added, None at 0) and the figures, as
+            layers are restored one after the other.
         chosen: The layers to keep softmax, ascending.
+        by: ``kl`` or ``recall``.
     """
 
     ranking: list[dict[str, Any]]
     curve: list[dict[str, Any]]
     chosen: list[int]
+    by: str = "kl"
 
     def save(self, path: Path) -> None:
         """Write the selection as JSON."""
-        write_atomic(path, json.dumps({"ranking": self.ranking, "curve": self.curve, "chosen": self.chosen}, indent=2))
+        write_atomic(path, json.dumps(asdict(self), indent=2))
 
     @classmethod
     def load(cls, path: Path) -> "Selection":
@@ -45,32 +61,78 @@ class Selection:
 
     def table(self) -> str:
         """Return ranking and curve as Markdown tables."""
-        lines = ["| layer restored alone | KL, nats per token |", "| --- | --- |"]
-        lines += [f"| {entry['name']} | {entry['kl_nats']:.4f} |" for entry in self.ranking]
-        lines += ["", "| softmax layers | layer added | KL, nats per token |", "| --- | --- | --- |"]
-        for entry in self.curve:
-            lines.append(f"| {entry['softmax_layers']} | {entry['name'] or '-'} | {entry['kl_nats']:.4f} |")
-        return "\n".join(lines)
+        first = "layer restored alone" if self.by == "kl" else "layer converted alone"
+        ranking = _table([first], self.ranking, lambda entry: [entry["name"]])
+        curve = _table(
+            ["softmax layers", "layer added"],
+            self.curve,
+            lambda entry: [str(entry["softmax_layers"]), entry["name"] or "-"],
+        )
+        return "\n".join([*ranking, "", *curve])
+
+
+def _table(
+    heads: Sequence[str], entries: Sequence[dict[str, Any]], name: Callable[[dict[str, Any]], list[str]]
+) -> list[str]:
+    shown = [figure for figure in FIGURES if figure in entries[0]]
+    lines = ["| " + " | ".join([*heads, *(FIGURES[figure] for figure in shown)]) + " |"]
+    lines.append("| " + " | ".join(["---"] * (len(heads) + len(shown))) + " |")
+    for entry in entries:
+        lines.append("| " + " | ".join([*name(entry), *(f"{entry[figure]:.4f}" for figure in shown)]) + " |")
+    return lines
 
 
 @torch.no_grad()
-def mean_kl(student: nn.Module, batches: Iterable[Batch], divergences: Iterable[Divergence]) -> float:
-    """Return the mean divergence from the teacher over the batches' weighted tokens."""
+def mean_over_tokens(student: nn.Module, batches: Iterable[Batch], losses: Iterable[Divergence]) -> float:
+    """Return the mean of a loss over the batches' weighted tokens.
+
+    Args:
+        student: A causal language model.
+        batches: The sequences.
+        losses: The loss on each batch, as a teacher's divergence or :func:`text_loss` returns it.
+    """
     predictor = Predictor(student)
     total = weight = 0.0
-    for batch, divergence in zip(batches, divergences, strict=True):
+    for batch, loss in zip(batches, losses, strict=True):
         states, weights = weighted(batch, predictor.states(batch)), next_tokens(batch)[1]
         pieces = predictor.pieces(states)
-        total += sum(divergence(predictor.logits(states[which]), weights[which], which).item() for which in pieces)
+        total += sum(loss(predictor.logits(states[which]), weights[which], which).item() for which in pieces)
         weight += weights.sum().item()
     return total / weight
 
 
+def text_loss(batch: Batch) -> Divergence:
+    """Return the cross-entropy of a batch's next tokens."""
+    targets, _ = next_tokens(batch)
+    return lambda logits, weights, which: ce_loss(logits, targets[which], weights)
+
+
+def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
+    """Return how many of the converted layers a budget restores.
+
+    Args:
+        parts: The converted layers.
+        budget: Share of them, 0..1; at least one layer where above 0.
+
+    Raises:
+        ArgumentError: If the budget is out of range, or would leave no converted layer.
+    """
+    count = max(1, round(budget * len(parts))) if budget > 0 else 0
+    if not 0 <= budget < 1 or count >= len(parts):
+        raise ArgumentError(
+            "softmax_budget",
+            f"leave at least one of {len(parts)} converted layers",
+            budget,
+            "Lower it; with every layer softmax there is nothing to distil.",
+        )
+    return count
+
+
 @torch.no_grad()
-def select_layers(
+def select_by_kl(
     student: nn.Module, teacher: Teacher, batches: list[Batch], budget: float, *, progress: bool = False
 ) -> Selection:
-    """Find the converted layers that are worth keeping softmax.
+    """Find the converted layers that are worth keeping softmax, by the KL from the teacher.
 
     Every layer is restored alone and the KL from the teacher measured; then layers are restored one after the other,
     always the one that lowers the KL most.
@@ -89,14 +151,7 @@ def select_layers(
         ArgumentError: If the budget is out of range, or would leave no converted layer.
     """
     parts = linear_attention_parts(student)
-    count = max(1, round(budget * len(parts))) if budget > 0 else 0
-    if not 0 <= budget < 1 or count >= len(parts):
-        raise ArgumentError(
-            "softmax_budget",
-            f"leave at least one of {len(parts)} converted layers",
-            budget,
-            "Lower it; with every layer softmax there is nothing to distil.",
-        )
+    count = layers_to_keep(parts, budget)
     expected = [teacher.divergence(batch) for batch in batches]
     training = student.training
     student.train(False)
@@ -107,7 +162,7 @@ def select_layers(
 
         def score(layers: list[int]) -> float:
             with as_softmax([parts[layer] for layer in layers]):
-                found = mean_kl(student, batches, expected)
+                found = mean_over_tokens(student, batches, expected)
             bar.update()
             return found
 
@@ -132,3 +187,64 @@ def select_layers(
                 )
     student.train(training)
     return Selection(ranking, curve, sorted(chosen))
+
+
+@torch.no_grad()
+def select_by_recall(
+    student: nn.Module, text: list[Batch], answers: list[Batch], budget: float, *, progress: bool = False
+) -> Selection:
+    """Find the converted layers that are worth keeping softmax, by what they retrieve.
+
+    Every layer is converted alone, all others softmax. Its score is by how much answers to questions about what stands
+    far back get less likely, over by how much plain text does: a layer of a high score is there for recall, which a
+    state of constant size does worst. (HALO, Chen et al., 2026, arXiv:2601.22156, takes falls in accuracy on benchmarks
+    of both kinds and compares with the best layer; here both are nats, and compared with softmax throughout.)
+
+    Args:
+        student: A patched model, best after attention transfer.
+        text: Held-out sequences of text.
+        answers: Held-out sequences with questions, in which answers alone have a weight.
+        budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
+        progress: Show a progress bar.
+
+    Returns:
+        The selection.
+
+    Raises:
+        ArgumentError: If the budget is out of range, or would leave no converted layer.
+    """
+    parts = linear_attention_parts(student)
+    count = layers_to_keep(parts, budget)
+    losses = [text_loss(batch) for batch in text], [text_loss(batch) for batch in answers]
+    training = student.training
+    student.train(False)
+    with tqdm(total=2 + len(parts) + count, desc="layer selection", disable=not progress) as bar:
+
+        def figures(softmax: Iterable[int]) -> dict[str, float]:
+            with as_softmax([parts[layer] for layer in softmax]):
+                of_text = mean_over_tokens(student, text, losses[0])
+                of_answers = mean_over_tokens(student, answers, losses[1])
+            bar.update()
+            return {"answer_nats": of_answers, "loss_nats": of_text}
+
+        layers = range(len(parts))
+        before = figures(layers)
+        ranking: list[dict[str, Any]] = []
+        for layer in layers:
+            found = figures(other for other in layers if other != layer)
+            rise = max(found["loss_nats"] - before["loss_nats"], LEAST_LOSS_NATS)
+            score = (found["answer_nats"] - before["answer_nats"]) / rise
+            ranking.append({"layer": layer, "name": parts[layer].name, **found, "score": score})
+        ranking.sort(key=lambda entry: -entry["score"])
+        chosen = [entry["layer"] for entry in ranking[:count]]
+        curve = [
+            {
+                "softmax_layers": n,
+                "layer": chosen[n - 1] if n else None,
+                "name": parts[chosen[n - 1]].name if n else None,
+                **figures(chosen[:n]),
+            }
+            for n in range(count + 1)
+        ]
+    student.train(training)
+    return Selection(ranking, curve, sorted(chosen), by="recall")

@@ -18,6 +18,7 @@ from hf_linear_attn.patching import patch_model
 
 TransferLoss = Literal["output", "weights"]
 DistillLoss = Literal["kl", "ce"]
+SoftmaxBy = Literal["kl", "recall"]
 Trainable = Literal["full", "lora"]
 LossOn = Literal["answers", "all"]
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", None]
@@ -77,7 +78,9 @@ class DistillationSettings:
             for the model's.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
         softmax_budget: Share of the converted layers that is turned back to softmax before training, chosen by
-            measured KL, 0..1.
+            measurement, 0..1.
+        softmax_by: How they are chosen: ``kl``, by how much restoring a layer lowers the KL from the teacher;
+            ``recall``, by how much more converting it costs answers about what stands far back than it costs text.
         stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
             nothing to transfer. Of an encoder ``transfer``, ``embed``.
         dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
@@ -104,6 +107,8 @@ class DistillationSettings:
             sequence has so many answers that it would outweigh one of text.
         rows: Sequences of ``block_tokens`` per process and forward, B.
         accumulation: Forwards per optimiser step.
+        calibration_batches: Batches of ``rows`` from which the gates of an update rule start, without training: see
+            :func:`hf_linear_attn.distill.calibrate.calibrate`. 0 starts them alike.
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
@@ -137,6 +142,8 @@ class DistillationSettings:
         betas: AdamW's.
         max_grad_norm: Norm to which the gradient is clipped.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
+        context_parallel: Processes among which each sequence of ``distill`` and ``extend`` is split; a divisor of the
+            number of processes. Sequences of ``transfer`` stay whole, and all processes share them.
         gradient_checkpointing: Recompute activations in the backward pass.
         mixed_precision: ``bf16`` computes forwards in bf16, ``no`` in fp32; ``auto`` is ``bf16`` for a checkpoint of 16
             bits and ``no`` for others. Whichever it is, weights that are trained are kept in fp32, and saved in the
@@ -148,6 +155,8 @@ class DistillationSettings:
             ``compensated``.
         seed: Of everything random.
         heldout_rows: Sequences on which teacher and student are measured; 0 for none.
+        heldout_answers: Questions per task and length, up to 8 times ``block_tokens``, that both answer in writing
+            besides; 0 for none. Only where ``heldout_rows`` is above 0.
         log_every: Steps between two log lines.
         checkpoint_every: Steps between two checkpoints.
         keep_checkpoints: Number of checkpoints kept, >= 2, so that a damaged one can be passed over.
@@ -173,6 +182,7 @@ class DistillationSettings:
     conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
+    softmax_by: SoftmaxBy = "kl"
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None
@@ -189,6 +199,7 @@ class DistillationSettings:
     answer_weight: float = 2.0
     rows: int = 4
     accumulation: int = 1
+    calibration_batches: int = 0
     transfer_steps: int = 100
     map_lr: float | None = None
     transfer_loss: TransferLoss = "output"
@@ -214,12 +225,14 @@ class DistillationSettings:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
     shard: bool = False
+    context_parallel: int = 1
     gradient_checkpointing: bool = False
     mixed_precision: MixedPrecision = "auto"
     optimizer: Optimizer = "adamw"
     master_weights: MasterWeights = "fp32"
     seed: int = 0
     heldout_rows: int = 32
+    heldout_answers: int = 8
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -304,6 +317,7 @@ class DistillationSettings:
                 )
             object.__setattr__(self, "stages", served)
         self._check_encoder()
+        self._check_split()
 
     @property
     def encoder(self) -> bool:
@@ -321,6 +335,7 @@ class DistillationSettings:
             "softmax_budget": (0.0, "layers are ranked by next tokens"),
             "teacher_logits": (None, "its hidden states are compared"),
             "shard": (False, "one GPU holds an encoder"),
+            "context_parallel": (1, "its texts are short"),
         }
         for name, (value, reason) in refused.items():
             if getattr(self, name) != value:
@@ -328,6 +343,24 @@ class DistillationSettings:
                     rule = f"be {value} for an encoder"
                     raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
                 object.__setattr__(self, name, value)
+
+    def _check_split(self) -> None:
+        if self.context_parallel == 1:
+            return
+        if not any(stage_class(stage).splits for stage in self.stages):
+            raise ArgumentError(
+                "context_parallel",
+                "be 1 where no stage splits its sequences",
+                self.context_parallel,
+                "Those of `distill` and `extend` are split.",
+            )
+        if self.softmax_budget:
+            raise ArgumentError(
+                "softmax_budget",
+                "be 0 with context_parallel",
+                self.softmax_budget,
+                "Softmax needs every earlier key, and ranks hand on none.",
+            )
 
     def _check_datasets(self) -> None:
         weights, count = self.dataset_weights, len(self.dataset or ())
@@ -460,16 +493,19 @@ LEAST: dict[str, float] = {
     "block_tokens": 8,
     "rows": 1,
     "accumulation": 1,
+    "calibration_batches": 0,
     "transfer_steps": 0,
     "distill_steps": 0,
     "extend_steps": 0,
     "extend_factor": 1,
+    "context_parallel": 1,
     "lora_rank": 1,
     "answer_weight": 0,
     "rest_lr_share": 0,
     "weight_decay": 0,
     "max_grad_norm": 0,
     "heldout_rows": 0,
+    "heldout_answers": 0,
     "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
@@ -480,6 +516,7 @@ CHOICES: dict[str, Any] = {
     "model_dtype": Dtype,
     "teacher_dtype": Dtype,
     "transfer_loss": TransferLoss,
+    "softmax_by": SoftmaxBy,
     "distill_loss": DistillLoss,
     "trainable": Trainable,
     "loss_on": LossOn,

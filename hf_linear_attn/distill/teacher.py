@@ -15,6 +15,7 @@ from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, weighted
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.softmax import as_softmax
+from hf_linear_attn.parallel import whole_texts
 
 Divergence = Callable[[Tensor, Tensor, slice], Tensor]
 """Sums the divergence over some of a batch's weighted tokens.
@@ -45,8 +46,13 @@ class ModelTeacher(Teacher):
 
     @override
     def divergence(self, batch: Batch) -> Divergence:
-        with self.running():
-            expected = weighted(batch, self.predictor.states(batch))
+        with self.running() as model:
+            if batch.part is None:
+                expected = weighted(batch, self.predictor.states(batch))
+            else:
+                # Softmax needs every earlier key: each rank reads the whole, and keeps its part.
+                with whole_texts(model):
+                    expected = weighted(batch, self.predictor.states(batch.part.whole)[:, batch.part.own])
 
         def divergence(logits: Tensor, weights: Tensor, which: slice) -> Tensor:
             with torch.no_grad():

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import Predictor, weighted
+from hf_linear_attn.distill.forward import Predictor, counted, weighted
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -241,9 +241,20 @@ class TeacherLogits(Teacher):
     @override
     def divergence(self, batch: Batch) -> Divergence:
         """Return the KL divergence over k + 1 classes."""
+        if batch.part is not None:
+            whole = batch.part.whole
+            tokens, log_p = self._kept(whole)
+            length = whole.input_ids.shape[1] - 1
+            place = counted(whole) % length
+            here = (place >= batch.part.own.start) & (place < batch.part.own.stop)
+            return stored_divergence(tokens[here], log_p[here])
+        return stored_divergence(*self._kept(batch))
+
+    def _kept(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the kept tokens and log-probabilities of a batch of whole sequences, ``[N, k]``."""
         rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
         tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
-        return stored_divergence(tokens, log_p)
+        return tokens, log_p
 
 
 def stored_divergence(tokens: Tensor, log_p: Tensor) -> Divergence:

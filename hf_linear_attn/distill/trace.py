@@ -99,6 +99,8 @@ def trace_step(
     rows: int,
     length: int,
     forwards: int = 1,
+    parts: int = 1,
+    sharded: bool = False,
     autocast: bool = False,
     device: Device = "cuda",
 ) -> Held:
@@ -110,6 +112,8 @@ def trace_step(
         rows: Sequences of a forward.
         length: Their tokens.
         forwards: Forwards of a step.
+        sharded: Whether gradients go as they come, since each process keeps its share of them.
+        parts: Ranks among which each sequence is split; what they hand each other is not counted.
         autocast: Whether forwards are computed in bf16.
         device: Where the step would run.
     """
@@ -121,7 +125,7 @@ def trace_step(
             ALL_MASK_ATTENTION_FUNCTIONS[name] = _no_mask
         if device == "cuda":
             stack.enter_context(as_on_gpu())
-        return _trace(tracker, make_stage, models, rows, length, forwards, autocast)
+        return _trace(tracker, make_stage, models, rows, length, forwards, parts, sharded, autocast)
 
 
 @contextmanager
@@ -162,6 +166,8 @@ def _trace(
     rows: int,
     length: int,
     forwards: int,
+    parts: int,
+    sharded: bool,
     autocast: bool,
 ) -> Held:
     sizes, stored = {}, {}
@@ -171,9 +177,15 @@ def _trace(
         sizes[name] = tracker.alive - before
     stage = make_stage(stored)
     stored["student"].train()
+    if sharded:
+        for parameter in stored["student"].parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_let_go)  # type: ignore[no-untyped-call]
     ids = torch.zeros(rows, length, dtype=torch.int64)
     weights = torch.ones(rows, length)
     batch = Batch(ids, weights, torch.ones(rows, length, dtype=torch.bool), None, tuple(range(rows)))
+    if parts > 1:
+        batch = batch.cut(0, -(-length // parts))
 
     def learn(part: Tensor) -> None:
         with torch.autocast("cpu", enabled=False):
@@ -191,6 +203,10 @@ def _trace(
     gradients = sum(p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None)
     largest = max(p.numel() for p in trained) * 4
     return Held(sizes, gradients, tracker.peak - start, largest)
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def with_storage(model: _Module) -> _Module:

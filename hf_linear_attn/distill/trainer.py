@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from hf_linear_attn.config import LATER
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
 from hf_linear_attn.distill.optimizer import make_optimizer
 from hf_linear_attn.distill.precision import raise_trained
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -30,6 +31,7 @@ from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
 from hf_linear_attn.files import write_atomic
 from hf_linear_attn.loading import make_folder
+from hf_linear_attn.parallel import ContextParallel, context_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,10 @@ FREE_TO_CHANGE = frozenset(
         "rows",
         "accumulation",
         "heldout_rows",
+        "heldout_answers",
         "gradient_checkpointing",
         "shard",
+        "context_parallel",
     }
 )
 """Settings that a resumed run may change: the weights do not depend on them, as long as a step has as many rows."""
@@ -79,7 +83,8 @@ class Trainer:
         self.teacher, self.accelerator = teacher, accelerator
         self.on_step = on_step
         self.folder = None if settings.output_dir is None else Path(settings.output_dir)
-        self.rows_per_step = settings.rows * settings.accumulation * accelerator.num_processes
+        self.rows_per_step = settings.rows * settings.accumulation * readers(settings, accelerator)
+        self.context: ContextParallel | None = None
         self.history: list[dict[str, Any]] = []
         self.trained: set[str] = set()
         self.tokens = 0
@@ -107,9 +112,19 @@ class Trainer:
             raise_trained(self.settings, stage)
             self._remember_trained()
             if resumed is None or resumed.meta["stage"] == name:
-                self._run_stage(stage, steps, done, resumed)
+                with self._split(stage) as self.context:
+                    self._run_stage(stage, steps, done, resumed)
                 resumed = None
             done += steps
+
+    def _split(self, stage: Stage) -> AbstractContextManager[ContextParallel | None]:
+        """Return a context in which the student reads parts of sequences, where the stage's are split."""
+        size = self.settings.context_parallel
+        if size == 1 or not stage.splits:
+            return nullcontext()
+        shape = (self.accelerator.num_processes // size, size)
+        mesh = init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("dp", "cp"))
+        return context_parallel(self.student, mesh["cp"])
 
     def _run_stage(self, stage: Stage, steps: int, done: int, resumed: Checkpoint | None) -> None:
         settings, accelerator = self.settings, self.accelerator
@@ -180,12 +195,19 @@ class Trainer:
         settings, accelerator = self.settings, self.accelerator
         stage.begin_step(step)
         chosen = stage.sequences(settings, done + step, self.rows_per_step)
-        share = len(chosen.numbers) // accelerator.num_processes
-        first = chosen.numbers[accelerator.process_index * share]
+        # Processes that split sequences among them read the same ones.
+        together = 1 if self.context is None else self.context.size
+        share = len(chosen.numbers) * together // accelerator.num_processes
+        first = chosen.numbers[accelerator.process_index // together * share]
         batches = []
         for start in range(first, first + share, chosen.at_once):
             numbers = range(start, min(start + chosen.at_once, first + share))
-            batches.append(self.data.batch(numbers, chosen.length).to(accelerator.device))
+            batch = self.data.batch(numbers, chosen.length).to(accelerator.device)
+            if self.context is not None:
+                lengths = self.context.lengths(chosen.length)
+                start = sum(lengths[: self.context.rank])
+                batch = batch.cut(start, start + lengths[self.context.rank])
+            batches.append(batch)
         self.tokens += len(chosen.numbers) * chosen.length
         weight = torch.stack([stage.weight(batch) for batch in batches]).sum().to(accelerator.device)
         # Gradients are averaged over processes, so each contributes its share of the sum over all of them.
@@ -328,6 +350,32 @@ class Trainer:
         optimizer.load_state_dict(state)
 
 
+def readers(settings: DistillationSettings, accelerator: Accelerator) -> int:
+    """Return how many groups of processes read sequences of their own.
+
+    Raises:
+        ArgumentError: If the processes do not fall into groups of ``context_parallel``, or sequences of a stage that
+            does not split them are too few for all.
+    """
+    size, processes = settings.context_parallel, int(accelerator.num_processes)
+    if processes % size:
+        raise ArgumentError(
+            "context_parallel", f"divide the {processes} processes", size, "Start as many with torchrun, or a multiple."
+        )
+    rows = settings.rows * settings.accumulation * processes // size
+    for stage in map(stage_class, settings.stages):
+        for step in range(len(stage.lengths(settings))):
+            number = len(stage.sequences(settings, step, rows).numbers)
+            if not stage.splits and number % processes:
+                raise ArgumentError(
+                    "context_parallel",
+                    f"leave a whole sequence of `{stage.name}` for each of {processes} processes",
+                    f"{number} sequences in a step",
+                    "Raise rows or accumulation, or run that stage before, without it.",
+                )
+    return processes // size
+
+
 def lr_share(step: int, steps: int, warmup_share: float) -> float:
     """Return the learning rate of a step as a share of its peak: a rise, then a straight line towards 0.
 
@@ -447,7 +495,7 @@ def first_not_finite(model: nn.Module, batch: Batch) -> str:
 
     handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
     try:
-        model(input_ids=batch.input_ids, use_cache=False)
+        model(**model_inputs(batch))
     finally:
         for handle in handles:
             handle.remove()

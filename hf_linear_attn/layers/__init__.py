@@ -2,13 +2,23 @@
 
 from hf_linear_attn.config import LinearAttentionConfig, check_with
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.layers.attention import Branch, Call, LinearAttention
+from hf_linear_attn.layers.attention import Branch, Call, LinearAttention, Shard
 from hf_linear_attn.layers.mixes import MIXES
 from hf_linear_attn.layers.registry import lookup
 from hf_linear_attn.layers.rules import RULES, Sizes
 from hf_linear_attn.layers.state import Slot, State
 
-__all__ = ["Branch", "Call", "LinearAttention", "Sizes", "Slot", "State"]
+__all__ = [
+    "Branch",
+    "Call",
+    "LinearAttention",
+    "LinearAttentionConfig",
+    "Shard",
+    "Sizes",
+    "Slot",
+    "State",
+    "check_parts",
+]
 
 
 def check_parts(config: LinearAttentionConfig) -> None:

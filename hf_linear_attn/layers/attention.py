@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,13 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.rotation import Layout, Rotation
-from hf_linear_attn.layers.rules import RULES, Sizes
+from hf_linear_attn.layers.rules import RULES, Gates, Sizes
 from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import copies_of
 from hf_linear_attn.ops.window import running_sum
 
@@ -48,6 +48,13 @@ class Call(NamedTuple):
     rotation: Rotation | None = None
 
 
+class Shard(Protocol):
+    """One rank's part of texts that are split over ranks: how a layer attends in it."""
+
+    def attend(self, layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Attend from the part's queries; arguments and result as of :meth:`LinearAttention.attend`."""
+
+
 class LinearAttention(nn.Module):
     """Compute one converted layer's attention, from projected queries, keys and values to the heads' outputs.
 
@@ -64,7 +71,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.settings, self.name = config, name
         self.sizes: Sizes = sizes
-        head_dim, heads, kv_heads, scaling = sizes
+        head_dim, heads, kv_heads, scaling, _ = sizes
         self.feature_map: FeatureMap = get_feature_map(
             config.feature_map, head_dim, heads, kv_heads, scaling=scaling, **config.feature_map_options
         )
@@ -82,17 +89,24 @@ class LinearAttention(nn.Module):
         for part, start in starts.items():
             self.register_parameter(f"mix_{part}", nn.Parameter(start))
         self.learned_by_mix = tuple(starts)
+        starts = self.rule.weights(sizes) if self.window is None or self.mix.has_far else {}
+        for part, start in starts.items():
+            self.register_parameter(f"rule_{part}", nn.Parameter(start))
+        self.learned_by_rule = tuple(starts)
         self.disabled: frozenset[Branch] = frozenset()
+        self.shard: Shard | None = None
+        """The part of the texts that calls read, where texts are split over ranks."""
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
 
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
-        return f"window={self.settings.window}, sinks={self.settings.sinks}, mix={self.settings.mix!r}"
+        settings = self.settings
+        return f"window={settings.window}, sinks={settings.sinks}, mix={settings.mix!r}, rule={settings.update_rule!r}"
 
     def slots(self, value_dim: int, device: torch.device) -> dict[str, Slot]:
         """Describe the tensors of this layer's state, for values of that size on a device."""
-        head_dim, _, kv_heads, _ = self.sizes
+        head_dim, kv_heads = self.sizes.head_dim, self.sizes.num_kv_heads
         features = self.feature_map.feature_dim
         copies = copies_of(device, "decode" if self.window is None else "hybrid", features, value_dim)
         slots = {"seen": Slot((), torch.int64)}
@@ -115,9 +129,17 @@ class LinearAttention(nn.Module):
             ``o [B, H, T, V]``.
 
         Raises:
-            UnsupportedError: If attention with a window is not causal.
+            UnsupportedError: If attention with a window, or with a rule that goes by the order of keys, is not causal.
         """
         call = Call() if call is None else call
+        if self.rule.ordered and not call.causal:
+            raise UnsupportedError(
+                "update_rule",
+                "be 'additive' for bidirectional attention",
+                self.settings.update_rule,
+                "Others go by the order of keys: use that one, or leave this layer out with layers=.",
+                where=self.name,
+            )
         if self.window is not None and not call.causal:
             raise UnsupportedError(
                 "window",
@@ -130,22 +152,35 @@ class LinearAttention(nn.Module):
             q, k = call.rotation.undo(q), call.rotation.undo(k)
         if self.window is None or not self.undoes:
             call = call._replace(rotation=None)
-        if call.state is not None and steps(self, q, call):
+        if self.shard is None and call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:
             # What is masked must not matter, whatever it holds.
             hidden = ~call.key_mask[:, None, :, None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        if self.shard is not None:
+            return self.shard.attend(self, q, k, v, call)
         if self.window is not None and call.cu_seqlens is not None:
             return packed(self, q, k, v, call)
         return self.attend(q, k, v, call)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, keep: bool = True) -> Tensor:
+        """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window.
+
+        Args:
+            q: Queries ``[B, H, T, D]``.
+            k: Keys ``[B, HKV, T, D]``.
+            v: Values ``[B, HKV, T, V]``.
+            call: What belongs to this call.
+            keep: Whether the new tokens are put into the call's state.
+
+        Returns:
+            ``o [B, H, T, V]``.
+        """
         whole = self._split(q, k, v, call)
         read = walk if walks(self, whole) else LinearAttention.read
         o, carried = read(self, whole, self._carried(call.state))
-        if call.state is not None:
+        if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
         return o
 
@@ -161,6 +196,12 @@ class LinearAttention(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """Return what the mix has learned, by its names."""
         return {part: getattr(self, f"mix_{part}") for part in self.learned_by_mix}
+
+    def gates(self, k: Tensor, v: Tensor) -> Gates | None:
+        """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
+        if not self.learned_by_rule:
+            return None
+        return self.rule.gates(k, v, {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule})
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call reads side by side: all of it is one piece."""
@@ -209,6 +250,7 @@ class LinearAttention(nn.Module):
                 phi_k,
                 piece.v,
                 carried,
+                gates=self.gates(piece.k, piece.v),
                 kernel=kernel,
                 key_mask=mask,
                 cu_seqlens=piece.cu_seqlens,
@@ -238,15 +280,17 @@ class LinearAttention(nn.Module):
         # Keys that lag by the window lag by nothing where they begin a window earlier.
         delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
-        if piece.rotation is not None and tokens.rotation is not None:
-            q, k = piece.rotation.undo(q), tokens.rotation.cut(0, count).undo(k)
+        of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
+        if of_q is not None and of_k is not None and self._reads_plain():
+            q, k, of_q, of_k = of_q.undo(q), of_k.undo(k), None, None
         mask = None if tokens.counts is None else tokens.counts[:, :count]
-        phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count])
+        phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count], of_q, of_k)
         found = self.rule.read(
             phi_q,
             phi_k,
             v,
             carried,
+            gates=self.gates(k, v),
             kernel=kernel,
             key_mask=mask,
             delay=delay,
@@ -264,16 +308,26 @@ class LinearAttention(nn.Module):
             kept["far_keys"] = total if sums is None else total + sums
         return Far(found.o, piece.number, counts, found.mass, sums), kept
 
+    def _reads_plain(self) -> bool:
+        """Tell whether more than features is made of queries and keys turned back: gates, or a map of the rule's."""
+        return bool(self.learned_by_rule) or (self.feature_map.kernel is not None and self.rule.maps)
+
     def _features(
-        self, q: Tensor, k: Tensor, positions_q: Tensor, positions_k: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions_q: Tensor,
+        positions_k: Tensor,
+        of_q: Rotation | None = None,
+        of_k: Rotation | None = None,
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
-        kernel = self.feature_map.kernel
+        kernel = self.feature_map.kernel if self.rule.maps else None
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
             return q, k, kernel
         backend = self.settings.backend
-        phi_q = features_of(self.feature_map, q, "q", positions_q, backend)
-        return phi_q, features_of(self.feature_map, k, "k", positions_k, backend), None
+        phi_q = features_of(self.feature_map, q, "q", positions_q, backend, of_q)
+        return phi_q, features_of(self.feature_map, k, "k", positions_k, backend, of_k), None
 
     def _carried(self, state: State | None) -> dict[str, Tensor] | None:
         """Return what the linear branch carries over from a state."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.window import Tokens
+from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.state import empty_like_tokens
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def walks(layer: "LinearAttention", whole: Piece) -> bool:
         return False
     if layer.settings.backend not in ("auto", "torch") or whole.cu_seqlens is not None:
         return False
-    if layer.window is None and layer.feature_map.kernel is not None:
+    if layer.window is None and layer.feature_map.kernel is not None and layer.rule.maps:
         # The operation walks by itself.
         return False
     if torch.is_grad_enabled() and not all(isinstance(p, nn.Parameter) for p in layer.parameters()):

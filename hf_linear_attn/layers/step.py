@@ -18,14 +18,19 @@ if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
 
 
+def can_step(layer: "LinearAttention") -> bool:
+    """Tell whether a layer has a step of its own; without one a token is read as any other text."""
+    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
+        return False
+    return layer.window is None or layer.mix.steps
+
+
 def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
     """Tell whether a call is one token, and nobody can need the state from before it: not autograd, nor a rollback."""
     state = call.state
     if state is None or q.shape[2] != 1 or not state.tensors or not call.in_place or torch.is_grad_enabled():
         return False
-    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
-        return False
-    if layer.window is not None and not layer.mix.steps:
+    if not can_step(layer):
         return False
     # What was made under inference_mode can be changed in place only there.
     return (
@@ -60,7 +65,7 @@ def _for_kernel(
 ) -> HybridStep | None:
     """Return the step as its kernel takes it; None where the kernel does not serve it."""
     backend, mix = layer.settings.backend, layer.mix.name
-    if not wants_kernels(backend, q.device):
+    if not wants_kernels(backend, q.device) or (isinstance(state.length, Tensor) and state.length.ndim):
         return None
     if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
         return None
@@ -141,8 +146,8 @@ def _read_far(
     Returns:
         ``o [B, HKV, G, V]``.
     """
-    feature_map, backend = layer.feature_map, layer.settings.backend
-    phi = feature_map.kernel
+    feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
+    phi = feature_map.kernel if layer.rule.maps else None
     if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
         both = feature_map(q, "q", key=k)
         q, k = both[:, :, 1:], both[:, :, :1]
@@ -151,7 +156,7 @@ def _read_far(
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
     signed = not feature_map.non_negative
-    return layer.rule.step_(q, k, v, state.tensors, kernel=phi, key_mask=counts, signed=signed)
+    return layer.rule.step_(q, k, v, state.tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
 
 
 def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
@@ -264,8 +269,15 @@ def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: St
 
 
 def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
-    """Return one slot; a copy where its place is a tensor, as in a static state."""
-    return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
+    """Return one slot; a copy where its place is a tensor, as in a static state, or one for each row, as in a pool."""
+    if not isinstance(place, Tensor):
+        return x.narrow(dim, place, 1)
+    return x.gather(dim, _at(x, dim, place)) if place.ndim else x.index_select(dim, place[None])
+
+
+def _at(x: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Spread a place for each row ``[B]`` over one slot of a tensor."""
+    return places.view(-1, *(1,) * (x.ndim - 1)).expand(*x.shape[:dim], 1, *x.shape[dim + 1 :])
 
 
 def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:
@@ -273,7 +285,10 @@ def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> No
     if isinstance(place, Tensor):
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
         value = value.expand(shape) if isinstance(value, Tensor) else x.new_full(shape, value)
-        x.index_copy_(dim, place[None], value)
+        if place.ndim:
+            x.scatter_(dim, _at(x, dim, place), value)
+        else:
+            x.index_copy_(dim, place[None], value)
     elif isinstance(value, Tensor):
         x.narrow(dim, place, 1).copy_(value)
     else:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.rotation import Rotation
 from hf_linear_attn.layers.state import Slot, State
+from hf_linear_attn.ops.rotation import Rotation
 
 NOWHERE = 2**62
 """Place of a sink that has not come yet."""
@@ -165,6 +165,32 @@ class Window:
         held = mask.new_zeros(batch, self.sinks + self.size + 1).index_copy_(1, places, mask[:, past + new - kept :])
         if tokens.sink_place is not None:
             held[:, : self.sinks] = tokens.sink_place < NOWHERE
+        return found | {"near_mask": held}
+
+    def begin(self, past: Tokens, state: State) -> dict[str, Tensor]:
+        """Return the tensors after ``state.length`` tokens of which only the last W, and the sinks, are at hand.
+
+        Unlike :meth:`close`, it passes gradients on.
+
+        Args:
+            past: The last W tokens, of which those before the first are masked; sinks that have not come are so placed.
+            state: The state, without tensors.
+        """
+        order = self.sinks + self._order(state, past.k.device)
+        found = {}
+        for name, x, sink in (("near_k", past.k, past.sink_k), ("near_v", past.v, past.sink_v)):
+            circle = x.new_zeros(*x.shape[:2], self.size + 1, x.shape[3]).index_copy(2, order - self.sinks, x)
+            found[name] = circle if sink is None else torch.cat([sink, circle], 2)
+        if past.counts is None:
+            raise RuntimeError("it is not known which tokens count")
+        if past.rotation is not None:
+            turns = past.rotation.turns
+            circle = past.k.new_zeros(len(turns), self.sinks + self.size + 1, past.k.shape[3])
+            circle[..., : turns.shape[2]].index_copy_(1, order, turns.to(circle.dtype))
+            found["near_turns"] = circle
+        held = past.counts.new_zeros(len(past.k), self.sinks + self.size + 1).index_copy_(1, order, past.counts)
+        if past.sink_place is not None:
+            held[:, : self.sinks] = past.sink_place < NOWHERE
         return found | {"near_mask": held}
 
     def places(self, state: State) -> tuple[Any, Any]:

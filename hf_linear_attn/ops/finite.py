@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 
-def broken_keys(k: Tensor, v: Tensor) -> Tensor | None:
+def broken_keys(k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
     """Tell which keys are not finite, ``[B, HKV, S]`` bool; None where all are, or it cannot be told.
 
     Args:
         k: Keys ``[B, HKV, S, D]``.
         v: Values ``[B, HKV, S, V]``.
+        log_decay: What comes with them, ``[B, HKV, S]``; None where nothing does.
     """
     # On a device to ask would be to wait for it, in every layer.
     if k.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
-    if bool((k.detach().sum() + v.detach().sum()).isfinite()):
+    total = k.detach().sum() + v.detach().sum()
+    if bool((total if log_decay is None else total + log_decay.detach().sum()).isfinite()):
         return None
-    return ~(k.detach().isfinite().all(-1) & v.detach().isfinite().all(-1))
+    sound = k.detach().isfinite().all(-1) & v.detach().isfinite().all(-1)
+    return ~(sound if log_decay is None else sound & log_decay.detach().isfinite())
 
 
 def without(x: Tensor, broken: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
         )
     LinearAttentionConfig.from_dict(config.linear_attention)
-    base = _class_of(config)
+    base = class_of(config)
     cls: Any = linear_attention_class(base)
     try:
         return cast(PreTrainedModel, cls.from_pretrained(path, config=config, use_safetensors=True, **kwargs))
@@ -83,7 +83,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         ) from error
 
 
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the softmax class that a patched folder's config names, if it is one of Transformers' for that config.
 
     Raises:

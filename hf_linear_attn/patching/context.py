@@ -134,6 +134,10 @@ class Context:
             cache.batch_repeat_interleave(repeats)
         return cache
 
+    def release(self) -> ContextCache:
+        """Return the cache itself, which the context then must not be asked for again."""
+        return self._cache
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, with the model's fingerprint and a checksum.
 
@@ -159,7 +163,7 @@ class Context:
     @classmethod
     def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
         """Put tensors that :meth:`save` wrote into a cache of ``model``."""
-        cache = _empty_cache(model)
+        cache = empty_cache(model)
         modules: dict[Any, nn.Module] = {
             module.layer_idx: module
             for module in model.modules()
@@ -225,24 +229,21 @@ def encode_context(
             tuple(mask.shape),
             "Tokenise with padding_side='left'.",
         )
-    takes = inspect.signature(model.forward).parameters
-    cache = _empty_cache(model)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = empty_cache(model)
     step = chunk_size or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
-        end = start + step
-        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        if "position_ids" in takes:
-            more["position_ids"] = positions[:, start:end]
-        model(
-            input_ids=input_ids[:, start:end],
-            attention_mask=mask[:, :end],
-            past_key_values=cache,
-            use_cache=True,
-            **more,
-        )
+        read_piece(model, cache, input_ids, mask, start, start + step)
     cache.context_mask = mask
     return Context(cache, fingerprint)
+
+
+def read_piece(model: PreTrainedModel, cache: ContextCache, ids: Tensor, mask: Tensor, start: int, end: int) -> None:
+    """Read the tokens ``[start, end)`` of texts ``[B, T]`` behind those that a cache has read."""
+    takes = inspect.signature(model.forward).parameters
+    more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    if "position_ids" in takes:
+        more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
+    model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **more)
 
 
 def load_context(path: str | Path, model: PreTrainedModel) -> Context:
@@ -259,7 +260,11 @@ def load_context(path: str | Path, model: PreTrainedModel) -> Context:
         CheckpointError: If the file is missing, truncated, changed, of a newer format, or another model's.
         ArgumentError: If the model is not patched.
     """
-    fingerprint = model_fingerprint(model)
+    return read_context(path, model, model_fingerprint(model))
+
+
+def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> Context:
+    """Load a context for a model of a known fingerprint; see :func:`load_context`."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "{}"))
@@ -313,7 +318,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     return text.hexdigest()
 
 
-def _empty_cache(model: PreTrainedModel) -> ContextCache:
+def empty_cache(model: PreTrainedModel) -> ContextCache:
+    """Return a cache with our layers in it, which has read nothing."""
     cache = ContextCache(config=model.config.get_text_config(decoder=True))
     convert_cache(model, cache)
     return cache

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, first_line
 from hf_linear_attn.feature_maps import feature_map_class
-from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers import LinearAttention, check_parts
+from hf_linear_attn.layers.rules import RULES
 from hf_linear_attn.patching.discover import (
     AttentionLayer,
     LayerChoice,
@@ -125,6 +126,8 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     if config.rotary == "auto":
         return _with_known_rotation(model, config, layers)
     feature_map_class(config.feature_map)
+    # It may have been made before there was anyone to refuse its rules.
+    check_parts(config)
     if is_patched(model):
         raise ArgumentError(
             "model",
@@ -148,14 +151,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
             )
         if not config.allow_approximate:
             refuse_special(layer)
-        if config.window is not None and not attends_causally(layer.module):
-            raise ArgumentError(
-                "window",
-                "be None for bidirectional attention",
-                config.window,
-                "Leave the window out, or this layer with layers=.",
-                where=layer.name,
-            )
+        _refuse_bidirectional(layer, config)
         rotated = config.rotary == "undo" and is_rotated(layer.module, layer.name)
         part = LinearAttention(config, sizes_of(layer), layer.name, rotated=rotated)
         # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
@@ -222,6 +218,28 @@ def _find_rotations(model: PreTrainedModel) -> None:
                 "auto",
                 f"It ended with {type(error).__name__}: {first_line(error)}.",
             ) from error
+
+
+def _refuse_bidirectional(layer: AttentionLayer, config: LinearAttentionConfig) -> None:
+    """Raise where a layer sees both ways, and settings go by the order of keys."""
+    if attends_causally(layer.module):
+        return
+    if config.window is not None:
+        raise ArgumentError(
+            "window",
+            "be None for bidirectional attention",
+            config.window,
+            "Leave the window out, or this layer with layers=.",
+            where=layer.name,
+        )
+    if RULES[config.update_rule].ordered:
+        raise UnsupportedError(
+            "update_rule",
+            "be 'additive' for bidirectional attention",
+            config.update_rule,
+            "Others go by the order of keys: use that one, or leave this layer out with layers=.",
+            where=layer.name,
+        )
 
 
 def _models_of(model: nn.Module) -> list[nn.Module]:

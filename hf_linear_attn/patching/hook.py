@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
-from hf_linear_attn.layers.rotation import Layout, Rotation
 from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
@@ -286,7 +286,7 @@ class New(NamedTuple):
 def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
     """Attend to the new tokens alone; rows of packed texts are laid end to end."""
     q, k, v, mask = new
-    if call.cu_seqlens is None or len(q) == 1:
+    if call.cu_seqlens is None or len(q) == 1 or part.shard is not None:
         alone: Tensor = part(q, k, v, call._replace(key_mask=mask))
         return alone
     batch, tokens = q.shape[0], q.shape[2]

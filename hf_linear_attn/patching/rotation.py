@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.layers.rotation import LAYOUTS, STILL, Layout, Rotation
+from hf_linear_attn.ops.rotation import LAYOUTS, STILL, Layout, Rotation
 
 ARGUMENT = "position_embeddings"
 """What attention modules call the cosines and sines that a model hands them."""

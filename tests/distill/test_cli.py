@@ -90,4 +90,4 @@ def test_help_describes_every_setting(script, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "python examples/" in shown
     assert "--window-dropout" in shown
-    assert "chosen by measured KL" in " ".join(shown.split())
+    assert "what stands far back than it costs text" in " ".join(shown.split())

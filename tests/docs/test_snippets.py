@@ -21,7 +21,7 @@ TUTORIAL = ROOT / "docs/tutorial.md"
 # A minute's work in a second: fewer and smaller steps, nothing else.
 SHORT = {
     "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 32 --rows 4 --accumulation 1 "
-    "--heldout-rows 2 --checkpoint-every 1 --no-progress",
+    "--heldout-rows 2 --heldout-answers 1 --checkpoint-every 1 --no-progress",
     "evaluate": "--lengths 512 --num-samples 1 --depths 50 --max-text-tokens 1024 "
     "--final-windows 0 --decode-tokens 2 --warmups 0 --repeats 1 --no-plots --no-progress --batch-size 8",
 }
@@ -34,7 +34,7 @@ FEWER = {
     r"\blengths=\([\d, ]+\)": "lengths=(512,)",
     r'model="examples/teacher", (?=window)': 'model="examples/teacher", dataset="your.txt", ',
     r"DistillationSettings\((?!\n)": "DistillationSettings(transfer_steps=1, distill_steps=1, block_tokens=32, "
-    "rows=4, heldout_rows=2, progress=False, dataset='your.txt', ",
+    "rows=4, heldout_rows=2, heldout_answers=1, progress=False, dataset='your.txt', ",
     r"EvaluationSettings\((?!\n)": "EvaluationSettings(suite=('retrieval', 'latency'), depths=(50,), decode_tokens=2, "
     "warmups=0, repeats=1, progress=False, ",
 }

@@ -24,7 +24,8 @@ from hf_linear_attn.evaluation.subjects import Subject
 BOS, EOS, PAD = 256, 257, 258
 VOCABULARY = 259
 QUESTION_END = re.compile(
-    r"(pass key is|code of \w+ is|provided text (is|are)|they are:|in the list are:|appeared words are:)$"
+    r"(pass key is|code of \w+ is|provided text (is|are)|they are:|in the list are:|list of words is:"
+    r"|appeared words are:)$"
 )
 
 

@@ -18,9 +18,10 @@ from hf_linear_attn.evaluation.tasks import (
     sample_rng,
     score,
 )
-from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
+from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, COMMON, NOUNS
 
 ALL_TASKS = (
+    "copying",
     "cwe",
     "fwe",
     "kv_recall",
@@ -32,7 +33,7 @@ ALL_TASKS = (
     "vt",
 )
 NEEDLE_TASKS = tuple(name for name in ALL_TASKS if name not in ("cwe", "fwe"))
-DEPTH_TASKS = ("kv_recall", "niah_multikey", "niah_single", "passkey")
+DEPTH_TASKS = ("copying", "kv_recall", "niah_multikey", "niah_single", "passkey")
 DEPTHS = (0, 25, 50, 75, 100)
 NEEDLE = re.compile(r"numbers for (\S+) is: (\d+)\.")
 
@@ -79,6 +80,8 @@ def oracle(text, name):
     question = text[text.rindex("\n") :]
     if name == "passkey":
         return re.findall(r"pass key is (\d+)\.", text)[-1]
+    if name == "copying":
+        return re.findall(r"list of words is: (.*)\.", text)[-1]
     if name == "kv_recall":
         key = re.search(r"code of (\w+) is$", question)[1]
         return dict(re.findall(r"code of (\w+) is (\w+)\.", text))[key]
@@ -99,7 +102,7 @@ def oracle(text, name):
     return " ".join(word for word, _ in Counter(re.findall(r"[a-z]{6}", body)).most_common(3))
 
 
-def test_registry_holds_the_nine_tasks_sorted():
+def test_registry_holds_the_ten_tasks_sorted():
     assert available_tasks() == ALL_TASKS
     assert {name for name in ALL_TASKS if get_task(name).needs_depth} == set(DEPTH_TASKS)
 
@@ -280,6 +283,12 @@ def test_a_wrong_haystack_is_refused(settings, message):
         get_task("niah_single", **settings)
 
 
+@pytest.mark.parametrize("words", [0, 1000])
+def test_a_wrong_number_of_words_is_refused(words):
+    with pytest.raises(ArgumentError, match=rf"`words` must lie in 1\.\.\d+, got {words} \(task 'copying'\)"):
+        get_task("copying", words=words)
+
+
 @pytest.mark.parametrize("pairs", [0, 1000])
 def test_a_wrong_number_of_pairs_is_refused(pairs):
     with pytest.raises(ArgumentError, match=rf"`pairs` must lie in 1\.\.\d+, got {pairs} \(task 'kv_recall'\)"):
@@ -287,7 +296,7 @@ def test_a_wrong_number_of_pairs_is_refused(pairs):
 
 
 def test_an_unknown_task_is_refused_with_the_names():
-    with pytest.raises(ArgumentError, match=r"`name` must be a registered task, got 'nope'.*cwe, fwe, kv_recall"):
+    with pytest.raises(ArgumentError, match=r"`name` must be a registered task, got 'nope'.*copying, cwe, fwe"):
         get_task("nope")
 
 
@@ -323,3 +332,4 @@ def test_no_word_contains_another():
     words = sorted({*NOUNS, *ADJECTIVES}, key=len)
     assert len(words) == len(NOUNS) + len(ADJECTIVES)
     assert not [(a, b) for i, a in enumerate(words) for b in words[i + 1 :] if a in b]
+    assert not [(a, b) for a in COMMON for b in COMMON if a != b and a in b]

@@ -39,8 +39,8 @@ class Last(Rule):
     def slots(self, kv_heads, feature_dim, value_dim, *others):
         return {"last": Slot((kv_heads, value_dim))}
 
-    def read(self, phi_q, phi_k, v, state, *, kernel=None, key_mask=None, cu_seqlens=None, causal=True, delay=0,
-             with_mass=False):
+    def read(self, phi_q, phi_k, v, state, *, gates=None, kernel=None, key_mask=None, cu_seqlens=None, causal=True,
+             delay=0, with_mass=False):
         before = v.new_zeros(v.shape[0], v.shape[1], v.shape[3]) if state is None else state["last"].to(v.dtype)
         real = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         places = torch.where(real, torch.arange(1, v.shape[2] + 1), 0).cummax(1)[0]
@@ -102,6 +102,6 @@ def test_what_a_mix_needs_and_a_rule_has_not_is_refused_when_the_config_is_made(
     with pytest.raises(ArgumentError, match=message):
         LinearAttentionConfig(window=4, mix="shared", update_rule="last")
     with pytest.raises(
-        ArgumentError, match=r"`update_rule` must be a known rule, got 'delta'.*available: additive, last"
+        ArgumentError, match=r"`update_rule` must be a known rule, got 'dleta'.*available: additive, decay, .*last"
     ):
-        LinearAttentionConfig(update_rule="delta")
+        LinearAttentionConfig(update_rule="dleta")

@@ -16,6 +16,12 @@ LAYERS = {
     "window alone": {"window": 5, "mix": "window"},
     "wide": {"window": 70},
     "no window": {},
+    "decay": {"window": 5, "sinks": 2, "update_rule": "decay"},
+    "decay shared": {"window": 5, "mix": "shared", "update_rule": "decay"},
+    "decay, no window": {"update_rule": "decay"},
+    "delta": {"window": 5, "sinks": 2, "mix": "gate", "update_rule": "delta"},
+    "gated delta": {"window": 5, "sinks": 2, "update_rule": "gated_delta"},
+    "gated delta, no window": {"update_rule": "gated_delta"},
 }
 
 
@@ -28,7 +34,7 @@ def short_spans(monkeypatch):
 
 def build(feature_map="norm_preserving", **settings):
     config = LinearAttentionConfig(feature_map=feature_map, **settings)
-    layer = LinearAttention(config, Sizes(D, H, HKV, 0.3), "layer").double()
+    layer = LinearAttention(config, Sizes(D, H, HKV, 0.3, V), "layer").double()
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)

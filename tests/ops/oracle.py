@@ -35,6 +35,7 @@ class Case:
     layout: str = "bhtd"
     seed: int = 0
     eps: float = 1e-6
+    decay: float | None = None
 
     def inputs(self) -> dict[str, Tensor]:
         """Draw q, k, v and whatever else the case has, leaves that require gradients in the case's dtype."""
@@ -70,6 +71,10 @@ class Case:
             x["z0"] = 3 * torch.rand(rows, self.HKV, self.D, generator=g) + 0.1
         x["dkv"] = 0.1 * torch.randn(rows, self.HKV, self.D, self.V, generator=g)
         x["dz"] = 0.1 * torch.randn(rows, self.HKV, self.D, generator=g)
+        if self.decay is not None:
+            # Most tokens fade little, some nearly all.
+            u = torch.rand(B, self.HKV, S, generator=g)
+            x["log_decay"] = torch.where(u < 0.1, -30 * u * 10, -self.decay * u)
         return x
 
 
@@ -81,7 +86,7 @@ def run(
     exact = backend == "reference"
     leaves = {
         name: (x[name].double() if exact else x[name]).detach().requires_grad_(gradients)
-        for name in ("q", "k", "v", "kv0", "z0")
+        for name in ("q", "k", "v", "kv0", "z0", "log_decay")
         if name in x
     }
     state = LinearAttentionState(leaves["kv0"], leaves["z0"]) if case.state else None
@@ -97,6 +102,7 @@ def run(
         delay=case.delay,
         eps=case.eps,
         backend=backend,
+        log_decay=leaves.get("log_decay"),
     )
     results = {"o": o.detach(), "kv": final.kv.detach(), "z": final.z.detach()}
     if not gradients:
@@ -124,8 +130,11 @@ def scales(case: Case, inputs: dict[str, Tensor], exact: dict[str, Tensor]) -> d
     silent = {name: torch.zeros_like(inputs[name]) for name in ("dkv", "dz")}
     numerator = inputs | {"do": inputs["do"].double() * weight * huge} | silent
     parts = run(replace(case, eps=huge), "reference", numerator)
+    # That of a log decay is what queries from there on draw from all keys, less what they draw from keys from there on.
+    parts["dlog_decay"] = (exact["dv"].double() * inputs["v"].double()).sum(-1)
+    differences = ("dq", "dk", "dz0", "dlog_decay")
     return {
-        name: torch.maximum(_rows(x), _rows(parts[name]) if name in ("dq", "dk", "dz0") else _rows(x))
+        name: torch.maximum(_rows(x), _rows(parts[name]) if name in differences else _rows(x))
         for name, x in exact.items()
     }
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.features.triton import op
+from hf_linear_attn.ops.rotation import Layout, Rotation
 
 from .oracle import DEVICE, poison
 
@@ -33,12 +34,15 @@ def tokens(heads: int, dtype: torch.dtype, layout: str = "bhtd") -> tuple[Tensor
     return (x, do) if layout == "bthd" else (x.contiguous(), do.contiguous())
 
 
-def run(feature_map: FeatureMap, x: Tensor, do: Tensor, side: str, backend: str) -> dict[str, Tensor]:
+def run(
+    feature_map: FeatureMap, x: Tensor, do: Tensor, side: str, backend: str, rotation: Rotation | None = None
+) -> dict[str, Tensor]:
     if backend == "torch":
         feature_map, x, do = feature_map.double(), x.double(), do.double()
+        rotation = rotation and rotation._replace(turns=rotation.turns.double())
     x = x.detach().requires_grad_()
     feature_map.zero_grad()
-    o = features_of(feature_map, x, side, backend=backend)
+    o = features_of(feature_map, x, side, backend=backend, rotation=rotation)
     o.backward(do)
     found = {"o": o.detach(), "dx": x.grad}
     return found | {name: p.grad.clone() for name, p in feature_map.named_parameters() if p.grad is not None}
@@ -92,6 +96,25 @@ def test_fp16_features_stay_finite(backend: str) -> None:
     assert (x.grad == 0).all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("name", "turned", "rows", "layout"),
+    [
+        ("norm_preserving", D, 1, Layout("half", "pair")),
+        ("hedgehog", 8, 2, Layout("next", "pair")),
+        ("norm_preserving", 12, 2, Layout("half", "pair", at_end=True)),
+        ("hedgehog", 6, 1, Layout("next", "pair", at_end=True)),
+    ],
+)
+def test_what_is_turned_is_turned_back(name: str, turned: int, rows: int, layout: Layout, dtype: torch.dtype) -> None:
+    x, do = tokens(H, dtype)
+    g = torch.Generator(torch.get_default_device()).manual_seed(2)
+    angles = 6 * torch.rand(rows, T, turned // 2, generator=g)
+    rotation = Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), layout)
+    found = run(drawn(name), x, do, "q", "triton", rotation)
+    assert_near(found, run(drawn(name), x, do, "q", "torch", rotation), 2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_zero_has_finite_features_and_gradients(name: str) -> None:
     x = torch.zeros(1, HKV, 3, D)
@@ -99,12 +122,14 @@ def test_zero_has_finite_features_and_gradients(name: str) -> None:
         assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_opcheck(name: str) -> None:
+@pytest.mark.parametrize(("name", "turned"), [("hedgehog", 0), ("norm_preserving", 8)])
+def test_opcheck(name: str, turned: int) -> None:
     pair = drawn(name).pair("q")
     x = torch.randn(1, H, 3, D, requires_grad=True)
     power = None if pair.power is None else pair.power.detach().requires_grad_()
-    torch.library.opcheck(op.triton_features, (x, pair.weight, power, pair.name, pair.factor, pair.sharpness))
+    turns = torch.randn(1, 3, turned) if turned else None
+    settings = pair.name, pair.factor, pair.sharpness, "half", False
+    torch.library.opcheck(op.triton_features, (x, turns, pair.weight, power, *settings))
 
 
 @pytest.mark.parametrize("name", MAPS)

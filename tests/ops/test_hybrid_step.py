@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, step
-from hf_linear_attn.layers.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import HybridStep, hybrid_step_
 from hf_linear_attn.ops.step.triton import op
 

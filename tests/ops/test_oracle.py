@@ -66,6 +66,17 @@ def test_torch_backend(case: Case) -> None:
     check(case, "torch", TOLERANCE[case.dtype])
 
 
+def fading(case: Case) -> Case:
+    """Return the case, or what of it sums that fade are for."""
+    return replace(case, causal=True, S=None, decay=(0.0, 0.01, 0.5)[case.seed % 3])
+
+
+@pytest.mark.parametrize("case", [fading(case) for case in drawn(120, seed=7)], ids=name)
+@pytest.mark.usefixtures("short_chunks")
+def test_torch_backend_with_decay(case: Case) -> None:
+    check(case, "torch", TOLERANCE[case.dtype])
+
+
 @pytest.mark.parametrize("case", drawn(90, seed=2), ids=name)
 @pytest.mark.usefixtures("whole_sequences")
 def test_kernels(case: Case) -> None:

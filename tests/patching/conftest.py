@@ -1,4 +1,4 @@
-"""Collect the rows of the sweep, from all workers, and write them to docs/results/architectures.md."""
+"""Collect the rows of the sweep, from all workers, and write them to a page of docs/results."""
 
 import platform
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-PAGE = Path(__file__).parents[2] / "docs/results/architectures.md"
+RESULTS = Path(__file__).parents[2] / "docs/results"
 LEAST = {"causal": 130, "masked": 20, "seq2seq": 10}
 TITLES = {
     "causal": "Causal language models",
@@ -36,17 +36,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     counts["seq2seq"]["converted"] -= sum(
         row.get("decoder_only", False) for row in rows if row["status"] == "converted"
     )
-    PAGE.write_text(_page(counts))
-    if any(counts[task]["converted"] < least for task, least in LEAST.items()):
+    rule, rotary = (session.config.getoption(name) for name in ("update_rule", "rotary"))
+    changes = [f"--{name} {value}" for name, value, usual in
+               (("update-rule", rule, "additive"), ("rotary", rotary, "keep")) if value != usual]  # fmt: skip
+    name = "-".join(["architectures", *(change.split()[1] for change in changes)])
+    (RESULTS / f"{name}.md").write_text(_page(counts, " ".join(changes)))
+    if not changes and any(counts[task]["converted"] < least for task, least in LEAST.items()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _page(counts: dict[str, Counter[str]]) -> str:
+def _page(counts: dict[str, Counter[str]], changes: str) -> str:
+    command = f'make sweep SWEEP="{changes}"' if changes else "make sweep"
     lines = [
         "# Architectures",
         "",
         "Every configuration that Transformers registers for a language task, converted as a tiny model in fp32.",
-        "`make sweep` writes this page.",
+        f"`{command}` writes this page.",
         "",
         f"Transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, Python "
         f"{platform.python_version()}, {date.today().isoformat()}, CPU.",

@@ -24,11 +24,16 @@ SETTINGS = {
     "shared": {"feature_map": "hedgehog", "window": 3, "sinks": 1, "mix": "shared", "layers": "all"},
     "only_window": {"window": 3, "sinks": 1, "mix": "window", "layers": "all"},
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
+    "decay": {"feature_map": "hedgehog", "window": 3, "sinks": 1, "update_rule": "decay", "layers": "all"},
+    "delta": {"feature_map": "elu", "update_rule": "delta", "layers": "all"},
 }
 
 
 def settings_for(name: str) -> list[str]:
-    return ["plain", "mixed"] if MAIN[name] != "causal" else list(SETTINGS)
+    if MAIN[name] != "causal":
+        return ["plain", "mixed"]
+    # A rule's state is the same in every architecture: one with a rotation and one without show it.
+    return [setting for setting in SETTINGS if "update_rule" not in SETTINGS[setting] or name in ("llama", "gpt2")]
 
 
 CASES = [
@@ -41,7 +46,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "setting", "check"), CASES)
 def test_property(name, setting, check):
-    model = patch_model(tiny_model(MAIN[name], name), **SETTINGS[setting])
+    model = checks.patched(tiny_model(MAIN[name], name), **SETTINGS[setting])
     check(Subject(model, MAIN[name]))
 
 
@@ -53,9 +58,11 @@ def test_patching_changes_one_model_and_can_be_undone(name, setting):
     checks.differs_and_unpatches(lambda: tiny_model(MAIN[name], name), MAIN[name], **SETTINGS[setting])
 
 
-@pytest.mark.parametrize(("name", "setting"), [p for p in PAIRS if p.values[1] in ("window", "shared", "mixed")])
+@pytest.mark.parametrize(
+    ("name", "setting"), [p for p in PAIRS if p.values[1] in ("window", "shared", "mixed", "decay", "delta")]
+)
 def test_a_gradient_reaches_every_parameter(name, setting):
-    checks.gradients(patch_model(tiny_model(MAIN[name], name), **SETTINGS[setting]), MAIN[name])
+    checks.gradients(checks.patched(tiny_model(MAIN[name], name), **SETTINGS[setting]), MAIN[name])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])

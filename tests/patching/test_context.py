@@ -12,19 +12,20 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import encode_context, load_context
 
-from .checks import Subject
+from .checks import Subject, patched
 from .zoo import tiny_model
 
 SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "mixed": {"feature_map": "elu", "layers": [1]},
+    "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta"},
 }
 
 
 @pytest.fixture(params=SETTINGS)
 def subject(request):
-    return Subject(patch_model(tiny_model("causal", "llama"), **SETTINGS[request.param]), "causal")
+    return Subject(patched(tiny_model("causal", "llama"), **SETTINGS[request.param]), "causal")
 
 
 @pytest.fixture

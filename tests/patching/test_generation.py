@@ -13,7 +13,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import LinearAttentionCacheLayer
 
-from .checks import Subject, close
+from .checks import Subject, close, patched
 from .zoo import tiny_model
 
 SETTINGS = {
@@ -21,12 +21,14 @@ SETTINGS = {
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "mixed": {"feature_map": "elu", "layers": [1]},
+    "decay": {"feature_map": "elu", "window": 3, "sinks": 2, "update_rule": "decay"},
+    "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta", "rotary": "undo"},
 }
 
 
 @pytest.fixture(params=SETTINGS)
 def subject(request):
-    return Subject(patch_model(tiny_model("causal", "llama"), **SETTINGS[request.param]), "causal")
+    return Subject(patched(tiny_model("causal", "llama"), **SETTINGS[request.param]), "causal")
 
 
 def padded(subject):

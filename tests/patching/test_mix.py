@@ -1,13 +1,15 @@
-"""Every rule by which branches are joined, against its definition: query by query, key by key, in float64."""
+"""Every mixing rule and every update rule against its definition: query by query, key by key, in float64."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
-from hf_linear_attn.layers.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching import LinearAttentionCacheLayer, disable_branch
 
 B, H, HKV, T, D, V = 2, 4, 2, 23, 6, 5
@@ -16,7 +18,7 @@ WINDOW, SINKS, SCALING = 5, 2, 0.3
 
 def attention(mix, seed=0, rotated=False, **options):
     config = LinearAttentionConfig(feature_map="hedgehog", window=WINDOW, sinks=SINKS, mix=mix, **options)
-    module = LinearAttention(config, Sizes(D, H, HKV, SCALING), "layer", rotated=rotated)
+    module = LinearAttention(config, Sizes(D, H, HKV, SCALING, V), "layer", rotated=rotated)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator)
@@ -44,23 +46,47 @@ def expected(module, q, k, v, mask, plain=None):
             for i in real:
                 near = [j for n, j in enumerate(real) if j <= i and (j > i - WINDOW or n < SINKS)]
                 far = [j for j in real if j <= i and j not in near]
-                o[b, h, i] = joined(module, h, q[b, h, i], phi_q[b, h, i], k[b, g], phi_k[b, g], v[b, g], near, far, i)
+                branch = linear_branch(module, h, phi_q[b, h, i], phi_k[b, g], plain_k[b, g], v[b, g], far)
+                o[b, h, i] = joined(module, h, q[b, h, i], k[b, g], v[b, g], near, far, *branch)
     return o
 
 
-def joined(module, h, q, phi_q, k, phi_k, v, near, far, i):
+def linear_branch(module, h, phi_q, phi_k, k, v, far):
+    """Return the numerator and the denominator of the keys beyond the window, read one after the other."""
+    rule = module.settings.update_rule
+    gates = {
+        name.removeprefix("rule_"): p.detach().double() for name, p in module.named_parameters() if "rule_" in name
+    }
+    g = h // (H // HKV)
+
+    def gate(name, j):
+        return gates[f"{name}_bias"][g] + gates[f"{name}_key"][g] @ k[j] + gates[f"{name}_value"][g] @ v[j]
+
+    if "delta" in rule:
+        phi_q, phi_k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (phi_q, phi_k))
+    kv, z = torch.zeros(len(phi_q), V, dtype=torch.float64), torch.zeros(len(phi_q), dtype=torch.float64)
+    for j in far:
+        a = (-F.softplus(gate("decay", j))).exp() if "decay_bias" in gates else 1
+        kv, z = a * kv, a * z + phi_k[j]
+        old, share = (phi_k[j] @ kv, gate("beta", j).sigmoid()) if "delta" in rule else (0, 1)
+        kv = kv + share * phi_k[j][:, None] * (v[j] - old)
+    if "delta" in rule:
+        return gates["scale"][h] * (phi_q @ kv), None
+    return phi_q @ kv, phi_q @ z
+
+
+def joined(module, h, q, k, v, near, far, num, den):
     scores = SCALING * k[near] @ q
-    products = phi_k[far] @ phi_q
     window = scores.softmax(0) @ v[near]
     mix = module.settings.mix
     if mix == "window" or not far:
         return window
-    linear = products @ v[far] / (products.sum() + module.settings.eps)
+    linear = num if den is None else num / (den + module.settings.eps)
     bias = module.mix_bias.detach().double()[h]
     if mix == "shared":
         # As LoLCATs: sinks belong to the window, whose scores are relative to their largest.
         weights = bias.sigmoid() * (scores - scores.max()).exp()
-        return (weights @ v[near] + products @ v[far]) / (weights.sum() + products.sum() + module.settings.eps)
+        return (weights @ v[near] + num) / (weights.sum() + den + module.settings.eps)
     learned = bias + module.mix_weight.detach().double()[h] @ q
     if mix == "gate":
         return torch.lerp(window, linear, learned.sigmoid())
@@ -95,6 +121,39 @@ def test_the_rule_is_its_definition(mix, padded, pieces):
     o = attend(module, q, k, v, mask, pieces)
     # States are fp32 whatever the inputs.
     torch.testing.assert_close(o, expected(module, q, k, v, mask), atol=2e-5, rtol=2e-5)
+
+
+RULED = [("decay", mix) for mix in MIXES[:3]] + [(rule, mix) for rule in ("delta", "gated_delta") for mix in MIXES[:2]]
+
+
+@pytest.mark.parametrize(("rule", "mix"), RULED)
+@pytest.mark.parametrize("pieces", [[T], [1] * T, [4, 1, 12, 6]], ids=str)
+def test_an_update_rule_is_its_definition(rule, mix, pieces):
+    """Gates are those of the keys that leave the window, when they leave it; padding and sinks have none."""
+    follows_its_definition(attention(mix, update_rule=rule, rotary="undo", rotated=True), pieces)
+
+
+def test_kernels_follow_the_update_rule():
+    options = {"update_rule": "gated_delta", "rotary": "undo", "rotated": True, "backend": "triton"}
+    follows_its_definition(attention("gate", **options), [9, 1, 13])
+
+
+def test_a_rule_without_kernels_is_refused_where_they_are_asked_for():
+    module = attention("key", update_rule="decay", backend="triton")
+    with pytest.raises(BackendError, match=r"`backend` must be able to run here, got 'triton'. no kernel fades"):
+        module(*inputs(torch.float32)[:3])
+
+
+def follows_its_definition(module, pieces):
+    for name in ("decay_bias", "scale"):
+        if hasattr(module, f"rule_{name}"):
+            getattr(module, f"rule_{name}").data.add_(5 if name == "decay_bias" else 0)
+    q, k, v, mask = inputs(torch.float32)
+    angles = torch.rand(B, T, D // 2, generator=torch.Generator().manual_seed(2)) * 6
+    rotation = Rotation.of(angles.cos(), angles.sin(), Layout("next", "pair"))
+    o = attend(module, q, k, v, mask, pieces, rotation)
+    want = expected(module.double(), q, k, v, mask, (rotation.undo(q), rotation.undo(k)))
+    torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -15,7 +15,7 @@ from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, spans
-from hf_linear_attn.layers.rotation import STILL, Layout, Rotation
+from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
 from hf_linear_attn.patching.hook import linear_attention_forward
 from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load

@@ -292,10 +292,11 @@ def test_a_mask_that_shows_what_was_read_is_taken(model, start):
 def exported_model(kind):
     model = tiny_model("causal", "llama").eval()
     # Softmax passes: what fails is ours.
-    return model if kind == "softmax" else patch_model(model, **SETTINGS[kind])
+    ruled = {"gated_delta": SETTINGS["window"] | {"update_rule": "gated_delta"}}
+    return model if kind == "softmax" else patch_model(model, **(SETTINGS | ruled)[kind])
 
 
-@pytest.mark.parametrize("kind", ["softmax", "plain", "window"])
+@pytest.mark.parametrize("kind", ["softmax", "plain", "window", "gated_delta"])
 def test_exports_take_any_length(kind):
     exported = exported_model(kind)
     dynamic = {"input_ids": {1: torch.export.Dim("tokens", min=4, max=128)}, "use_cache": None}

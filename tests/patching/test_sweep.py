@@ -1,4 +1,7 @@
-"""Every configuration registered for a language task; `make sweep` also writes docs/results/architectures.md."""
+"""Every configuration registered for a language task; `make sweep` also writes docs/results/architectures.md.
+
+Other conversions are swept with `make sweep SWEEP="--update-rule gated_delta --rotary undo"`, to a page of their own.
+"""
 
 import re
 from collections.abc import Callable
@@ -8,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from hf_linear_attn import patch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, attention_layers
+from hf_linear_attn.patching.discover import attends_causally
 
 from . import checks
 from .checks import Subject
@@ -49,8 +52,8 @@ HANDFUL = [
 """What the default tier runs of the sweep, besides test_architectures.py."""
 
 
-def examine(task: Task, model_type: str) -> dict[str, Any]:
-    """Convert one architecture and check everything; return its row of the table."""
+def examine(task: Task, model_type: str, **settings: str) -> dict[str, Any]:
+    """Convert one architecture, with settings of ``patch_model``, and check everything; return its row of the table."""
     row: dict[str, Any] = {"task": task, "model_type": model_type, "checks": {}}
     if (task, model_type) in NOT_BUILT:
         return row | {"status": "not run", "reason": NOT_BUILT[task, model_type]}
@@ -60,9 +63,14 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
     if task == "seq2seq" and not model.config.is_encoder_decoder:
         task, row["decoder_only"] = "causal", True
     found = [layer for layer in attention_layers(model) if layer.kind != "cross"]
-    layers = None if any(layer.kind == "full" for layer in found) else "all"
+    layers: Any = None if any(layer.kind == "full" for layer in found) else "all"
+    causal = [layer.index for layer in found if attends_causally(layer.module)]
+    if task == "seq2seq" and causal and settings.get("update_rule", "additive") != "additive":
+        # Such a rule goes by the order of keys, and an encoder has none.
+        layers = causal
+    settings = settings | {"layers": layers}
     try:
-        patch_model(model, "elu", layers=layers)
+        checks.patched(model, feature_map="elu", **settings)
         Subject(model, task).logits(Subject(model, task).tokens())
     except UnsupportedError as error:
         reason = re.sub(r"^`(\w+)` must (.*?)\. ", r"\1 must \2; ", str(error))
@@ -73,9 +81,9 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
         check.__name__: lambda check=check: check(Subject(model, task)) for check in checks.checks_for(task)
     }
     steps["save_and_load"] = lambda: checks.save_and_load(Subject(model, task))
-    steps["undo"] = lambda: checks.differs_and_unpatches(build, task, feature_map="elu", layers=layers)
+    steps["undo"] = lambda: checks.differs_and_unpatches(build, task, feature_map="elu", **settings)
     window = {} if task != "causal" else {"window": 3, "sinks": 1}
-    windowed = lambda: patch_model(build(), "hedgehog", layers=layers, **window)  # noqa: E731
+    windowed = lambda: checks.patched(build(), feature_map="hedgehog", **window, **settings)  # noqa: E731
     steps["gradients"] = lambda: checks.gradients(windowed(), task)
     if window:
         steps["window"] = lambda: checks.cached_decoding(Subject(windowed(), task))
@@ -86,7 +94,7 @@ def examine(task: Task, model_type: str) -> dict[str, Any]:
             row["checks"][name] = _judge(build, task, name, error)
         else:
             row["checks"][name] = "yes"
-    known = KNOWN_LIMITS.get((row["task"], model_type), {})
+    known = KNOWN_LIMITS.get((row["task"], model_type), {}) if settings.get("rotary") != "undo" else {}
     failed = {name: result for name, result in row["checks"].items() if result not in ("yes", "own")}
     row["checks"] |= dict.fromkeys(failed, "no")
     reasons = [f"{name}: {known.get(name, result)}" for name, result in failed.items()]
@@ -121,7 +129,7 @@ def test_a_handful(task, model_type):
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("task", "model_type"), ALL)
-def test_every_configuration(task, model_type, record_property):
-    row = examine(task, model_type)
+def test_every_configuration(task, model_type, record_property, pytestconfig):
+    row = examine(task, model_type, **{name: pytestconfig.getoption(name) for name in ("update_rule", "rotary")})
     record_property("row", row)
     assert row["status"] != "fails", row["reason"]

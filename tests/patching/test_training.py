@@ -14,7 +14,7 @@ from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 
-from .checks import Subject, close
+from .checks import Subject, close, patched
 from .zoo import tiny_model
 
 SETTINGS = {
@@ -23,10 +23,11 @@ SETTINGS = {
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
 }
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
+RULED = SETTINGS | {"gated_delta": SETTINGS["window"] | {"update_rule": "gated_delta"}}
 
 
 def build(setting="learned", name="llama"):
-    return patch_model(tiny_model("causal", name), **({"layers": "all"} | COMPILED[setting]))
+    return patched(tiny_model("causal", name), **({"layers": "all"} | (COMPILED | RULED)[setting]))
 
 
 def loss_and_gradients(model, ids, **kwargs):
@@ -44,7 +45,7 @@ def assert_same_gradients(a, b):
         )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", RULED)
 def test_gradient_checkpointing_gives_the_same_gradients(setting):
     model = build(setting).train()
     ids = Subject(model, "causal").tokens()
@@ -56,7 +57,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(setting):
     assert_same_gradients(found[1], expected[1])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", RULED)
 def test_autocast_stays_close_to_fp32(setting):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
@@ -72,7 +73,7 @@ def test_autocast_stays_close_to_fp32(setting):
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", RULED)
 def test_half_precision_weights_train(setting, dtype, error):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
@@ -104,6 +105,10 @@ def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, m
     assert_one_graph(build(setting, name), masked, cached)
 
 
+def test_compiled_training_of_a_gated_rule_has_one_graph():
+    assert_one_graph(build("gated_delta"), masked=True, cached=False)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
 def test_compiled_training_has_one_graph_through_the_kernels():
     settings = {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}
@@ -130,6 +135,14 @@ def assert_one_graph(model, masked, cached):
 @pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("setting", COMPILED)
 def test_compiled_steps_have_no_break(setting, cache, masked):
+    assert_no_break(setting, cache, masked)
+
+
+def test_compiled_steps_of_a_gated_rule_have_no_break():
+    assert_no_break("gated_delta", StaticCache, masked=True)
+
+
+def assert_no_break(setting, cache, masked):
     torch.compiler.reset()
     model = build(setting)
     subject = Subject(model, "causal")
@@ -210,7 +223,7 @@ def test_trainer_trains_and_saves(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT's own call
-@pytest.mark.parametrize("setting", ["window", "mixed"])
+@pytest.mark.parametrize("setting", ["window", "mixed", "gated_delta"])
 def test_lora_trains_on_top_and_merges(setting):
     from peft import LoraConfig, get_peft_model
 
@@ -257,7 +270,7 @@ def test_layers_of_which_peft_trains_a_copy_are_unpatched(disabled, tmp_path):
     lora.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", RULED)
 @pytest.mark.parametrize("flat", [False, True], ids=["position_ids", "collator"])
 def test_packed_documents_equal_separate_ones(setting, flat):
     model = build(setting)

@@ -44,6 +44,8 @@ class Batch(NamedTuple):
     """``[B, T]`` int64, from 0 in every document of a row; None where each row is one document."""
     numbers: tuple[int, ...] = ()
     """The rows' numbers among the sequences of their length."""
+    part: "Part | None" = None
+    """What the tokens are part of; weights are then those of the next tokens. None where they are whole sequences."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
@@ -53,9 +55,32 @@ class Batch(NamedTuple):
         """Return some of the sequences."""
         return self._each(lambda x: x[first:last])._replace(numbers=self.numbers[first:last])
 
+    def cut(self, first: int, last: int) -> "Batch":
+        """Return the tokens ``[first, last)`` of every sequence, with what comes after each."""
+        own = slice(first, last)
+        targets, weights = (
+            torch.nn.functional.pad(x[:, 1:], (0, 1))[:, own].contiguous() for x in (self.input_ids, self.weights)
+        )
+        positions = self.position_ids
+        if positions is None:
+            positions = torch.arange(self.input_ids.shape[1], device=targets.device).expand(len(targets), -1)
+        ids, real, positions = (x[:, own].contiguous() for x in (self.input_ids, self.real, positions))
+        return Batch(ids, weights, real, positions, self.numbers, Part(self, own, targets))
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         positions = None if self.position_ids is None else change(self.position_ids)
         return Batch(change(self.input_ids), change(self.weights), change(self.real), positions, self.numbers)
+
+
+class Part(NamedTuple):
+    """Where a part of some sequences comes from."""
+
+    whole: Batch
+    """The sequences."""
+    own: slice
+    """Which of their tokens."""
+    targets: Tensor
+    """``[B, T]`` int64: the tokens that follow on each, 0 behind the last."""
 
 
 def collate(rows: Sequence[Row], length: int, pad: int) -> Batch:

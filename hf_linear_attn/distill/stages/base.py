@@ -39,6 +39,8 @@ class Stage(ABC):
     """The setting that its lengths come from, named where they are too long."""
     lora: ClassVar[bool] = False
     """Whether adapters are trained in place of weights where the settings say ``trainable="lora"``."""
+    splits: ClassVar[bool] = False
+    """Whether its sequences can be split over processes: the student alone reads them as it will be."""
     recomputes: ClassVar[bool] = True
     """Whether there are activations to recompute: a backward at the end of the forward."""
     learn: Callable[[Tensor], None] = staticmethod(Tensor.backward)

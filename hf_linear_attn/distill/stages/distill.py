@@ -24,6 +24,7 @@ class Distill(Stage):
     place: ClassVar[int] = 20
     encoder: ClassVar[bool | None] = False
     lora: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
 
     @override
     @classmethod

@@ -11,12 +11,24 @@ from hf_linear_attn.evaluation.tasks.base import (
     Task,
     available_tasks,
     get_task,
+    is_exact,
     register_task,
     sample_rng,
     score,
+    true_answer,
 )
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Sample", "Task", "available_tasks", "get_task", "register_task", "sample_rng", "score"]
+__all__ = [
+    "Sample",
+    "Task",
+    "available_tasks",
+    "get_task",
+    "is_exact",
+    "register_task",
+    "sample_rng",
+    "score",
+    "true_answer",
+]

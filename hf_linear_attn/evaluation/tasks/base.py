@@ -178,6 +178,23 @@ def score(sample: Sample, generated_text: str) -> float:
     return sum(reference.lower() in text for reference in sample.references) / len(sample.references)
 
 
+def true_answer(sample: Sample) -> str:
+    """Return what a model writes that answers right: the references, after a space, with commas between."""
+    return " " + ", ".join(sample.references)
+
+
+def is_exact(sample: Sample, generated_text: str) -> bool:
+    """Tell whether a text begins with the whole true answer, and no word or number goes on after it.
+
+    Example:
+        >>> sample = Sample((), ("712",), 8)
+        >>> [is_exact(sample, text) for text in (" 712. And on", "712", " 7124", "It is 712")]
+        [True, True, False, False]
+    """
+    text, answer = generated_text.strip(), true_answer(sample).strip()
+    return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
+
+
 def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Tokenise a text without special tokens; for texts that are not met again."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

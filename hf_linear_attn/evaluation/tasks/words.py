@@ -35,6 +35,14 @@ ADJECTIVES = tuple(
     """.split()  # noqa: SIM905 - a list of 100 quoted words would be longer
 )
 
+COMMON = tuple(
+    """
+    again back call class data default error file function import key line local method module name node
+    object option path print result return start string text time type value
+    """.split()  # noqa: SIM905 - a list of 29 quoted words would be longer
+)
+"""Words of which most vocabularies have each as one token, so that none begins as another does."""
+
 
 @lru_cache(maxsize=64)
 def longest_word(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> str:

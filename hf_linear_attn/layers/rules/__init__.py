@@ -2,7 +2,8 @@
 
 from hf_linear_attn.layers.registry import discover
 from hf_linear_attn.layers.rules.base import Reading, Rule, Sizes
+from hf_linear_attn.layers.rules.gates import Gates
 
 RULES = discover(__name__, __path__, Rule)  # type: ignore[type-abstract]
 
-__all__ = ["RULES", "Reading", "Rule", "Sizes"]
+__all__ = ["RULES", "Gates", "Reading", "Rule", "Sizes"]

@@ -10,6 +10,7 @@ from typing_extensions import override
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.layers.rules.base import Reading, Rule
+from hf_linear_attn.layers.rules.gates import Gates
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.dispatch import wants_kernels
@@ -42,6 +43,7 @@ class Additive(Rule):
         v: Tensor,
         state: Mapping[str, Tensor] | None,
         *,
+        gates: Gates | None = None,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -80,6 +82,7 @@ class Additive(Rule):
         v: Tensor,
         state: Mapping[str, Tensor],
         *,
+        gates: Gates | None = None,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         signed: bool = True,

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from hf_linear_attn.layers.rules.gates import Gates
 from hf_linear_attn.layers.state import Slot
 
 
@@ -17,12 +18,19 @@ class Sizes(NamedTuple):
         num_heads: H.
         num_kv_heads: HKV.
         scaling: Factor on ``q.k`` in softmax.
+        value_dim: V, of values; None where it is D.
     """
 
     head_dim: int
     num_heads: int
     num_kv_heads: int
     scaling: float
+    value_dim: int | None = None
+
+    @property
+    def values(self) -> int:
+        """V."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 class Reading(NamedTuple):
@@ -55,8 +63,28 @@ class Rule(ABC):
     steps: ClassVar[bool] = False
     """Whether it has :meth:`step_`; without it a step is read as a call of one token."""
 
+    ordered: ClassVar[bool] = False
+    """Whether it matters which key comes first, so that attention has to be causal."""
+
+    maps: ClassVar[bool] = True
+    """Whether it applies an elementwise map itself; else it gets features."""
+
     def __init__(self, eps: float, backend: str) -> None:
         self.eps, self.backend = eps, backend
+
+    def weights(self, sizes: Sizes) -> dict[str, Tensor]:
+        """Return what is learned, as it starts; layers hold it as ``rule_decay_bias``, ..."""
+        return {}
+
+    def gates(self, k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) -> Gates | None:
+        """Return what keys do to a state beside being added to it; asked only of rules that learn something.
+
+        Args:
+            k: Keys as the linear branch reads them, before the feature map, ``[B, HKV, S, D]``.
+            v: Values ``[B, HKV, S, V]``.
+            weights: What :meth:`weights` began.
+        """
+        return None
 
     @abstractmethod
     def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
@@ -70,6 +98,7 @@ class Rule(ABC):
         v: Tensor,
         state: Mapping[str, Tensor] | None,
         *,
+        gates: Gates | None = None,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -84,6 +113,7 @@ class Rule(ABC):
             phi_k: Features of keys ``[B, HKV, S, F]``.
             v: Values ``[B, HKV, S, V]``.
             state: The rule's tensors before these keys; None where there were none.
+            gates: What :meth:`gates` gave for the keys; None where nothing is learned.
             kernel: An elementwise map that the rule applies first; None where ``phi_q`` and ``phi_k`` are features.
             key_mask: ``[B, S]`` bool, True = a key that counts.
             cu_seqlens: Boundaries of packed sequences, B = 1.
@@ -99,6 +129,7 @@ class Rule(ABC):
         v: Tensor,
         state: Mapping[str, Tensor],
         *,
+        gates: Gates | None = None,
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         signed: bool = True,
@@ -110,6 +141,7 @@ class Rule(ABC):
             phi_k: Features of the key ``[B, HKV, 1, F]``.
             v: Its value ``[B, HKV, 1, V]``.
             state: The rule's tensors.
+            gates: Of the key, as there.
             kernel: As there.
             key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
             signed: Whether features can be negative.

@@ -62,7 +62,8 @@ def _check_range(name: str, x: Tensor, low: float | None, high: float, key_mask:
         wrong &= key_mask[:, None]
     rule = f"be at most {high}" if low is None else f"lie in {low}..{high}"
     if x.device.type == "cpu":
-        if wrong.any():
+        # Asked this way round, a tensor without numbers is right.
+        if not (~wrong).all():
             raise ArgumentError(name, rule, float(x[wrong][0]), remedy)
     elif x.is_cuda:
         torch._assert_async(~wrong.any(), f"`{name}` must {rule}. {remedy}")

@@ -8,13 +8,19 @@ from torch import Tensor
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
+from hf_linear_attn.ops.rotation import Rotation
 
 LARGEST_PAIR = 128
 """Dimensions up to which the weights of paired maps fit into shared memory."""
 
 
 def features_of(
-    feature_map: FeatureMap, x: Tensor, side: Literal["q", "k"], positions: Tensor | None = None, backend: str = "auto"
+    feature_map: FeatureMap,
+    x: Tensor,
+    side: Literal["q", "k"],
+    positions: Tensor | None = None,
+    backend: str = "auto",
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Compute the features of queries or keys in their own dtype.
 
@@ -25,6 +31,8 @@ def features_of(
         positions: ``[B, T]`` int64; only position-dependent maps read them.
         backend: As in :func:`linear_attention`. Maps without a kernel of their own are PyTorch's with every backend.
 
+        rotation: By which ``x`` is turned, where the features are those of what it was before.
+
     Returns:
         Features ``[B, H or HKV, T, F]``.
     """
@@ -34,7 +42,8 @@ def features_of(
             # Imported here so that the package needs neither Triton nor a GPU.
             from hf_linear_attn.ops.features.triton.op import features_triton
 
-            return features_triton(x, pair)
+            return features_triton(x, pair, rotation)
+    x = x if rotation is None else rotation.undo(x)
     features: Tensor = feature_map(x, side, positions)
     return features.to(x.dtype)
 

@@ -15,7 +15,7 @@ from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.finite import broken_keys, see, without
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv, check_state, check_types
+from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
 from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
 from hf_linear_attn.ops.state import LinearAttentionState
@@ -36,6 +36,7 @@ def linear_attention(
     eps: float = ...,
     backend: str = ...,
     positions: Tensor | None = ...,
+    log_decay: Tensor | None = ...,
 ) -> tuple[Tensor, LinearAttentionState]: ...
 @overload
 def linear_attention(
@@ -53,6 +54,7 @@ def linear_attention(
     eps: float = ...,
     backend: str = ...,
     positions: Tensor | None = ...,
+    log_decay: Tensor | None = ...,
 ) -> Tensor: ...
 def linear_attention(
     q: Tensor,
@@ -68,12 +70,14 @@ def linear_attention(
     eps: float = 1e-6,
     backend: str = "auto",
     positions: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, LinearAttentionState]:
     """Compute normalised linear attention in O(T) time with a state of constant size.
 
     ``o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps)``, ``S_i = sum_{j <= i - delay} phi(k_j) v_j^T``,
     ``z_i = sum_{j <= i - delay} phi(k_j)`` (Katharopoulos et al., 2020, arXiv:2006.16236); with
-    ``causal=False`` the sums run over all j. A query that sees no key gives 0.
+    ``causal=False`` the sums run over all j. A query that sees no key gives 0. With log decays the sums fade before
+    each key is added, ``S_j = exp(log_decay_j) S_{j-1} + phi(k_j) v_j^T``, and z alike, so that old keys count less.
 
     Args:
         q: Queries ``[B, H, T, D]``, bf16, fp16, fp32 or fp64, any strides.
@@ -92,6 +96,9 @@ def linear_attention(
         backend: ``"auto"`` (Triton on a GPU where it can run, else PyTorch), ``"triton"``, ``"torch"`` or
             ``"reference"`` (float64, quadratic). A backend asked for by name is used or refused.
         positions: ``[B, T]`` int64 token positions, for position-dependent feature maps.
+        log_decay: ``[B, HKV, S]``, <= 0, any floating dtype: by whose exponential the sums fade when a key comes; None
+            where they do not, and where not causal. Masked keys fade nothing. No kernel computes it yet: ``"auto"`` is
+            PyTorch, and ``"triton"`` is refused.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype, and with ``return_state`` the pair ``(o, state)``.
@@ -116,6 +123,8 @@ def linear_attention(
     check_types(q, k, v, feature_map, key_mask, cu_seqlens, state, positions)
     check_qkv(q, k, v, causal)
     check_masks(q, k, causal, key_mask, cu_seqlens, delay)
+    if log_decay is not None:
+        log_decay = check_log_decay(log_decay, k, causal, key_mask)
     if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
         raise ArgumentError(
             "positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it."
@@ -137,10 +146,12 @@ def linear_attention(
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
-        function, is_kernel = _backend(backend, q, k, v)
-        broken = None if is_kernel else broken_keys(k, v)
+        function, is_kernel = _backend(backend, q, k, v, log_decay)
+        broken = None if is_kernel else broken_keys(k, v, log_decay)
         if broken is not None:
             k, v = without(k, broken), without(v, broken)
+            log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
+        fading = {} if log_decay is None else {"log_decay": log_decay}
         o, final = function(
             q,
             k,
@@ -152,6 +163,7 @@ def linear_attention(
             state=state,
             delay=delay,
             eps=eps,
+            **fading,
         )
         if broken is not None:
             broken = broken if key_mask is None else broken & key_mask[:, None]
@@ -188,9 +200,13 @@ def _with_broken(
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
 
 
-def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
+def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> tuple[Backend, bool]:
     """Return the backend's function, and whether it is the kernels'."""
-    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+
+    def obstacle() -> str | None:
+        return kernel_obstacle(q, k, v) if log_decay is None else "no kernel fades its sums (log_decay) yet"
+
+    chosen = choose_backend(backend, q.device, obstacle)
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton

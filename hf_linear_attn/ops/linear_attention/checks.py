@@ -119,6 +119,44 @@ def check_masks(
         _check_bounds(cu_seqlens, q.shape[2])
 
 
+def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
+    """Check by what sums fade; on a GPU without waiting for it, and not while a graph is built.
+
+    Returns:
+        It, with 0 for masked keys: they fade nothing, whatever they hold.
+    """
+    if not isinstance(log_decay, Tensor):
+        raise ArgumentTypeError("log_decay", "be a tensor or None", type(log_decay).__name__, "Use torch.as_tensor.")
+    if not causal:
+        raise ArgumentError(
+            "log_decay", "be None where not causal", tuple(log_decay.shape), "Sums fade from one token to the next."
+        )
+    if log_decay.dtype not in FLOATING:
+        raise ArgumentTypeError("log_decay", "be bf16, fp16, fp32 or fp64", log_decay.dtype, "Cast it.")
+    if log_decay.shape != k.shape[:3]:
+        raise ArgumentError(
+            "log_decay",
+            f"have shape [B, HKV, S] = {tuple(k.shape[:3])}",
+            tuple(log_decay.shape),
+            "Pass one number per key head and token.",
+        )
+    if log_decay.device != k.device:
+        raise ArgumentError("log_decay", f"be on k's device {k.device}", str(log_decay.device), "Move it.")
+    if key_mask is not None:
+        log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return log_decay
+    growing = log_decay.detach() > 0
+    if log_decay.device.type == "cpu":
+        # Asked this way round, a tensor without numbers is right.
+        if not (~growing).all():
+            largest = float(log_decay.detach()[growing].max())
+            raise ArgumentError("log_decay", "be <= 0", largest, "Sums may fade, not grow: use -softplus(x).")
+    elif log_decay.is_cuda:
+        torch._assert_async(~growing.any(), "`log_decay` must be <= 0")
+    return log_decay
+
+
 def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
     """Check the boundaries of packed sequences; on a GPU without waiting for it, and not while a graph is built."""
     if torch.compiler.is_compiling():

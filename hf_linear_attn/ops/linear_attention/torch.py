@@ -10,6 +10,14 @@ recomputes features and states, so that memory stays O(T (D + V)): nothing of si
 ever kept (keeping each chunk's state is bound by memory traffic and three times slower).
 All sums are fp32, fp64 for fp64 input.
 
+Where sums fade, b is the sum of the log decays of a chunk up to each of its tokens, and every factor is at most 1::
+
+    o_c = exp(b) phi(q_c) [S, z] + (tril(exp(b - b^T)) * phi(q_c) phi(k_c)^T) [v_c, 1]
+    [S, z] = exp(b_C) [S, z] + (exp(b_C - b) phi(k_c))^T [v_c, 1]
+
+A query's sums scale with exp(b), and what a key adds to later ones with exp(-b), so the gradient of b is
+``phi_q . dphi_q - phi_k . dphi_k``, that of a log decay its sum over the tokens from there on.
+
 A delay shifts keys against queries: the first queries read the initial state alone, the last keys are never read, and
 in between query t meets key t - delay, as without one.
 """
@@ -46,11 +54,12 @@ def linear_attention_chunked(
     state: LinearAttentionState | None,
     delay: int,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention chunk by chunk; arguments as in :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
-    refuse_functional("torch", q, k, v, kv0, z0)
-    o, _, kv, z = chunked_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    refuse_functional("torch", q, k, v, kv0, z0, log_decay)
+    o, _, kv, z = chunked_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
     return o, LinearAttentionState(kv, z)
 
 
@@ -83,6 +92,22 @@ def _pieces(tokens: int) -> list[_Span]:
     return [_Span(a, min(a + SPAN, tokens), 1) for a in range(0, tokens, SPAN)]
 
 
+class _Fade(NamedTuple):
+    """How sums fade within each chunk of a span.
+
+    Attributes:
+        read: From before the chunk to each query, ``[rows, C, 1]``.
+        kept: From each key to the end of the chunk, ``[rows, C, 1]``.
+        within: From each key to each query, ``[rows, C, C]``; 1 where the query comes first.
+        whole: Over the chunk, ``[rows, 1, 1]``.
+    """
+
+    read: Tensor
+    kept: Tensor
+    within: Tensor
+    whole: Tensor
+
+
 class _Walk:
     """Queries and keys of one sequence (or one padded batch), cut into chunks on demand.
 
@@ -90,14 +115,37 @@ class _Walk:
     their keys, so their queries are rows of the same matrix, ``[G C, F]``.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, phi: ElementwiseMap) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        phi: ElementwiseMap,
+        log_decay: Tensor | None = None,
+    ) -> None:
         self.q, self.k, self.v, self.phi = q, k, v, phi
         self.mask = None if key_mask is None else key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
+        # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
+        self.log_decay = None if log_decay is None else log_decay[..., None].double()
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
 
     def cut(self, x: Tensor, span: _Span) -> Tensor:
         """View a span's tokens of ``x [B, heads, T, E]`` as ``[B, HKV, n, G, C, E]``."""
         return _split(_split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1]).transpose(2, 3)
+
+    def before_(self, state: Tensor, phi_k: Tensor, v1: Tensor, span: _Span, fade: _Fade | None) -> Tensor:
+        """Return the state before each chunk of a span, and take the span's keys into ``state``."""
+        if fade is None:
+            return _running_(state, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
+        changes = torch.bmm((phi_k * fade.kept).transpose(1, 2), v1)
+        return _running_(state, changes, span.n, whole=fade.whole)
+
+    def add_products_(self, db: Tensor, span: _Span, x: Tensor, dx: Tensor, factor: float = 1) -> None:
+        """Add ``factor x . dx``, of all heads of a group, to a span's tokens of ``db [B, HKV, T, 1]``."""
+        to = self.cut(db, span)
+        products = (x * dx).sum(-1, dtype=db.dtype).view(*to.shape[:3], -1, to.shape[4]).sum(3)
+        to.add_(products.view(to.shape), alpha=factor)
 
     def paste(self, x: Tensor, span: _Span, y: Tensor) -> None:
         """Write ``y``, shaped as :meth:`cut` shapes it or as rows, over a span's tokens of ``x``."""
@@ -139,6 +187,17 @@ class _Walk:
         features = self.phi.phi(x) if features is None else features.view(x.shape)
         self.paste(dx, span, dphi.view(x.shape).mul_(self.phi.derivative(x, features)))
 
+    def fade(self, span: _Span) -> _Fade | None:
+        """Return how sums fade within a span; None where they do not."""
+        if self.log_decay is None:
+            return None
+        b = _rows(self.cut(self.log_decay, span)).cumsum(1)
+        last = b[:, -1:]
+        read, kept, within, whole = (
+            x.to(self.dtype).exp() for x in (b, last - b, (b - b.transpose(1, 2)).clamp_(max=0), last)
+        )
+        return _Fade(read, kept, within, whole)
+
     def state(self, kv: Tensor | None, z: Tensor | None) -> Tensor:
         """Return [S, z] as ``[B HKV, F, V + 1]``, zeros where there is none; always a new tensor."""
         if kv is None or z is None:
@@ -148,7 +207,14 @@ class _Walk:
 
 
 def _walks(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, phi: ElementwiseMap, causal: bool, delay: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    phi: ElementwiseMap,
+    causal: bool,
+    delay: int,
+    log_decay: Tensor | None = None,
 ) -> tuple[_Walk, _Walk, int]:
     """Part the tokens of a sequence.
 
@@ -160,9 +226,10 @@ def _walks(
     lead = min(delay, q.shape[2]) if causal else q.shape[2]
     near = max(q.shape[2] - lead, 0)
     mask = None if key_mask is None else key_mask[:, :near]
+    log_decay = None if log_decay is None else log_decay[:, :, :near]
     return (
         _Walk(q[:, :, :lead], k, v, key_mask, phi),
-        _Walk(q[:, :, lead:], k[:, :, :near], v[:, :, :near], mask, phi),
+        _Walk(q[:, :, lead:], k[:, :, :near], v[:, :, :near], mask, phi, log_decay),
         lead,
     )
 
@@ -177,13 +244,26 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
 
 
-def _causal_(scores: Tensor) -> Tensor:
-    """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, in place."""
+def _causal_(scores: Tensor, fade: _Fade | None = None) -> Tensor:
+    """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, and fade the others, in place."""
+    if fade is not None:
+        _scale_(scores, fade.within)
     _split(scores, 1, scores.shape[1] // scores.shape[2]).tril_()
     return scores
 
 
-def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False) -> Tensor:
+def _scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply ``x [rows, G C, E]`` by ``factor [rows, C, E or 1]``, alike for all heads of a group, in place."""
+    _split(x, 1, x.shape[1] // factor.shape[1]).mul_(factor[:, None])
+    return x
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """Return ``x [rows, G C, E]`` times ``factor [rows, C, 1]``."""
+    return (_split(x, 1, x.shape[1] // factor.shape[1]) * factor[:, None]).view(x.shape)
+
+
+def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, whole: Tensor | None = None) -> Tensor:
     """Return the state before each chunk of a span, and add the span's changes to ``state``.
 
     Args:
@@ -191,6 +271,7 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False) 
         changes: What each chunk adds, ``[rows, F, V + 1]``.
         n: Chunks of the span.
         reverse: Whether the walk comes from behind, so that a chunk follows the later ones.
+        whole: How the state fades over each chunk, ``[rows, 1, 1]``; None where it does not.
 
     Returns:
         ``[rows, F, V + 1]``.
@@ -199,9 +280,14 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False) 
     steps, added = (_split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
     order = range(n)[::-1] if reverse else range(n)
     steps[order[0]].copy_(state)
-    for i, j in pairwise(order):
-        torch.add(steps[i], added[i], out=steps[j])
-    torch.add(steps[order[-1]], added[order[-1]], out=state)
+    targets = [*(steps[i] for i in order[1:]), state]
+    if whole is None:
+        for i, target in zip(order, targets, strict=True):
+            torch.add(steps[i], added[i], out=target)
+    else:
+        factors = _split(whole, 0, whole.shape[0] // n).unbind(1)
+        for i, target in zip(order, targets, strict=True):
+            torch.addcmul(added[i], steps[i], factors[i], out=target)
     return before
 
 
@@ -218,6 +304,7 @@ def chunked_forward(
     causal: bool,
     delay: int,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
     feature_map = elementwise_map(phi)
@@ -234,8 +321,9 @@ def chunked_forward(
 
     for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
         mask = None if key_mask is None else key_mask[:, k_tokens]
+        decay = None if log_decay is None else log_decay[:, :, k_tokens]
         far, near, lead = _walks(
-            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay
+            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay, decay
         )
         o_rows, den_rows = o[:, :, q_tokens], den[:, :, q_tokens]
         s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
@@ -245,10 +333,12 @@ def chunked_forward(
         for span in _pieces(lead):
             divide(far, o_rows[:, :, :lead], den_rows[:, :, :lead], span, torch.bmm(far.queries(span), s1))
         for span in _spans(near.q.shape[2]):
-            phi_q, phi_k, v1 = near.queries(span), near.keys(span), near.values(span)
-            before = _running_(s1, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
+            phi_q, phi_k, v1, fade = near.queries(span), near.keys(span), near.values(span), near.fade(span)
+            before = near.before_(s1, phi_k, v1, span, fade)
             o1 = torch.bmm(phi_q, before)
-            o1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2))), v1)
+            if fade is not None:
+                _scale_(o1, fade.read)
+            o1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade), v1)
             divide(near, o_rows[:, :, lead:], den_rows[:, :, lead:], span, o1)
         s1 = _split(s1, 0, s1.shape[0] // k.shape[1])
         kv[state_rows], z[state_rows] = s1[..., :-1], s1[..., -1]
@@ -288,26 +378,31 @@ def chunked_backward(
     phi: str,
     causal: bool,
     delay: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``.
+    log_decay: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, of the initial ``kv`` and ``z``, and of the log decays, if there are any.
 
     With ``G = do / den`` and ``h = -(do . o) / den``::
 
         dphi_q = tril([G, h] [v, 1]^T) phi_k + [G, h] [S, z]^T
         dphi_k = tril([G, h] [v, 1]^T)^T phi_q + [v, 1] R^T,  dv = tril(phi_q phi_k^T)^T G + phi_k R[:, :V]
 
-    where R is the sum of ``phi_q^T [G, h]`` over the later chunks, plus the gradient of the final state.
+    where R is the sum of ``phi_q^T [G, h]`` over the later chunks, plus the gradient of the final state. Where sums
+    fade, so does R, and every term has the factor that it has in the forward.
     """
     feature_map = elementwise_map(phi)
     dq, dk, dv = empty_like_tokens(q, q.shape[3]), empty_like_tokens(k, k.shape[3]), empty_like_tokens(v, v.shape[3])
     dkv0, dz0 = torch.empty_like(dkv), torch.empty_like(dz)
+    dlog_decay = _like_decay(q, log_decay)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
     for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
         mask = None if key_mask is None else key_mask[:, k_tokens]
+        decay = None if log_decay is None else log_decay[:, :, k_tokens]
         far, near, lead = _walks(
-            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay
+            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay, decay
         )
+        db = near.k.new_zeros(*near.k.shape[:3], 1, dtype=torch.float64) if decay is not None else None
         all_errors = [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
         far_errors, near_errors = [x[:, :, :lead] for x in all_errors], [x[:, :, lead:] for x in all_errors]
         dq_far, dq_near = dq[:, :, q_tokens][:, :, :lead], dq[:, :, q_tokens][:, :, lead:]
@@ -322,21 +417,39 @@ def chunked_backward(
             far.derive(dq_far, far.q, span, dphi)
         for span in _spans(near.q.shape[2]):
             phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
-            before = _running_(s1, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
+            fade, phi_q = near.fade(span), None
+            before = near.before_(s1, phi_k, v1, span, fade)
             dphi = torch.bmm(g1, before.transpose(1, 2))
-            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2))), phi_k)
-            near.derive(dq_near, near.q, span, dphi)
+            if fade is not None:
+                _scale_(dphi, fade.read)
+            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2)), fade), phi_k)
+            if db is not None:
+                phi_q = near.queries(span)
+                near.add_products_(db, span, phi_q, dphi)
+            near.derive(dq_near, near.q, span, dphi, phi_q)
 
         r1 = far.state(dkv[state_rows], dz[state_rows])
+        # The final state fades with every token.
+        at_end = (r1 * s1).sum((1, 2), dtype=torch.float64) if db is not None else None
         for span in reversed(_spans(near.q.shape[2])):
             phi_q, phi_k = near.queries(span), near.keys(span)
-            v1, g1 = near.values(span), near.weighted(near_errors, span)
-            after = _running_(r1, torch.bmm(phi_q.transpose(1, 2), g1), span.n, reverse=True)
+            v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
+            read_q = phi_q if fade is None else _scaled(phi_q, fade.read)
+            whole = None if fade is None else fade.whole
+            after = _running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
             dphi, dv1 = torch.bmm(v1, after.transpose(1, 2)), torch.bmm(phi_k, after)
-            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2))).transpose(1, 2), phi_q)
-            dv1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2))).transpose(1, 2), g1)
+            if fade is not None:
+                dphi.mul_(fade.kept)
+                dv1.mul_(fade.kept)
+            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2)), fade).transpose(1, 2), phi_q)
+            dv1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
+            if db is not None:
+                near.add_products_(db, span, phi_k, dphi, -1)
             near.derive(dk_rows, near.k, span, near.masked_(dphi, span), phi_k)
             near.paste(dv_rows, span, dv1[..., :-1])
+        if db is not None and at_end is not None:
+            after = db[..., 0].flip(2).cumsum(2).flip(2) + at_end.view(*db.shape[:2], 1)
+            dlog_decay[:, :, k_tokens][:, :, : after.shape[2]] = after
         for span in _pieces(lead):
             r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
         if causal:
@@ -351,27 +464,38 @@ def chunked_backward(
                 far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
         r1 = _split(r1, 0, r1.shape[0] // k.shape[1])
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
-    return dq, dk, dv, dkv0, dz0
+    return dq, dk, dv, dkv0, dz0, dlog_decay
+
+
+def _like_decay(q: Tensor, log_decay: Tensor | None) -> Tensor:
+    """Allocate the gradient of log decays, empty where there are none: an op of a graph returns tensors."""
+    return q.new_empty(0) if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
 
 
 @chunked_backward.register_fake
-def _(do: Tensor, dkv: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _(
+    do: Tensor, dkv: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any
+) -> tuple[Tensor, ...]:
     tokens = tuple(empty_like_tokens(x, x.shape[3]) for x in (q, k, v))
-    return *tokens, torch.empty_like(dkv), torch.empty_like(dz)
+    # What is left at its default is not passed on: the log decays come last, behind nine others.
+    log_decay = named.get("log_decay", others[9] if len(others) > 9 else None)
+    return *tokens, torch.empty_like(dkv), torch.empty_like(dz), _like_decay(q, log_decay)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, key_mask, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay, _ = inputs
+    q, k, v, key_mask, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay, _, log_decay = inputs
     o, den, _, _ = output
-    ctx.save_for_backward(q, k, v, o, den, key_mask, cu_seqlens, kv0, z0)
+    ctx.save_for_backward(q, k, v, o, den, key_mask, cu_seqlens, kv0, z0, log_decay)
 
 
 def _backward(ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
     # Unpacked once: under activation checkpointing every access recomputes the forward, and a second one is refused.
-    saved = ctx.saved_tensors
+    *saved, log_decay = ctx.saved_tensors
     has_state = saved[-1] is not None
     with torch.autocast(do.device.type, enabled=False):
-        dq, dk, dv, dkv0, dz0 = chunked_backward(do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay)
+        dq, dk, dv, dkv0, dz0, dlog_decay = chunked_backward(
+            do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay, log_decay
+        )
     return (
         dq,
         dk,
@@ -384,6 +508,7 @@ def _backward(ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor
         None,
         None,
         None,
+        None if log_decay is None else dlog_decay,
     )
 
 

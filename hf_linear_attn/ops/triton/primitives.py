@@ -133,6 +133,54 @@ def load_operand(pointer, offsets, rows, columns, EXACT: tl.constexpr, PRECISION
 
 
 @triton.jit
+def pairs_of(od, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr):
+    """Return which entries of a vector are turned, R in all; their pair, whether they are its first, and the other."""
+    START: tl.constexpr = D - R if AT_END else 0
+    HALF: tl.constexpr = R // 2
+    e = od - START
+    if PAIRS == "half":
+        pair = e % HALF
+        first = e < HALF
+        other = tl.where(first, e + HALF, e - HALF)
+    else:
+        pair = e // 2
+        first = e % 2 == 0
+        other = e ^ 1
+    return (e >= 0) & (e < R), pair, first, START + other
+
+
+@triton.jit
+def turn_back(x, other, cos, sin, first, moved):
+    """Undo a rotation, times its factor, of entries from the other ones of their pairs; as rounded as ``x``."""
+    wide = x.to(tl.float32)
+    back = wide * cos + tl.where(first, other, -other) * sin
+    # Of a slot that holds no token, the angles are 0.
+    square = tl.maximum(cos * cos + sin * sin, 1.1754943508222875e-38)
+    return tl.where(moved, back / square, wide).to(x.dtype)
+
+
+@triton.jit
+def load_plain(
+    pointer, stride, turns, ot, od, rows,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of tokens as :func:`load_operand` does; where R entries are turned, turned back."""
+    x = load_tile(pointer, ot[:, None] * stride + od[None, :], rows, od < D, EXACT)
+    if R > 0:
+        moved, pair, first, other = pairs_of(od, D, R, PAIRS, AT_END)
+        inside = rows[:, None] & moved[None, :]
+        place = turns + ot[:, None] * R + pair[None, :]
+        cos = tl.load(place, mask=inside, other=1.0).to(tl.float32)
+        sin = tl.load(place + R // 2, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(pointer + ot[:, None] * stride + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = turn_back(x, y, cos, sin, first[None, :], moved[None, :])
+    if pointer.dtype.element_ty == tl.float32:
+        x = operand(x, tl.float32, PRECISION)
+    return x
+
+
+@triton.jit
 def load_features(
     pointer, offsets, rows, columns,
     EXACT: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,

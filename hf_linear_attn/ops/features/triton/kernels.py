@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
-from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_operand, load_tile, operand, product, store_tile
+from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_plain, load_tile, operand, product, store_tile
 
 TINY = tl.constexpr(_TINY)
 LARGEST_FP16 = tl.constexpr(65504.0)
@@ -88,10 +88,11 @@ def halves(y, power, sharpness, inside, MAP: tl.constexpr, QUERY: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
 def features_kernel(
-    x, weight, power, o,
+    x, turns, weight, power, o,
     T, L, heads, factor, sharpness,
-    x_b, x_h, x_t, o_b, o_h, o_t, w_h, w_d, p_h,
+    x_b, x_h, x_t, o_b, o_h, o_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write the features of L tokens of one head."""
@@ -103,6 +104,8 @@ def features_kernel(
     om = tl.arange(0, BM)
     ot = tl.arange(0, BT)
     x += i_b * x_b + i_h.to(tl.int64) * x_h
+    if R > 0:
+        turns += i_b * t_b
     o += i_b * o_b + i_h.to(tl.int64) * o_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     # [BD, BM]
@@ -115,7 +118,10 @@ def features_kernel(
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
         # [BT, BD]
-        xx = load_operand(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD, PRECISION)
+        of_tokens = turns
+        if R > 0:
+            of_tokens = turns + c * R
+        xx = load_plain(x + c * x_t, x_t, of_tokens, ot, od, rows, D, R, PAIRS, AT_END, D == BD, PRECISION)
         # [BT, BM]
         y = project(xx, w, rest, factor, PRECISION, SPLIT)
         above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty)
@@ -125,10 +131,11 @@ def features_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
 def features_backward_kernel(
-    x, weight, power, do, dy, dpower,
+    x, turns, weight, power, do, dy, dpower,
     T, L, heads, factor, sharpness,
-    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, w_h, w_d, p_h,
+    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of ``x W`` of L tokens of one head, and their part of the power's."""
@@ -140,6 +147,8 @@ def features_backward_kernel(
     om = tl.arange(0, BM)
     ot = tl.arange(0, BT)
     x += i_b * x_b + i_h.to(tl.int64) * x_h
+    if R > 0:
+        turns += i_b * t_b
     do += i_b * do_b + i_h.to(tl.int64) * do_h
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
@@ -153,7 +162,10 @@ def features_backward_kernel(
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
         # [BT, BD]
-        xx = load_operand(x + c * x_t, ot[:, None] * x_t + od[None, :], rows, od < D, D == BD, PRECISION)
+        of_tokens = turns
+        if R > 0:
+            of_tokens = turns + c * R
+        xx = load_plain(x + c * x_t, x_t, of_tokens, ot, od, rows, D, R, PAIRS, AT_END, D == BD, PRECISION)
         # [BT, BM]
         above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
         below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)
@@ -193,20 +205,27 @@ class FeatureProblem(NamedTuple):
     Attributes:
         target: The device.
         x: Queries or keys ``[B, heads, T, D]``.
+        turns: Cosines and then sines by which they are turned ``[B or 1, T, R]``, contiguous, or None; see
+            :class:`Rotation`. The features are of what they were before.
         weight: ``W [heads or 1, D, M]``, contiguous.
         power: ``[heads or 1]`` of the norm-preserving map, contiguous, or None.
         name: ``"hedgehog"`` or ``"norm_preserving"``.
         factor: On ``x W``.
         sharpness: By which a query's power grows with its length; 0 for keys.
+        pairs: Which entries are turned together, ``"half"`` or ``"next"``.
+        at_end: Whether the last R entries are turned, rather than the first.
     """
 
     target: Target
     x: Tensor
+    turns: Tensor | None
     weight: Tensor
     power: Tensor | None
     name: str
     factor: float
     sharpness: float
+    pairs: str
+    at_end: bool
 
     def launch(
         self, role: str, kernel: Any, reads: dict[str, Tensor], writes: dict[str, Tensor], **others: Any
@@ -216,11 +235,13 @@ class FeatureProblem(NamedTuple):
         B, heads, T, _ = self.x.shape
         chosen = self.tile(role)
         arguments = {
-            **{"weight": self.weight, "power": self.power, **reads, **writes, **others},
+            **{"turns": self.turns, "weight": self.weight, "power": self.power, **reads, **writes, **others},
             **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
             **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
             "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
             **{"D": D, "M": M, "BD": padded(D), "BM": padded(M), "BT": chosen.tokens},
+            "t_b": 0 if self.turns is None or len(self.turns) == 1 else self.turns.stride(0),
+            **{"R": 0 if self.turns is None else self.turns.shape[2], "PAIRS": self.pairs, "AT_END": self.at_end},
             **{"MAP": self.name, "QUERY": self.sharpness > 0},
             # Three products of 128 columns and more would need both parts of W in shared memory.
             "PRECISION": precision(self.target, self.x.dtype, 2 * max(D, M)),
@@ -229,7 +250,8 @@ class FeatureProblem(NamedTuple):
         for name, x in {**reads, **writes}.items():
             arguments |= strides(name, x)
         programs = B * heads * self.pieces(role)
-        return Launch(role, kernel, programs, arguments, chosen, tuple(reads.values()), tuple(writes.values()))
+        read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
+        return Launch(role, kernel, programs, arguments, chosen, read, tuple(writes.values()))
 
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched; its width is the number of tokens that a program walks."""

@@ -14,30 +14,53 @@ from hf_linear_attn.ops.features.triton.kernels import (
     features_launch,
 )
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
 
-def features_triton(x: Tensor, pair: Pair) -> Tensor:
+def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
     refuse_functional("triton", x, pair.weight, pair.power)
-    o: Tensor = _compute(x, pair.weight, pair.power, pair.name, pair.factor, pair.sharpness)
+    turned = (None, "half", False) if rotation is None else (rotation.turns, *_words(rotation.layout))
+    o: Tensor = _compute(x, turned[0], pair.weight, pair.power, pair.name, pair.factor, pair.sharpness, *turned[1:])
     return o
 
 
+def _words(layout: Layout) -> tuple[str, bool]:
+    return layout.pairs, layout.at_end
+
+
 def _feature_problem(
-    x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+    x: Tensor,
+    turns: Tensor | None,
+    weight: Tensor,
+    power: Tensor | None,
+    name: str,
+    factor: float,
+    sharpness: float,
+    pairs: str,
+    at_end: bool,
 ) -> FeatureProblem:
-    weight, power = weight.contiguous(), contiguous(power)
-    return FeatureProblem(target_for(x.device), readable(x), weight, power, name, factor, sharpness)
+    weight, power, turns = weight.contiguous(), contiguous(power), contiguous(turns)
+    target = target_for(x.device)
+    return FeatureProblem(target, readable(x), turns, weight, power, name, factor, sharpness, pairs, at_end)
 
 
 @torch.library.custom_op("hf_linear_attn::triton_features", mutates_args=())
 def triton_features(
-    x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+    x: Tensor,
+    turns: Tensor | None,
+    weight: Tensor,
+    power: Tensor | None,
+    name: str,
+    factor: float,
+    sharpness: float,
+    pairs: str,
+    at_end: bool,
 ) -> Tensor:
     """Return the features of a pair of halves."""
-    return _features(x, weight, power, name, factor, sharpness)
+    return _features(x, turns, weight, power, name, factor, sharpness, pairs, at_end)
 
 
 @planned
@@ -53,10 +76,19 @@ def _(*inputs: Any) -> Tensor:
 
 @torch.library.custom_op("hf_linear_attn::triton_features_backward", mutates_args=())
 def triton_features_backward(
-    do: Tensor, x: Tensor, weight: Tensor, power: Tensor | None, name: str, factor: float, sharpness: float
+    do: Tensor,
+    x: Tensor,
+    turns: Tensor | None,
+    weight: Tensor,
+    power: Tensor | None,
+    name: str,
+    factor: float,
+    sharpness: float,
+    pairs: str,
+    at_end: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x W`` and, by piece, of the power."""
-    return _gradients(do, x, weight, power, name, factor, sharpness)
+    return _gradients(do, x, turns, weight, power, name, factor, sharpness, pairs, at_end)
 
 
 @planned
@@ -71,21 +103,26 @@ def _(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, power, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight, power)
+    x, turns, weight, power, *ctx.settings = inputs
+    ctx.save_for_backward(x, turns, weight, power)
 
 
 def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, power = ctx.saved_tensors
-    dy, dpower = _derive(do, x, weight, power, *ctx.settings)
-    dx = (dy @ weight.mT.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-    dweight = (x.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype) if ctx.needs_input_grad[1] else None
-    if dweight is not None and len(weight) == 1:
-        dweight = dweight.sum(0, keepdim=True)
-    if power is None:
-        return dx, dweight, None, None, None, None
-    of_power = dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)
-    return dx, dweight, of_power.to(power.dtype), None, None, None
+    x, turns, weight, power = ctx.saved_tensors
+    *_, pairs, at_end = ctx.settings
+    rotation = None if turns is None else Rotation(turns, Layout(pairs, "pair", at_end))
+    dy, dpower = _derive(do, x, turns, weight, power, *ctx.settings)
+    dx = dweight = of_power = None
+    if ctx.needs_input_grad[0]:
+        dx = dy @ weight.mT.to(dy.dtype)
+        dx = (dx if rotation is None else rotation.derive_undo(dx)).to(x.dtype)
+    if ctx.needs_input_grad[2]:
+        plain = x if rotation is None else rotation.undo(x)
+        dweight = (plain.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype)
+        dweight = dweight.sum(0, keepdim=True) if len(weight) == 1 else dweight
+    if power is not None:
+        of_power = (dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)).to(power.dtype)
+    return dx, None, dweight, of_power, None, None, None, None, None
 
 
 torch.library.register_autograd(triton_features, _features_backward, setup_context=_save_features)

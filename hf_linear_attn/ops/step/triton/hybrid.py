@@ -29,37 +29,22 @@ from hf_linear_attn.ops.features.triton.kernels import halves
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, precision, tile
-from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, operand, phi, product
+from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, operand, pairs_of, phi, product, turn_back
 
 PRODUCTS = 4096
 """Entries of a tile of a map's weights, which are summed up by rows at the end."""
 
 
 @triton.jit
-def load_plain(x, od, columns, turns, t, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr):
-    """Load entries of a vector; where R of its D are turned, turn them back."""
+def load_vector(x, od, columns, turns, t, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr):
+    """Load entries of a vector; where R of its D are turned, turned back."""
     y = tl.load(x + od, mask=od < columns, other=0.0)
     if R > 0:
-        START: tl.constexpr = D - R if AT_END else 0
-        HALF: tl.constexpr = R // 2
-        e = od - START
-        if PAIRS == "half":
-            pair = e % HALF
-            first = e < HALF
-            other = tl.where(first, e + HALF, e - HALF)
-        else:
-            pair = e // 2
-            first = e % 2 == 0
-            other = e ^ 1
-        moved = (e >= 0) & (e < R) & (od < columns)
+        moved, pair, first, other = pairs_of(od, D, R, PAIRS, AT_END)
+        moved = moved & (od < columns)
         cos = tl.load(turns + t + pair, mask=moved, other=1.0).to(tl.float32)
-        sin = tl.load(turns + t + HALF + pair, mask=moved, other=0.0).to(tl.float32)
-        crossed = tl.load(x + START + other, mask=moved, other=0.0).to(tl.float32)
-        back = y.to(tl.float32) * cos + tl.where(first, crossed, -crossed) * sin
-        # Of a slot that holds no token, the angles are 0.
-        square = tl.maximum(cos * cos + sin * sin, 1.1754943508222875e-38)
-        # As rounded as the keys of a call are.
-        y = tl.where(moved, back / square, y.to(tl.float32)).to(y.dtype)
+        sin = tl.load(turns + t + R // 2 + pair, mask=moved, other=0.0).to(tl.float32)
+        y = turn_back(y, tl.load(x + other, mask=moved, other=0.0).to(tl.float32), cos, sin, first, moved)
     return y
 
 
@@ -80,7 +65,7 @@ def features_of_head(
         products = tl.zeros([BK, BM], tl.float32)
         for d in range(0, D, BK):
             od = d + tl.arange(0, BK)
-            xx = load_plain(x, od, columns, turns, t, D, R, PAIRS, AT_END).to(tl.float32)
+            xx = load_vector(x, od, columns, turns, t, D, R, PAIRS, AT_END).to(tl.float32)
             inside = (od < D)[:, None] & (om < M)[None, :]
             ww = tl.load(weight + w + od[:, None] * M + om[None, :], mask=inside, other=0.0).to(tl.float32)
             products += xx[:, None] * ww
@@ -92,7 +77,7 @@ def features_of_head(
         first = tl.where(columns > 0, tl.reshape(above, [BM]), 0.0)
         second = tl.where(columns > 0, tl.reshape(below, [BM]), 0.0)
     else:
-        xx = load_plain(x, om, columns, turns, t, D, R, PAIRS, AT_END)
+        xx = load_vector(x, om, columns, turns, t, D, R, PAIRS, AT_END)
         first = tl.where(om < columns, phi(xx, MAP), 0.0)
         second = first
     return first, second

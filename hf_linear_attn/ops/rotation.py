@@ -90,18 +90,30 @@ class Rotation(NamedTuple):
 
     def undo(self, x: Tensor) -> Tensor:
         """Turn queries or keys ``[B, H, T, D]`` back: by the negative sine, over the square of the factor."""
-        cos, sin = upcast(self.turns).chunk(2, -1)
-        # Of a slot that holds no token, the angles are 0 and so is what they turn.
-        square = (cos.square() + sin.square()).clamp(min=torch.finfo(cos.dtype).tiny)
-        return self._turned(x, cos / square, sin / square)
+        return self._turned(x, *self._back())
+
+    def derive_undo(self, x: Tensor) -> Tensor:
+        """Return the gradient of what was turned back, from that of what it became."""
+        cos, sin = self._back()
+        return self._turned(x, cos, -sin)
 
     def cut(self, start: int, end: int) -> "Rotation":
         """Return the rotation of the tokens ``[start, end)``."""
         return self._replace(turns=self.turns[:, start:end])
 
+    def row(self, row: int) -> "Rotation":
+        """Return the rotation of one row."""
+        return self if len(self.turns) == 1 else self._replace(turns=self.turns[row : row + 1])
+
     def flat(self, batch: int) -> "Rotation":
         """Return the rotation of rows that are laid end to end."""
         return self._replace(turns=self.turns.expand(batch, -1, -1).flatten(0, 1)[None])
+
+    def _back(self) -> tuple[Tensor, Tensor]:
+        cos, sin = upcast(self.turns).chunk(2, -1)
+        # Of a slot that holds no token, the angles are 0 and so is what they turn.
+        square = (cos.square() + sin.square()).clamp(min=torch.finfo(cos.dtype).tiny)
+        return cos / square, sin / square
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn every pair ``(a, b)`` into ``(a cos + b sin, b cos - a sin)``."""

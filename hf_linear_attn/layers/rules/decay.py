@@ -1,0 +1,106 @@
+"""Decay: the sums of the additive rule, fading with every key."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.layers.rules.additive import Additive
+from hf_linear_attn.layers.rules.base import Reading, Sizes
+from hf_linear_attn.layers.rules.gates import DECAY_START, Gates, gate_weights, log_decays
+from hf_linear_attn.ops import LinearAttentionState, linear_attention
+
+HUGE = 1e30
+"""An eps beside which a normaliser is nothing, so that outputs are numerators over it."""
+
+
+class Decay(Additive):
+    """Compute ``o = phi(q)^T S / (phi(q)^T z + eps)``, ``S = a S + phi(k) v^T``, ``z = a z + phi(k)``.
+
+    The decay ``a = exp(-softplus(b + u.k + w.v))`` of each key is learned per key head: the scalar gate of Mamba-2
+    (Dao and Gu, 2024, arXiv:2405.21060) with a normaliser that fades alike. A mean over keys stays a mean.
+    """
+
+    name: ClassVar[str] = "decay"
+    provides: ClassVar[frozenset[str]] = frozenset({"mass"})
+    ordered: ClassVar[bool] = True
+
+    @override
+    def weights(self, sizes: Sizes) -> dict[str, Tensor]:
+        return gate_weights("decay", DECAY_START, sizes.num_kv_heads, sizes.head_dim, sizes.values)
+
+    @override
+    def gates(self, k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) -> Gates:
+        return Gates(log_decay=log_decays(k, v, weights))
+
+    @override
+    def read(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor] | None,
+        *,
+        gates: Gates | None = None,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        delay: int = 0,
+        with_mass: bool = False,
+    ) -> Reading:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None, eps: float
+        ) -> tuple[Tensor, LinearAttentionState]:
+            return linear_attention(
+                q,
+                k,
+                v,
+                None if kernel is None else elementwise_map(kernel),
+                causal=causal,
+                key_mask=key_mask,
+                cu_seqlens=cu_seqlens,
+                state=None if state is None or kv is None else LinearAttentionState(kv, state["z"]),
+                delay=delay,
+                eps=eps,
+                backend=self.backend,
+                log_decay=None if gates is None else gates.log_decay,
+            )
+
+        o, final = attend(phi_q, phi_k, v, None if state is None else state["kv"], self.eps)
+        mass = None
+        if with_mass:
+            # What queries read of values of 1, not divided.
+            q, k = upcast(phi_q), upcast(phi_k)
+            z = None if state is None else state["z"][..., None]
+            mass = attend(q, k, k.new_ones(*k.shape[:3], 1), z, HUGE)[0][..., 0] * HUGE
+        return Reading(o, {"kv": final.kv, "z": final.z}, mass)
+
+    @override
+    def step_(
+        self,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        gates: Gates | None = None,
+        kernel: str | None = None,
+        key_mask: Tensor | None = None,
+        signed: bool = True,
+    ) -> Tensor:
+        if gates is not None and gates.log_decay is not None:
+            _fade_(state, gates.log_decay, key_mask)
+        return super().step_(phi_q, phi_k, v, state, kernel=kernel, key_mask=key_mask, signed=signed)
+
+
+def _fade_(state: Mapping[str, Tensor], log_decay: Tensor, key_mask: Tensor | None) -> None:
+    """Let the sums of a state fade by one key's log decay ``[B, HKV, 1]``, in place; not where it is masked."""
+    if key_mask is not None:
+        log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
+    fade = log_decay.exp().to(state["kv"].dtype)
+    for name in ("kv", "z"):
+        state[name].mul_(fade.view(*fade.shape[:2], *(1,) * (state[name].ndim - 2)))

@@ -1,0 +1,230 @@
+"""The ranks that share a text, and what they exchange."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from hf_linear_attn.errors import ArgumentError, TrainingError
+
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
+
+_uses: dict[str, int] = {}
+
+
+class Ranks(ABC):
+    """Several ranks, of which this is one.
+
+    Args:
+        rank: Its number; rank 0 has the beginning of every text.
+        size: How many there are.
+
+    Attributes:
+        sent_bytes: Bytes that this rank has sent to the others, counted as they are handed over: in a ring of P ranks
+            each hands its own on P - 1 times.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.sent_bytes = 0
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return every rank's ``x``, ``[P, *]``; shapes and dtypes are the same on all."""
+        self.sent_bytes += (self.size - 1) * x.nbytes
+        return self._all_gather(x.contiguous())
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of their ``x[rank]``, given ``x [P, *]``."""
+        self.sent_bytes += (self.size - 1) * x[0].nbytes
+        return self._reduce_scatter(x.contiguous())
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Do as :meth:`all_gather`, with gradients: what others make of this rank's ``x`` comes back, summed."""
+        found: Tensor = _Gather.apply(x, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's ``x``, without gradient."""
+        return self._sum(x.detach().clone())
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go
+        """Let go of what the ranks hold."""
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _sum(self, x: Tensor) -> Tensor: ...
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_scatter(dx), None
+
+
+class Processes(Ranks):
+    """The processes of a group.
+
+    Args:
+        group: A process group, or a device mesh of one dimension; None for all processes.
+
+    Raises:
+        ArgumentError: If there is no such group, or this process is not in it.
+    """
+
+    def __init__(self, group: ProcessGroup | DeviceMesh | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError(
+                "group",
+                "be that of several processes",
+                None,
+                "Start them with torchrun, and call torch.distributed.init_process_group first.",
+            )
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ArgumentError(
+                    "group", "be a mesh of one dimension", group.mesh_dim_names, "Name one: mesh['cp']."
+                )
+            group = group.get_group()
+        self.group = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(self.group)
+        if rank < 0:
+            raise ArgumentError("group", "hold this process", dist.get_rank(), "Pass each process its own group.")
+        super().__init__(rank, dist.get_world_size(self.group))
+        members = dist.get_process_group_ranks(self.group)  # type: ignore[arg-type]
+        # Every process counts the uses of a group alike: what one left in the store is not the next one's.
+        name = "hf_linear_attn/" + "-".join(map(str, members))
+        _uses[name] = _uses.get(name, 0) + 1
+        self.pulse = Pulse(f"{name}/{_uses[name]}", self.rank, self.size)
+
+    @override
+    def _all_gather(self, x: Tensor) -> Tensor:
+        found = x.new_empty(self.size, *x.shape)
+        self.pulse.exchanges += 1
+        try:
+            dist.all_gather(list(found), x, group=self.group)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return found
+
+    @override
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        found = torch.empty_like(x[0])
+        self.pulse.exchanges += 1
+        try:
+            dist.reduce_scatter(found, list(x), group=self.group)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return found
+
+    @override
+    def _sum(self, x: Tensor) -> Tensor:
+        self.pulse.exchanges += 1
+        try:
+            dist.all_reduce(x, group=self.group)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return x
+
+    def _failure(self, error: RuntimeError) -> TrainingError:
+        """Say which ranks are gone."""
+        found = self.pulse.blame()
+        return TrainingError(
+            "group",
+            "be alive and in step",
+            found,
+            "Its own output says why; start all ranks again, and a run goes on from its last checkpoint. "
+            f"This one was told: {str(error).splitlines()[0][:200]}",
+            where=f"rank {self.rank}",
+        )
+
+    @override
+    def close(self) -> None:
+        self.pulse.stop()
+
+
+class Pulse:
+    """Signs of life in the store that all processes share, from a thread beside the work.
+
+    What a backend says of a lost connection names no rank, and whoever has no connection to the lost one hears of it
+    last, when others have left too. So the first to miss a rank leaves its number for all.
+
+    Args:
+        name: The group's.
+        rank: This process's number in it.
+        size: The number of processes.
+
+    Attributes:
+        exchanges: Exchanges that this process has begun: who hangs has begun fewer than the others.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.exchanges = 0
+        self._store = dist.distributed_c10d._get_default_store()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="hf_linear_attn pulse", daemon=True)
+        self._say(0)
+        self._thread.start()
+
+    def _say(self, beat: int) -> None:
+        self._store.set(f"{self.name}/{self.rank}", f"{beat} {self.exchanges}")
+
+    def _live(self) -> None:
+        beat = 0
+        while not self._ended.wait(BEAT_S):
+            beat += 1
+            try:
+                self._say(beat)
+            except RuntimeError:
+                # The process that keeps the store is gone: whoever waits for it hears of it.
+                return
+
+    def stop(self) -> None:
+        """End the signs of life."""
+        self._ended.set()
+        self._thread.join()
+
+    def _heard(self) -> list[tuple[int, int]]:
+        """Return the last beat of each rank, and the exchanges that it has begun."""
+        words = (self._store.get(f"{self.name}/{rank}").decode().split() for rank in range(self.size))
+        return [(int(beat), int(exchanges)) for beat, exchanges in words]
+
+    def blame(self) -> str:
+        """Say which ranks give no more signs of life; where all do, which are behind."""
+        known = f"{self.name}/lost"
+        try:
+            if not self._store.check([known]):
+                before = self._heard()
+                time.sleep(4 * BEAT_S)
+                now = self._heard()
+                gone = [rank for rank in range(self.size) if now[rank][0] == before[rank][0] and rank != self.rank]
+                most = max(exchanges for _, exchanges in now)
+                behind = [rank for rank in range(self.size) if now[rank][1] < most]
+                ranks, what = (gone, "gone") if gone else (behind, "behind")
+                found = f"rank {', '.join(map(str, ranks))} of {self.size} {what}" if ranks else "all, out of step"
+                self._store.compare_set(known, "", found)
+            return self._store.get(known).decode()
+        except RuntimeError:
+            # With the store goes the process that keeps it: the first one.
+            return f"rank 0 of {self.size} gone"

@@ -1,0 +1,1 @@
+"""Converted models in servers of others."""

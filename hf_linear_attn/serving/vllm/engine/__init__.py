@@ -1,0 +1,1 @@
+"""What imports vLLM: nothing outside of this folder does."""

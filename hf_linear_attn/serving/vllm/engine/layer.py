@@ -1,0 +1,290 @@
+"""What takes the place of vLLM's attention in a converted layer: its state lies in a page of vLLM's cache."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionBackend, BailingLinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.serving.vllm.engine.op import BACKEND, NAME
+from hf_linear_attn.serving.vllm.pages import Part, page_of
+
+
+class Text(NamedTuple):
+    """New tokens of one request.
+
+    Attributes:
+        start: Number of the first among the tokens of a call.
+        end: The same behind the last.
+        length: Tokens of the request read before.
+        source: The page that holds what was read.
+        targets: The pages that shall hold it afterwards: one, or one for each token where some may be rejected.
+    """
+
+    start: int
+    end: int
+    length: int
+    source: int
+    targets: list[int]
+
+
+@dataclass
+class Metadata:
+    """What a call of the model is made of.
+
+    Attributes:
+        texts: Requests that are read one by one.
+        at: Where the single tokens of all others stand among the tokens; None where there are none.
+        places: Their pages ``[B]``.
+        lengths: Tokens that they have read ``[B]``.
+        shortest: The least of those.
+        positions: Of all tokens; None where vLLM does not say.
+    """
+
+    texts: list[Text]
+    at: slice | Tensor | None
+    places: Tensor
+    lengths: Tensor
+    shortest: int
+    positions: Tensor | None
+
+    @cached_property
+    def singles(self) -> list[Text]:
+        """The single tokens as texts, for layers without a step."""
+        tokens = range(self.at.start, self.at.stop) if isinstance(self.at, slice) else self.at
+        if tokens is None:
+            return []
+        every = zip(map(int, tokens), self.lengths.tolist(), self.places.tolist(), strict=True)
+        return [Text(token, token + 1, length, place, [place]) for token, length, place in every]
+
+
+class Builder(BailingLinearAttentionMetadataBuilder):  # type: ignore[misc]
+    """Make :class:`Metadata`.
+
+    It derives from a builder of vLLM's since the runner tells how many drafted tokens were accepted to that one only.
+    """
+
+    @classmethod
+    def get_cudagraph_support(cls, *args: Any) -> AttentionCGSupport:
+        """Decline: a graph of the whole model would hold one batch's requests."""
+        return AttentionCGSupport.NEVER
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
+    ) -> Metadata:
+        """Sort the requests of a call into single tokens, read all at once, and texts, read one by one."""
+        common, device = common_attn_metadata, common_attn_metadata.seq_lens.device
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
+        starts = common.query_start_loc_cpu.tolist()
+        drafts = num_accepted_tokens is not None
+        known = common.seq_lens if drafts else common.seq_lens_cpu_upper_bound
+        ends = (common.seq_lens if known is None else known).tolist()
+        steps: list[int] = []
+        read: list[int] = []
+        for i, (start, end) in enumerate(pairwise(starts)):
+            if end > start:
+                # The first token of a text has no state to step.
+                single = end - start == 1 < ends[i] and not drafts
+                (steps if single else read).append(i)
+        if len(steps) == 1 and device.type == "cpu":
+            # Alone it needs no copy of its state.
+            steps, read = [], steps + read
+        texts = []
+        if read:
+            pages = table.tolist()
+            accepted = None if num_accepted_tokens is None else num_accepted_tokens.tolist()
+            drafted = None if num_decode_draft_tokens_cpu is None else num_decode_draft_tokens_cpu.tolist()
+            for i in read:
+                count = starts[i + 1] - starts[i]
+                source = pages[i][0 if accepted is None else max(accepted[i] - 1, 0)]
+                each = drafted is not None and drafted[i] >= 0
+                targets = pages[i][:count] if each else pages[i][:1]
+                texts.append(Text(starts[i], starts[i + 1], ends[i] - count, source, targets))
+        at: slice | Tensor | None = None
+        rows = torch.tensor(steps, dtype=torch.int64, device=device)
+        if steps:
+            tokens = [starts[i] for i in steps]
+            together = tokens[-1] - tokens[0] == len(tokens) - 1
+            at = slice(tokens[0], tokens[-1] + 1) if together else torch.tensor(tokens, device=device)
+        return Metadata(
+            texts,
+            at,
+            table[rows, 0].long(),
+            common.seq_lens[rows].long() - 1,
+            min((ends[i] - 1 for i in steps), default=0),
+            common.positions,
+        )
+
+
+class Backend(BailingLinearAttentionBackend):  # type: ignore[misc]
+    """Name the builder."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name under which it is registered."""
+        return BACKEND
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """Return the builder of metadata."""
+        return Builder
+
+
+class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
+    """Attend linearly where vLLM's attention did.
+
+    Args:
+        part: The converted layer; it belongs to the module around this one.
+        name: vLLM's name of the layer.
+        value_dim: Size ``V`` of a value.
+        dtype: Of keys and values.
+        rotary: The module by which vLLM turns queries and keys, where the layer undoes that.
+    """
+
+    def __init__(
+        self, part: LinearAttention, name: str, value_dim: int, dtype: torch.dtype, rotary: Any = None
+    ) -> None:
+        super().__init__()
+        # In a list, and so no module of this one: its weights are loaded under its own name.
+        self._held = (part, rotary)
+        self.layer_name, self.value_dim = name, value_dim
+        self.slots = pool_slots(part, value_dim)
+        self.page: tuple[Part, ...] = page_of(self.slots, dtype)
+        self.kv_cache: tuple[Tensor, ...] = ()
+
+    @property
+    def mamba_type(self) -> Any:
+        """The backend by which vLLM finds the builder of metadata."""
+        return MambaAttentionBackendEnum[BACKEND]
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a page's tensors."""
+        return tuple(part.shape for part in self.page)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Return their dtypes."""
+        return tuple(part.dtype for part in self.page)
+
+    @property
+    def page_nbytes(self) -> int:
+        """The size of a page, unpadded."""
+        return sum(part.nbytes for part in self.page)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """Describe the pages; all layers' are as large as the largest."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        if isinstance(spec, MambaSpec) and spec.page_size_padded is None:
+            largest = max(layer.page_nbytes for layer in converted_layers(vllm_config))
+            if largest > self.page_nbytes:
+                spec = MambaSpec(**(vars(spec) | {"page_size_padded": largest}))
+        return spec
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend from tokens ``[N, H * D]``, as vLLM's attention does, and return ``[N, H * V]``."""
+        part = self._held[0]
+        out = query.new_zeros(query.shape[0], part.sizes.num_heads * self.value_dim)
+        torch.ops.vllm.hf_linear_attn_attend(query, key, value, out, self.layer_name)
+        return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """Fill ``out`` for the requests of the current call."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            # Memory is being measured: there are neither requests nor pages.
+            return
+        m: Metadata = metadata[self.layer_name]
+        part, rotary = self._held
+        tensors = zip(self.page, self.kv_cache, strict=True)
+        pool = Pool(self.slots, {field.name: x for field, x in tensors if field.name in self.slots})
+        q, k, v = (x.view(len(x), -1, d) for x, d in self._with_sizes(query, key, value))
+        out = out.view(len(out), -1, self.value_dim)
+        with own_precision(q.device):
+            texts = m.texts
+            if m.at is not None and can_step(part):
+                q1, k1, v1 = (x[m.at][:, :, None] for x in (q, k, v))
+                rotation = _rotation(rotary, m.positions, m.at, by_row=True)
+                all_sinks = part.window is None or m.shortest >= part.window.sinks
+                o = step_rows_(part, q1, k1, v1, pool, m.places, m.lengths, first_read=all_sinks, rotation=rotation)
+                out[m.at] = o[:, :, 0]
+            else:
+                texts = m.singles + texts
+            for text in texts:
+                self._read(part, rotary, text, (q, k, v), pool, m.positions, out)
+
+    def _read(
+        self,
+        part: LinearAttention,
+        rotary: Any,
+        text: Text,
+        tokens: tuple[Tensor, Tensor, Tensor],
+        pool: Pool,
+        positions: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Read the tokens of one request, the state after each going where its page is."""
+        source, length, start = text.source, text.length, text.start
+        while start < text.end:
+            number = start - text.start
+            each = len(text.targets) > 1
+            target, end = text.targets[number if each else 0], start + 1 if each else text.end
+            if target != source and length:
+                pool.copy_(source, target)
+            here = slice(start, end)
+            q, k, v = (x[here].transpose(0, 1)[None] for x in tokens)
+            rotation = _rotation(rotary, positions, here)
+            out[here] = read_(part, q, k, v, pool, target, length, rotation)[0].transpose(0, 1)
+            length, source, start = length + end - start, target, end
+
+    def _with_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, int], ...]:
+        head_dim = self._held[0].sizes.head_dim
+        return (query, head_dim), (key, head_dim), (value, self.value_dim)
+
+
+def _rotation(rotary: Any, positions: Tensor | None, at: slice | Tensor, *, by_row: bool = False) -> Rotation | None:
+    """Return the rotation of some tokens, of one row, or of a row each."""
+    if rotary is None or positions is None:
+        return None
+    turns = rotary.cos_sin_cache[positions[at]]
+    return Rotation(turns[:, None] if by_row else turns[None], Layout("half" if rotary.is_neox_style else "next"))
+
+
+def converted_layers(vllm_config: VllmConfig) -> list[ConvertedAttention]:
+    """List the converted layers of the model that is being served."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, ConvertedAttention)]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, out)
+
+
+def _attend_nothing(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
+    return
+
+
+if not hasattr(torch.ops.vllm, NAME.partition("::")[2]):
+    direct_register_custom_op(
+        op_name=NAME.partition("::")[2], op_func=_attend, mutates_args=["out"], fake_impl=_attend_nothing
+    )

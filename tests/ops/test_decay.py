@@ -1,0 +1,136 @@
+"""Sums that fade: the recurrence, what is masked, what is refused; test_oracle.py has the drawn problems."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.ops.linear_attention import torch as chunked
+from tests.ops.oracle import DEVICE, Case, poison, run
+from tests.ops.test_library import positional
+
+CASE = Case(B=2, H=4, HKV=2, T=37, D=5, V=3, dtype=torch.float64, masked=True, state=True, decay=0.3)
+
+
+def recurrence(x: dict[str, Tensor], delay: int = 0) -> dict[str, Tensor]:
+    """Read one token after the other, in float64."""
+    q, k, v, g = (x[name].double() for name in ("q", "k", "v", "log_decay"))
+    phi_q, phi_k = F.elu(q) + 1, F.elu(k) + 1
+    kv, z, outputs = x["kv0"].double(), x["z0"].double(), []
+    for t in range(q.shape[2]):
+        if t >= delay:
+            j = t - delay
+            real = x["key_mask"][:, j].double()[:, None]
+            fade = (g[:, :, j] * real).exp()
+            kv = fade[..., None, None] * kv + (real[..., None] * phi_k[:, :, j])[..., None] * v[:, :, j, None]
+            z = fade[..., None] * z + real[..., None] * phi_k[:, :, j]
+        group = q.shape[1] // k.shape[1]
+        num = torch.einsum("bhf,bhfv->bhv", phi_q[:, :, t], kv.repeat_interleave(group, 1))
+        den = (phi_q[:, :, t] * z.repeat_interleave(group, 1)).sum(-1) + 1e-6
+        outputs.append(num / den[..., None])
+    return {"o": torch.stack(outputs, 2), "kv": kv, "z": z}
+
+
+@pytest.mark.parametrize("delay", [0, 6, 100])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.usefixtures("short_chunks")
+def test_the_recurrence(backend: str, delay: int) -> None:
+    x = CASE.inputs() | {name: CASE.inputs()[name].double() for name in ("kv0", "z0")}
+    state = LinearAttentionState(x["kv0"], x["z0"])
+    o, final = linear_attention(
+        x["q"], x["k"], x["v"], key_mask=x["key_mask"], state=state, delay=delay, log_decay=x["log_decay"],
+        backend=backend,
+    )  # fmt: skip
+    for name, right in recurrence(x, delay).items():
+        torch.testing.assert_close({"o": o, "kv": final.kv, "z": final.z}[name], right)
+
+
+def test_pieces_and_packed_texts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+    x = {name: y.detach() for name, y in Case(B=1, T=90, decay=0.2).inputs().items()}
+
+    def attend(a: int, b: int, **more: object) -> tuple[Tensor, LinearAttentionState]:
+        q, k, v, g = (x[name][:, :, a:b] for name in ("q", "k", "v", "log_decay"))
+        return linear_attention(q, k, v, log_decay=g, **more)
+
+    whole, final = attend(0, 90)
+    state, parts = None, []
+    for a, b in ((0, 64), (64, 65), (65, 90)):
+        o, state = attend(a, b, state=state)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 2), whole)
+    torch.testing.assert_close(state, final)
+    bounds = (0, 64, 64, 90)
+    packed, states = attend(0, 90, cu_seqlens=torch.tensor(bounds))
+    alone = [attend(a, b) for a, b in ((0, 64), (64, 90))]
+    torch.testing.assert_close(packed, torch.cat([o for o, _ in alone], 2))
+    torch.testing.assert_close(states.kv[[0, 2]], torch.cat([s.kv for _, s in alone]))
+    assert not states.kv[1].any()
+
+
+def test_nothing_is_lost_behind_strong_decays() -> None:
+    """Sums of log decays grow to thousands, and differences of a hundredth still count."""
+    x = Case(B=1, H=1, HKV=1, T=64, decay=0.05).inputs()
+    x["log_decay"] = torch.where(torch.arange(64) % 4 == 0, -1000.0, -0.05).expand(1, 1, -1)
+    exact, found = run(Case(), "reference", x), run(Case(), "torch", x)
+    for name in ("o", "kv", "dv", "dlog_decay"):
+        error = (found[name].double() - exact[name]).norm() / exact[name].norm()
+        assert error < 2e-6, name
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_masked_content_matters_nowhere_and_broken_content_from_there_on() -> None:
+    x = Case(B=2, H=2, HKV=1, T=40, masked=True, decay=0.2).inputs()
+    clean = run(Case(), "torch", x)
+    hidden = ~x["key_mask"][:, None]
+    for content in (torch.nan, torch.inf, 3.0):
+        dirty = x | {"log_decay": x["log_decay"].masked_fill(hidden, content)}
+        for name, y in run(Case(), "torch", dirty).items():
+            assert torch.equal(y, clean[name]), name
+    assert not clean["dlog_decay"][hidden.expand_as(clean["dlog_decay"])].any()
+    at = int(x["key_mask"][1].nonzero()[5])
+    x["log_decay"][1, 0, at] = torch.nan
+    broken = run(Case(), "torch", x, gradients=False)
+    assert torch.equal(broken["o"][1, :, :at], clean["o"][1, :, :at])
+    assert broken["o"][1, :, at:].isnan().all()
+    assert broken["kv"][1].isnan().all()
+    assert torch.equal(broken["o"][0], clean["o"][0])
+
+
+def test_opcheck() -> None:
+    case = Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, decay=0.3)
+    log_decay = case.inputs()["log_decay"].requires_grad_()
+    torch.library.opcheck(chunked.chunked_forward, (*positional(case), log_decay))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+        o, state = linear_attention(q, k, v, log_decay=-F.softplus(a))
+        return o.sum() + state.kv.square().sum() + state.z.sum()
+
+    leaves = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
+    leaves.append(torch.randn(1, 2, 19, requires_grad=True))
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    for x, y in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"log_decay": torch.ones(1, 2, 3)}, ArgumentError, r"`log_decay` must be <= 0, got 1\.0\..*-softplus"),
+        ({"log_decay": torch.zeros(1, 3)}, ArgumentError, r"`log_decay` must have shape \[B, HKV, S\] = \(1, 2, 3\)"),
+        ({"log_decay": torch.zeros(1, 2, 3, dtype=torch.int64)}, ArgumentTypeError, "`log_decay` must be bf16"),
+        ({"log_decay": 0.5}, ArgumentTypeError, "`log_decay` must be a tensor or None, got 'float'"),
+        ({"log_decay": torch.zeros(1, 2, 3, device="meta")}, ArgumentError, "`log_decay` must be on k's device"),
+        ({"causal": False}, ArgumentError, "`log_decay` must be None where not causal"),
+        ({"backend": "triton"}, BackendError, r"got 'triton'. no kernel fades its sums \(log_decay\) yet"),
+    ],
+)
+def test_refuses(change: dict[str, object], error: type[Exception], message: str) -> None:
+    q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
+    change = {name: x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for name, x in change.items()}
+    with pytest.raises(error, match=message):
+        linear_attention(q, k, v, **({"log_decay": torch.zeros(1, 2, 3)} | change))

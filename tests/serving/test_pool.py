@@ -1,0 +1,126 @@
+"""Texts read in a pool, in any order and beside each other, give what each gives alone in a state of its own."""
+
+import pytest
+import torch
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.ops.rotation import Layout, Rotation
+
+H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
+LAYERS = {
+    "key": {"window": 5, "sinks": 2},
+    "key, many sinks": {"window": 3, "sinks": 9},
+    "gate": {"window": 5, "sinks": 2, "mix": "gate"},
+    "shared": {"window": 5, "sinks": 2, "mix": "shared"},
+    "window alone": {"window": 5, "sinks": 1, "mix": "window"},
+    "no sinks": {"window": 4},
+    "no window": {},
+    "undone": {"window": 5, "sinks": 2, "rotary": "undo"},
+    "undone, no window": {"rotary": "undo"},
+    "cosformer": {"window": 5, "sinks": 2, "feature_map": "cosformer"},
+}
+TEXTS = {4: 23, 1: 9, 6: 31, 3: 2}
+"""Tokens of each text, by its place."""
+
+
+def build(feature_map="norm_preserving", **settings):
+    config = LinearAttentionConfig(feature_map=feature_map, **settings)
+    layer = LinearAttention(config, Sizes(D, H, HKV, 0.3), "layer", rotated=True).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return layer
+
+
+def pool_of(layer):
+    """Return a pool whose places hold what nobody wrote, with a gap between them as in pages."""
+    slots = pool_slots(layer, V)
+    tensors = {}
+    for name, slot in slots.items():
+        whole = slot.zeros(2 * PLACES, torch.zeros(1))
+        whole.fill_(float("nan") if whole.is_floating_point() else 1)
+        tensors[name] = whole[::2]
+    return Pool(slots, tensors)
+
+
+def draw(place, tokens):
+    generator = torch.Generator().manual_seed(place)
+    return [torch.randn(1, h, tokens, d, generator=generator) for h, d in ((H, D), (HKV, D), (HKV, V))]
+
+
+def turning(start, end):
+    angles = torch.arange(start, end)[:, None] * torch.tensor([1.0, 0.3, 0.01])
+    return Rotation(torch.cat([angles.cos(), angles.sin()], -1)[None], Layout("half"))
+
+
+def alone(layer, place, tokens):
+    """Read a text at once in a state of its own."""
+    rotation = turning(0, tokens) if layer.undoes else None
+    return layer(*draw(place, tokens), Call(state=State(), rotation=rotation))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_texts_beside_each_other_equal_texts_alone(name):
+    """Some are read in pieces, all are stepped at once where the layer has a step, and one comes late."""
+    layer, schedule = build(**LAYERS[name]), torch.Generator().manual_seed(1)
+    pool, done = pool_of(layer), dict.fromkeys(TEXTS, 0)
+    whole = {place: draw(place, tokens) for place, tokens in TEXTS.items()}
+    got = {place: torch.zeros(1, H, tokens, V) for place, tokens in TEXTS.items()}
+    while any(done[place] < TEXTS[place] for place in TEXTS):
+        running = [p for p in TEXTS if done[p] < TEXTS[p] and torch.rand(1, generator=schedule) < 0.8]
+        steps = [p for p in running if done[p] and torch.rand(1, generator=schedule) < 0.7]
+        for place in [p for p in running if p not in steps]:
+            end = min(done[place] + int(torch.randint(1, 9, (1,), generator=schedule)), TEXTS[place])
+            here = slice(done[place], end)
+            rotation = turning(done[place], end) if layer.undoes else None
+            q, k, v = (x[:, :, here] for x in whole[place])
+            got[place][:, :, here] = read_(layer, q, k, v, pool, place, done[place], rotation)
+            done[place] = end
+        if steps and can_step(layer):
+            lengths = torch.tensor([done[p] for p in steps])
+            q, k, v = (torch.cat([whole[p][i][:, :, done[p] : done[p] + 1] for p in steps]) for i in range(3))
+            rotation = None
+            if layer.undoes:
+                each = [turning(done[p], done[p] + 1) for p in steps]
+                rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
+            sinks = 0 if layer.window is None else layer.window.sinks
+            read = bool((lengths >= sinks).all())
+            with torch.no_grad():
+                o = step_rows_(layer, q, k, v, pool, torch.tensor(steps), lengths, first_read=read, rotation=rotation)
+            assert lengths.tolist() == [done[p] for p in steps]
+            for row, place in enumerate(steps):
+                got[place][:, :, done[place]] = o[row, :, 0]
+                done[place] += 1
+    for place, tokens in TEXTS.items():
+        torch.testing.assert_close(got[place], alone(layer, place, tokens), atol=1e-5, rtol=1e-5)
+    for x in pool.tensors.values():
+        untouched = [p for p in range(PLACES) if p not in TEXTS]
+        assert (x[untouched].isnan() if x.is_floating_point() else x[untouched] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["key", "no window"])
+def test_a_place_that_is_used_again_remembers_nothing(name):
+    layer = build(**LAYERS[name])
+    pool = pool_of(layer)
+    read_(layer, *draw(1, 17), pool, 3, 0)
+    got = read_(layer, *draw(2, 1), pool, 3, 0)
+    torch.testing.assert_close(got, alone(layer, 2, 1))
+
+
+def test_a_copied_place_goes_its_own_way():
+    layer = build(**LAYERS["key"])
+    pool = pool_of(layer)
+    q, k, v = draw(1, 20)
+    read_(layer, q[:, :, :12], k[:, :, :12], v[:, :, :12], pool, 0, 0)
+    pool.copy_(0, 5)
+    read_(layer, *draw(2, 3), pool, 0, 12)
+    rest = read_(layer, q[:, :, 12:], k[:, :, 12:], v[:, :, 12:], pool, 5, 12)
+    torch.testing.assert_close(rest, alone(layer, 1, 20)[:, :, 12:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_without_a_step_says_so():
+    assert not can_step(build(mix="shared", window=4))
+    assert not can_step(build(backend="reference"))
+    assert can_step(build(window=4))
