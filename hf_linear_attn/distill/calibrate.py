@@ -16,6 +16,10 @@ BETA, BETA_SPAN = 0.3, 0.4
 """What a key replaces where attention is spread evenly, and how much more where it rests on one key."""
 
 
+LONGEST_LOOK = 2048
+"""Tokens of the longest texts that are looked at: weights of attention are looked at whole, a head at a time."""
+
+
 class Measured:
     """What is read off one layer's softmax attention to the keys that its linear branch reads.
 

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linear_attn.distill.calibrate import calibrate
+from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
@@ -247,7 +247,8 @@ def start_gates(settings: DistillationSettings, student: PreTrainedModel, train:
     if not any(part.learned_by_rule for part in linear_attention_parts(student)):
         return
     starts = range(0, settings.calibration_batches * settings.rows, settings.rows)
-    batches = [train.batch(range(n, n + settings.rows), settings.block_tokens).to(student.device) for n in starts]
+    length = min(settings.block_tokens, LONGEST_LOOK)
+    batches = [train.batch(range(n, n + settings.rows), length).to(student.device) for n in starts]
     for found in calibrate(student, batches):
         logger.info(
             "%s: attention beyond the window rests %s tokens away, in the mean of each key head",

@@ -107,8 +107,8 @@ class DistillationSettings:
             sequence has so many answers that it would outweigh one of text.
         rows: Sequences of ``block_tokens`` per process and forward, B.
         accumulation: Forwards per optimiser step.
-        calibration_batches: Batches of ``rows`` from which the gates of an update rule start, without training: see
-            :func:`hf_linear_attn.distill.calibrate.calibrate`. 0 starts them alike.
+        calibration_batches: Batches of ``rows``, of 2048 tokens at most, from which the gates of an update rule start,
+            without training: see :func:`hf_linear_attn.distill.calibrate.calibrate`. 0 starts them alike.
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
