@@ -22,8 +22,7 @@ A delay shifts keys against queries: the first queries read the initial state al
 in between query t meets key t - delay, as without one.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
+from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
@@ -61,35 +61,6 @@ def linear_attention_chunked(
     refuse_functional("torch", q, k, v, kv0, z0, log_decay)
     o, _, kv, z = chunked_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
     return o, LinearAttentionState(kv, z)
-
-
-def _sequences(queries: int, keys: int, cu_seqlens: Tensor | None) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield, per independent sequence, the rows of its state and its tokens of q and of k."""
-    if cu_seqlens is None:
-        yield slice(None), slice(0, queries), slice(0, keys)
-        return
-    for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
-        yield slice(n, n + 1), slice(a, b), slice(a, b)
-
-
-class _Span(NamedTuple):
-    """Tokens [a, b), in chunks of C = (b - a) / n."""
-
-    a: int
-    b: int
-    n: int
-
-
-def _spans(tokens: int) -> list[_Span]:
-    """Cut tokens into spans of whole chunks, and a last chunk that may be shorter."""
-    whole = tokens - tokens % CHUNK
-    spans = [_Span(a, b, (b - a) // CHUNK) for a in range(0, whole, SPAN) for b in [min(a + SPAN, whole)]]
-    return [*spans, _Span(whole, tokens, 1)] if tokens > whole else spans
-
-
-def _pieces(tokens: int) -> list[_Span]:
-    """Cut tokens into spans of one chunk each, for products without causality."""
-    return [_Span(a, min(a + SPAN, tokens), 1) for a in range(0, tokens, SPAN)]
 
 
 class _Fade(NamedTuple):
@@ -130,42 +101,42 @@ class _Walk:
         self.log_decay = None if log_decay is None else log_decay[..., None].double()
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
 
-    def cut(self, x: Tensor, span: _Span) -> Tensor:
+    def cut(self, x: Tensor, span: Span) -> Tensor:
         """View a span's tokens of ``x [B, heads, T, E]`` as ``[B, HKV, n, G, C, E]``."""
-        return _split(_split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1]).transpose(2, 3)
+        return split(split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1]).transpose(2, 3)
 
-    def before_(self, state: Tensor, phi_k: Tensor, v1: Tensor, span: _Span, fade: _Fade | None) -> Tensor:
+    def before_(self, state: Tensor, phi_k: Tensor, v1: Tensor, span: Span, fade: _Fade | None) -> Tensor:
         """Return the state before each chunk of a span, and take the span's keys into ``state``."""
         if fade is None:
             return _running_(state, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
         changes = torch.bmm((phi_k * fade.kept).transpose(1, 2), v1)
         return _running_(state, changes, span.n, whole=fade.whole)
 
-    def add_products_(self, db: Tensor, span: _Span, x: Tensor, dx: Tensor, factor: float = 1) -> None:
+    def add_products_(self, db: Tensor, span: Span, x: Tensor, dx: Tensor, factor: float = 1) -> None:
         """Add ``factor x . dx``, of all heads of a group, to a span's tokens of ``db [B, HKV, T, 1]``."""
         to = self.cut(db, span)
         products = (x * dx).sum(-1, dtype=db.dtype).view(*to.shape[:3], -1, to.shape[4]).sum(3)
         to.add_(products.view(to.shape), alpha=factor)
 
-    def paste(self, x: Tensor, span: _Span, y: Tensor) -> None:
+    def paste(self, x: Tensor, span: Span, y: Tensor) -> None:
         """Write ``y``, shaped as :meth:`cut` shapes it or as rows, over a span's tokens of ``x``."""
         to = self.cut(x, span)
         to.copy_(y.view(to.shape))
 
-    def queries(self, span: _Span) -> Tensor:
+    def queries(self, span: Span) -> Tensor:
         """Return phi(q) as ``[rows, G C, F]``."""
         return _rows(self.phi.phi(self.cut(self.q, span)))
 
-    def keys(self, span: _Span) -> Tensor:
+    def keys(self, span: Span) -> Tensor:
         """Return phi(k), masked, as ``[rows, C, F]``."""
         phi_k = _rows(self.phi.phi(self.cut(self.k, span)))
         return phi_k if self.mask is None else phi_k * _rows(self.cut(self.mask, span))
 
-    def masked_(self, x: Tensor, span: _Span) -> Tensor:
+    def masked_(self, x: Tensor, span: Span) -> Tensor:
         """Zero the rows of masked keys, in place."""
         return x if self.mask is None else x.mul_(_rows(self.cut(self.mask, span)))
 
-    def values(self, span: _Span) -> Tensor:
+    def values(self, span: Span) -> Tensor:
         """Return [v, 1] as ``[rows, C, V + 1]``."""
         v = self.cut(self.v, span)
         v1 = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=self.dtype, device=v.device)
@@ -173,7 +144,7 @@ class _Walk:
         v1[..., -1] = 1
         return _rows(v1)
 
-    def weighted(self, errors: Sequence[Tensor], span: _Span) -> Tensor:
+    def weighted(self, errors: Sequence[Tensor], span: Span) -> Tensor:
         """Return [G, h] as ``[rows, G C, V + 1]``, G = do / den, given do, h and 1 / den."""
         do, h, inverse = (self.cut(x, span) for x in errors)
         g1 = torch.empty(*do.shape[:-1], do.shape[-1] + 1, dtype=self.dtype, device=do.device)
@@ -181,13 +152,13 @@ class _Walk:
         g1[..., -1:] = h
         return _rows(g1)
 
-    def derive(self, dx: Tensor, x: Tensor, span: _Span, dphi: Tensor, features: Tensor | None = None) -> None:
+    def derive(self, dx: Tensor, x: Tensor, span: Span, dphi: Tensor, features: Tensor | None = None) -> None:
         """Write ``dphi phi'(x)`` over a span's tokens of ``dx``; ``features`` are phi(x) where they are at hand."""
         x = upcast(self.cut(x, span))
         features = self.phi.phi(x) if features is None else features.view(x.shape)
         self.paste(dx, span, dphi.view(x.shape).mul_(self.phi.derivative(x, features)))
 
-    def fade(self, span: _Span) -> _Fade | None:
+    def fade(self, span: Span) -> _Fade | None:
         """Return how sums fade within a span; None where they do not."""
         if self.log_decay is None:
             return None
@@ -234,11 +205,6 @@ def _walks(
     )
 
 
-def _split(x: Tensor, dim: int, parts: int) -> Tensor:
-    """View dimension ``dim`` as two, the first of that size."""
-    return x.view(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-
-
 def _rows(x: Tensor) -> Tensor:
     """Reshape ``[B, HKV, n, G, C, E]`` to ``[B HKV n, G C, E]``."""
     return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
@@ -248,19 +214,19 @@ def _causal_(scores: Tensor, fade: _Fade | None = None) -> Tensor:
     """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, and fade the others, in place."""
     if fade is not None:
         _scale_(scores, fade.within)
-    _split(scores, 1, scores.shape[1] // scores.shape[2]).tril_()
+    split(scores, 1, scores.shape[1] // scores.shape[2]).tril_()
     return scores
 
 
 def _scale_(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply ``x [rows, G C, E]`` by ``factor [rows, C, E or 1]``, alike for all heads of a group, in place."""
-    _split(x, 1, x.shape[1] // factor.shape[1]).mul_(factor[:, None])
+    split(x, 1, x.shape[1] // factor.shape[1]).mul_(factor[:, None])
     return x
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """Return ``x [rows, G C, E]`` times ``factor [rows, C, 1]``."""
-    return (_split(x, 1, x.shape[1] // factor.shape[1]) * factor[:, None]).view(x.shape)
+    return (split(x, 1, x.shape[1] // factor.shape[1]) * factor[:, None]).view(x.shape)
 
 
 def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, whole: Tensor | None = None) -> Tensor:
@@ -277,7 +243,7 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, 
         ``[rows, F, V + 1]``.
     """
     before = torch.empty_like(changes)
-    steps, added = (_split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
+    steps, added = (split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
     order = range(n)[::-1] if reverse else range(n)
     steps[order[0]].copy_(state)
     targets = [*(steps[i] for i in order[1:]), state]
@@ -285,7 +251,7 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, 
         for i, target in zip(order, targets, strict=True):
             torch.add(steps[i], added[i], out=target)
     else:
-        factors = _split(whole, 0, whole.shape[0] // n).unbind(1)
+        factors = split(whole, 0, whole.shape[0] // n).unbind(1)
         for i, target in zip(order, targets, strict=True):
             torch.addcmul(added[i], steps[i], factors[i], out=target)
     return before
@@ -310,7 +276,7 @@ def chunked_forward(
     feature_map = elementwise_map(phi)
     o, den, kv, z = _allocate(q, k, v, cu_seqlens)
 
-    def divide(walk: _Walk, o: Tensor, den: Tensor, span: _Span, o1: Tensor) -> None:
+    def divide(walk: _Walk, o: Tensor, den: Tensor, span: Span, o1: Tensor) -> None:
         o, d = walk.cut(o, span), walk.cut(den[..., None], span)
         o1 = o1.view(*o.shape[:-1], -1)
         if feature_map.non_negative:
@@ -319,7 +285,7 @@ def chunked_forward(
             d.copy_(guarded(o1[..., -1:], eps))
         torch.div(o1[..., :-1], d, out=o)
 
-    for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
+    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], cu_seqlens):
         mask = None if key_mask is None else key_mask[:, k_tokens]
         decay = None if log_decay is None else log_decay[:, :, k_tokens]
         far, near, lead = _walks(
@@ -328,11 +294,11 @@ def chunked_forward(
         o_rows, den_rows = o[:, :, q_tokens], den[:, :, q_tokens]
         s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
         if not causal:
-            for span in _pieces(far.k.shape[2]):
+            for span in pieces(far.k.shape[2], SPAN):
                 s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
-        for span in _pieces(lead):
+        for span in pieces(lead, SPAN):
             divide(far, o_rows[:, :, :lead], den_rows[:, :, :lead], span, torch.bmm(far.queries(span), s1))
-        for span in _spans(near.q.shape[2]):
+        for span in spans(near.q.shape[2], CHUNK, SPAN):
             phi_q, phi_k, v1, fade = near.queries(span), near.keys(span), near.values(span), near.fade(span)
             before = near.before_(s1, phi_k, v1, span, fade)
             o1 = torch.bmm(phi_q, before)
@@ -340,7 +306,7 @@ def chunked_forward(
                 _scale_(o1, fade.read)
             o1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade), v1)
             divide(near, o_rows[:, :, lead:], den_rows[:, :, lead:], span, o1)
-        s1 = _split(s1, 0, s1.shape[0] // k.shape[1])
+        s1 = split(s1, 0, s1.shape[0] // k.shape[1])
         kv[state_rows], z[state_rows] = s1[..., :-1], s1[..., -1]
     return o, den, kv, z
 
@@ -396,7 +362,7 @@ def chunked_backward(
     dlog_decay = _like_decay(q, log_decay)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
-    for state_rows, q_tokens, k_tokens in _sequences(q.shape[2], k.shape[2], cu_seqlens):
+    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], cu_seqlens):
         mask = None if key_mask is None else key_mask[:, k_tokens]
         decay = None if log_decay is None else log_decay[:, :, k_tokens]
         far, near, lead = _walks(
@@ -410,12 +376,12 @@ def chunked_backward(
 
         s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
         if not causal:
-            for span in _pieces(far.k.shape[2]):
+            for span in pieces(far.k.shape[2], SPAN):
                 s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
-        for span in _pieces(lead):
+        for span in pieces(lead, SPAN):
             dphi = torch.bmm(far.weighted(far_errors, span), s1.transpose(1, 2))
             far.derive(dq_far, far.q, span, dphi)
-        for span in _spans(near.q.shape[2]):
+        for span in spans(near.q.shape[2], CHUNK, SPAN):
             phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
             fade, phi_q = near.fade(span), None
             before = near.before_(s1, phi_k, v1, span, fade)
@@ -431,7 +397,7 @@ def chunked_backward(
         r1 = far.state(dkv[state_rows], dz[state_rows])
         # The final state fades with every token.
         at_end = (r1 * s1).sum((1, 2), dtype=torch.float64) if db is not None else None
-        for span in reversed(_spans(near.q.shape[2])):
+        for span in reversed(spans(near.q.shape[2], CHUNK, SPAN)):
             phi_q, phi_k = near.queries(span), near.keys(span)
             v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
             read_q = phi_q if fade is None else _scaled(phi_q, fade.read)
@@ -450,19 +416,19 @@ def chunked_backward(
         if db is not None and at_end is not None:
             after = db[..., 0].flip(2).cumsum(2).flip(2) + at_end.view(*db.shape[:2], 1)
             dlog_decay[:, :, k_tokens][:, :, : after.shape[2]] = after
-        for span in _pieces(lead):
+        for span in pieces(lead, SPAN):
             r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
         if causal:
             unread = near.k.shape[2]
             dk_rows[:, :, unread:] = 0
             dv_rows[:, :, unread:] = 0
         else:
-            for span in _pieces(far.k.shape[2]):
+            for span in pieces(far.k.shape[2], SPAN):
                 phi_k, v1 = far.keys(span), far.values(span)
                 dphi = torch.bmm(v1, r1.transpose(1, 2))
                 far.derive(dk_rows, far.k, span, far.masked_(dphi, span), phi_k)
                 far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
-        r1 = _split(r1, 0, r1.shape[0] // k.shape[1])
+        r1 = split(r1, 0, r1.shape[0] // k.shape[1])
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
     return dq, dk, dv, dkv0, dz0, dlog_decay
 

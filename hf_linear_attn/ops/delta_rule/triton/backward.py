@@ -331,14 +331,18 @@ def dk_kernel(
         # [BD, BV]
         s = load_operand(states, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
         t = load_operand(ends, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
-        past = product(operand(-y.to(tl.float32) * fading[:, None], s.dtype, PRECISION), tl.trans(s), PRECISION)
-        y = e.to(tl.float32) * (weight * after)[:, None]
-        future = product(operand(y, t.dtype, PRECISION), tl.trans(t), PRECISION)
+        # [BT, BD], one after the other: accumulators of both would not fit into the tensor memory of sm_100.
+        y = -y.to(tl.float32) * fading[:, None]
+        share = product(operand(y, s.dtype, PRECISION), tl.trans(s), PRECISION)
+        acc += share
         if GATED:
-            of_past += tl.sum(past * x.to(tl.float32), 1)
-            of_future += tl.sum(future * x.to(tl.float32), 1)
+            of_past += tl.sum(share * x.to(tl.float32), 1)
             of_state += tl.sum(s.to(tl.float32) * t.to(tl.float32))
-        acc += past + future
+        y = e.to(tl.float32) * (weight * after)[:, None]
+        share = product(operand(y, t.dtype, PRECISION), tl.trans(t), PRECISION)
+        acc += share
+        if GATED:
+            of_future += tl.sum(share * x.to(tl.float32), 1)
     within = decay_between(sums, sums, below, GATED)
     kk = product(x, tl.trans(x), PRECISION) * scale[:, None] * scale[None, :] * within
     d_weight -= tl.sum(kk * joint, 0)

@@ -28,6 +28,9 @@ def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
     large = dtype == torch.bfloat16 and (target.arch == "sm_90" or (target.arch.startswith("sm_") and wide <= 2))
     tokens = 64 if large else 32
     width = 32 if role in WALKS or role in OF_KEYS else 64
+    if wide > 1 and dtype != torch.bfloat16:
+        # Products of fp32 hold their operands in registers, beyond 128 features as plain multiplications.
+        tokens, width = 16, 16
     eight = wide > 2 or (role in OF_KEYS and target.arch.startswith("sm_"))
     return Tile(tokens, min(width, padded(V)), 8 if eight else 4, 1)
 
