@@ -26,6 +26,9 @@ from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.parallel.layout import Layout
 from hf_linear_attn.parallel.ranks import Ranks
 
+SPAN = 4096
+"""Keys whose features are held at once while they are summed up."""
+
 Sums = dict[str, Tensor]
 
 
@@ -270,12 +273,28 @@ def _in_turn(steps: Sums, late: Sums, weights: Tensor) -> Sums:
 
 
 def _after(state: Sums, step: Sums) -> Sums:
-    """Return a state after some keys, given how they pass it on ``[B, HKV, F, F]``, or by what it fades."""
-    passed = step["passed"]
-    found = {"kv": (passed @ state["kv"] if passed.shape[-1] > 1 else passed * state["kv"]) + step["kv"]}
+    """Return a state after some keys, given how they pass it on ``[B, HKV, F, F]``, or by what it fades.
+
+    Where the state tells how it passes on another, so does what is returned. Sums that nothing changes are added.
+    """
+    passed = step.get("passed")
+    if passed is None:
+        return {name: x + step[name] for name, x in state.items()}
+
+    def pass_on(x: Tensor) -> Tensor:
+        return passed @ x if passed.shape[-1] > 1 else passed * x
+
+    found = {"kv": pass_on(state["kv"]) + step["kv"]}
     if "z" in state:
         found["z"] = passed[..., 0] * state["z"] + step["z"]
+    if "passed" in state:
+        found["passed"] = pass_on(state["passed"])
     return found
+
+
+def _spans(x: Tensor | None, dim: int, number: int) -> Sequence[Tensor | None]:
+    """Cut into pieces of :data:`SPAN` tokens."""
+    return (None,) * number if x is None else torch.split(x, SPAN, dim)
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -332,8 +351,8 @@ def _sums(
         The rule's tensors, and what the mix keeps.
     """
 
-    def read(k: Tensor, v: Tensor) -> Sums:
-        phi_k = k if rotation is None else rotation.undo(k)
+    def read(k: Tensor, v: Tensor, numbers: Tensor, mask: Tensor | None, turns: Tensor | None) -> Sums:
+        phi_k = k if rotation is None or turns is None else rotation._replace(turns=turns).undo(k)
         gates, kernel = layer.gates(phi_k, v), layer.feature_map.kernel if layer.rule.maps else None
         if kernel is None:
             phi_k = features_of(layer.feature_map, phi_k, "k", numbers, layer.settings.backend)
@@ -343,10 +362,18 @@ def _sums(
         nobody = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
         return dict(layer.rule.read(nobody, phi_k, v, None, kernel=kernel, key_mask=mask, causal=False).state)
 
-    plain = layer.feature_map.kernel is not None and layer.rule.maps and rotation is None and not layer.rule.ordered
-    learns = torch.is_grad_enabled() and not plain
-    # Features are larger than keys: they are computed again in the backward.
-    found: Sums = checkpoint(read, k, v, use_reentrant=False) if learns else read(k, v)
+    if layer.feature_map.kernel is not None and layer.rule.maps and rotation is None and not layer.rule.ordered:
+        # The operation walks by itself.
+        found = read(k, v, numbers, mask, None)
+    else:
+        found = {}
+        whole = (k, 2), (v, 2), (numbers, 1), (mask, 1), (None if rotation is None else rotation.turns, 1)
+        number = -(-k.shape[2] // SPAN)
+        for span in zip(*(_spans(x, dim, number) for x, dim in whole), strict=True):
+            # Features are larger than keys: a few at a time are computed, and again in the backward.
+            learns = torch.is_grad_enabled()
+            step = checkpoint(read, *span, use_reentrant=False) if learns else read(*span)
+            found = _after(found, step) if found else step
     if layer.window is not None and layer.mix.sums_keys:
         keys = k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
         found["far_keys"] = keys.sum(2, dtype=upcast(keys[:0]).dtype)

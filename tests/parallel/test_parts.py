@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -12,11 +12,17 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import available_feature_maps
-from hf_linear_attn.parallel import bytes_sent, context_parallel
+from hf_linear_attn.parallel import bytes_sent, context_parallel, shard
 from hf_linear_attn.patching import part_of
 from tests.distill.tiny import tiny_teacher
 from tests.parallel.cases import RECOMMENDED, batch_of, compare, model_of, packed, padded, run, run_part
 from tests.parallel.threads import copies, on_ranks
+
+
+@pytest.fixture(autouse=True)
+def _short_spans(monkeypatch):
+    # So that short texts have several.
+    monkeypatch.setattr(shard, "SPAN", 7)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +68,7 @@ PATCHES = [
 ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_split_is_one_process(data):
     patch = data.draw(st.sampled_from(PATCHES))
@@ -140,7 +146,8 @@ def test_generation_goes_on_from_the_last_rank():
         {"feature_map": "elu", "update_rule": "gated_delta", "window": 3, "mix": "gate"},
     ],
 )
-def test_bytes_do_not_grow_with_the_text_and_are_the_formula(patch):
+def test_bytes_do_not_grow_with_the_text_and_are_the_formula(patch, monkeypatch):
+    monkeypatch.setattr(shard, "SPAN", 4096)
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=8,
