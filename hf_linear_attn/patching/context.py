@@ -365,8 +365,12 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
         if part is not None:
             values = held["near_v"] if "near_v" in held else held["kv"]
             state.allocate(part.slots(values.shape[-1], values.device), len(values), values)
-            state.write(held)
+            # A file's tensors lie anywhere. Copies begin where fresh ones do: sums have the same order, to the bit.
+            state.write({name: x.clone() for name, x in held.items()})
         state.length = length
+        if part is not None:
+            # A step takes another way once it knows that every sink was read, as it does after the text itself.
+            part.look_for_sinks(state, length)
         state.padded = not bool((held["seen"] == length).all())
 
 

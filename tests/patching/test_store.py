@@ -86,6 +86,18 @@ def test_look_ups_equal_reading_from_scratch_to_the_bit(name, number, tmp_path, 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+def test_what_follows_a_loaded_state_equals_what_follows_a_fresh_one(name, tmp_path):
+    """Whether one token is left or several, and whether the sinks have been read or not."""
+    model = patched(name)
+    for length in range(BLOCK + 1, 4 * BLOCK + 2):
+        ids = torch.arange(5, 5 + length)[None]
+        ContextStore(tmp_path, model, block_size=BLOCK).longest(ids)
+        found = ContextStore(tmp_path, model, block_size=BLOCK).longest(ids, read=False)
+        assert found.get_seq_length() == (length - 1) // BLOCK * BLOCK
+        assert torch.equal(logits_after(model, found, ids), logits_from_scratch(model, ids))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_answers_equal_those_after_reading_it_all(name, tmp_path):
     subject = Subject(patched(name), "causal")
     ids = subject.tokens(23, rows=1)

@@ -35,6 +35,9 @@ CONVERSIONS = {
     "window": {"window": 32, "sinks": 4, "mix": "window"},
     "mixed": {**STUDENT, "layers": [1, 3]},
     "undo": {**STUDENT, "rotary": "undo"},
+    "decay": {**STUDENT, "update_rule": "decay"},
+    "delta": {**STUDENT, "update_rule": "delta"},
+    "gated_delta": {**STUDENT, "update_rule": "gated_delta"},
 }
 
 

@@ -19,6 +19,9 @@ LAYERS = {
     "no window": {},
     "undone": {"window": 5, "sinks": 2, "rotary": "undo"},
     "undone, no window": {"rotary": "undo"},
+    "decay": {"window": 5, "sinks": 2, "update_rule": "decay"},
+    "delta": {"window": 5, "sinks": 2, "update_rule": "delta"},
+    "gated delta, no window": {"update_rule": "gated_delta"},
     "cosformer": {"window": 5, "sinks": 2, "feature_map": "cosformer"},
 }
 TEXTS = {4: 23, 1: 9, 6: 31, 3: 2}
@@ -27,7 +30,7 @@ TEXTS = {4: 23, 1: 9, 6: 31, 3: 2}
 
 def build(feature_map="norm_preserving", **settings):
     config = LinearAttentionConfig(feature_map=feature_map, **settings)
-    layer = LinearAttention(config, Sizes(D, H, HKV, 0.3), "layer", rotated=True).requires_grad_(False)
+    layer = LinearAttention(config, Sizes(D, H, HKV, 0.3, V), "layer", rotated=True).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter += 0.3 * torch.randn(parameter.shape, generator=generator)

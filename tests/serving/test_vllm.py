@@ -29,6 +29,9 @@ EAGER = {
     "llama, window": ("llama", "window", {}),
     "llama, undo": ("llama", "undo", {}),
     "llama, mixed": ("llama", "mixed", {}),
+    "llama, decay": ("llama", "decay", {}),
+    "llama, delta": ("llama", "delta", {}),
+    "llama, gated_delta": ("llama", "gated_delta", {}),
     "qwen3, key": ("qwen3", "key", {}),
     "qwen3, mixed": ("qwen3", "mixed", {}),
     "gpt2, key": ("gpt2", "key", {}),
@@ -131,15 +134,16 @@ def test_tokens_equal_those_of_transformers_in_graphs_and_over_ranks(served, nam
     check(served, OTHERS[name], found[name])
 
 
-def test_in_bf16_tokens_differ_only_where_two_are_nearly_alike(served):
+def test_in_bf16_tokens_differ_first_where_two_are_nearly_alike(served):
+    """Weights are random, so that one other token changes all that follow."""
     row = ("llama", "key", {"options": {"dtype": "bfloat16"}})
-    found = served.run({"bf16": row})[0]["bf16"]
-    expected, alike = served.expected(row), 0
-    for got, (want, margin) in zip(found["rounds"][0]["tokens"], expected, strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-        alike += first is None
-        assert first is None or margin[first] < 1.0
-    assert alike >= 1
+    found, alike = served.run({"bf16": row})[0]["bf16"], []
+    for got, (want, margin) in zip(found["rounds"][0]["tokens"], served.expected(row), strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), len(got))
+        alike.append(first)
+        # A margin of fp32's, whose median is 0.4: none that is large is overturned.
+        assert first == len(got) or margin[first] < 0.6
+    assert sorted(alike)[len(alike) // 2] >= 4
 
 
 def damaged(folder, target, **changes):

@@ -13,7 +13,7 @@ from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention, Sizes
 from hf_linear_attn.layers.pool import pool_slots
 from hf_linear_attn.serving.vllm import SUPPORTED_VERSIONS, check_version, is_supported
-from hf_linear_attn.serving.vllm.checks import check_attention, check_rule, check_serving, settings_of
+from hf_linear_attn.serving.vllm.checks import check_attention, check_serving, settings_of
 from hf_linear_attn.serving.vllm.layer_types import mark_converted, own_layer_types
 from hf_linear_attn.serving.vllm.pages import ALIGNMENT, page_of
 from hf_linear_attn.serving.vllm.weights import key_of, take_own
@@ -132,7 +132,9 @@ def attention(**more):
     impl = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
     impl |= {name: more.pop(name) for name in list(more) if name in impl}
     rest = {"attn_type": "decoder", "kv_sharing_target_layer_name": None} | more
-    return SimpleNamespace(head_size=8, num_heads=4, num_kv_heads=2, impl=SimpleNamespace(**impl), **rest)
+    return SimpleNamespace(
+        head_size=8, head_size_v=6, num_heads=4, num_kv_heads=2, impl=SimpleNamespace(**impl), **rest
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,17 +153,9 @@ def test_attention_that_is_refused(more, error):
 
 
 def test_sizes_of_attention():
-    assert check_attention(attention(), SETTINGS, "layer") == Sizes(8, 4, 2, 0.5)
+    assert check_attention(attention(), SETTINGS, "layer") == Sizes(8, 4, 2, 0.5, 6)
     approximate = LinearAttentionConfig(allow_approximate=True)
-    assert check_attention(attention(logits_soft_cap=30.0), approximate, "layer") == Sizes(8, 4, 2, 0.5)
-
-
-def test_an_update_rule_that_needs_more_than_keys_is_refused():
-    layer = LinearAttention(SETTINGS, Sizes(8, 4, 2, 0.5), "layers.0.attn")
-    check_rule(layer)
-    layer.rule.name = "gated"
-    with pytest.raises(UnsupportedError, match=r"`update_rule` must be 'additive'.*'gated' \(layers.0.attn\)"):
-        check_rule(layer)
+    assert check_attention(attention(logits_soft_cap=30.0), approximate, "layer") == Sizes(8, 4, 2, 0.5, 6)
 
 
 def test_layer_types_are_marked_and_a_model_is_built_by_its_own():

@@ -31,7 +31,8 @@ def serve(job):
         rounds.append(answer(engine, job, SamplingParams))
     found = {"rounds": rounds}
     core = getattr(engine.engine_core, "engine_core", None)
-    if core is not None:
+    # Several ranks are processes of their own.
+    if hasattr(getattr(core, "model_executor", None), "driver_worker"):
         found["layers"] = kinds_of_layers(core)
     del llm, engine, core
     gc.collect()

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
-from hf_linear_attn.layers import LinearAttention, Sizes
+from hf_linear_attn.layers import Sizes
 
 SUPPORTED_VERSIONS = ("0.32.0",)
 """Versions of vLLM that were tested. What the plugin touches is no public interface, and changes."""
@@ -118,22 +118,6 @@ def check_serving(vllm_config: Any) -> None:
         refuse("mamba_cache_mode", "be 'none' or 'align'", cache.mamba_cache_mode, "A page is a whole state.")
 
 
-def check_rule(layer: LinearAttention) -> None:
-    """Refuse an update rule that vLLM's attention cannot feed: it is given queries, keys and values, and no more.
-
-    Raises:
-        UnsupportedError: Naming the rule.
-    """
-    if layer.rule.name != "additive":
-        raise UnsupportedError(
-            "update_rule",
-            "be 'additive', to be served by vLLM",
-            layer.rule.name,
-            "Serve it with Transformers.",
-            where=layer.name,
-        )
-
-
 def check_attention(attention: Any, settings: LinearAttentionConfig, name: str) -> Sizes:
     """Refuse what a replaced attention honours and a linear one cannot, and return its sizes on this rank.
 
@@ -163,4 +147,5 @@ def check_attention(attention: Any, settings: LinearAttentionConfig, name: str) 
             if value is not None and not (isinstance(value, (int, float)) and not value):
                 remedy = "leave the layer out with layers=, or convert with allow_approximate=True to drop it."
                 refuse(f"There is {feature}", attribute, remedy)
-    return Sizes(attention.head_size, attention.num_heads, attention.num_kv_heads, float(attention.impl.scale))
+    heads, kv_heads, scale = attention.num_heads, attention.num_kv_heads, float(attention.impl.scale)
+    return Sizes(attention.head_size, heads, kv_heads, scale, attention.head_size_v)

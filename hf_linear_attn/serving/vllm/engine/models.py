@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.serving.vllm.checks import check_attention, check_rule, settings_of
+from hf_linear_attn.serving.vllm.checks import check_attention, settings_of
 from hf_linear_attn.serving.vllm.engine.layer import ConvertedAttention, converted_layers
 from hf_linear_attn.serving.vllm.layer_types import own_layer_types
 from hf_linear_attn.serving.vllm.weights import MARK, key_of, take_own
@@ -93,7 +93,6 @@ def replace_attention(model: nn.Module, settings: LinearAttentionConfig, vllm_co
         sizes = check_attention(attention, settings, name)
         rotary = _rotary_of(parent, settings, vllm_config, name)
         part = LinearAttention(settings, sizes, name, rotated=rotary is not None)
-        check_rule(part)
         dtype = attention.dtype
         parent.linear_attention = part.to(dtype=dtype).eval().requires_grad_(False)
         layer = ConvertedAttention(part, attention.layer_name, attention.head_size_v, dtype, rotary)
