@@ -52,7 +52,7 @@ def logits_from_scratch(model, ids):
 
 def draw(rng, known):
     """Draw a text that begins as one of those that are known, and know it."""
-    old = rng.choice(known) if known else []
+    old = rng.choice(known[-20:]) if known else []
     text = old[: rng.randrange(len(old) + 1)] + [rng.randrange(5, 60) for _ in range(rng.randrange(1, 12))]
     known.append(text[:40])
     return torch.tensor([known[-1]])
