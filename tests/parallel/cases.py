@@ -70,6 +70,14 @@ def run_part(
     return found._replace(loss=context.sum(found.loss), gradients=gradients(context.model))
 
 
+def close(found: Tensor, expected: Tensor, tol: float, what: str = "logits") -> None:
+    """Compare to ``tol`` of the largest entry: sums cancel, and are as exact as what they are made of."""
+    largest = 0.0 if expected.dtype == torch.bool or not expected.numel() else expected.abs().max().item()
+    torch.testing.assert_close(
+        found, expected, atol=tol * max(1.0, largest), rtol=tol, msg=lambda message: f"{what}: {message}"
+    )
+
+
 def compare(
     one: Found, part: Found, context: ContextParallel, batch: dict[str, Tensor], lengths: Any, tol: float
 ) -> None:
@@ -80,17 +88,13 @@ def compare(
     own = slice(start, start + lengths[context.rank])
     # What padding attends to is nobody's business.
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, own].bool()
-    torch.testing.assert_close(part.logits[real], one.logits[:, own][real], atol=tol, rtol=tol)
+    close(part.logits[real], one.logits[:, own][real], tol)
     # Transformers makes losses in fp32.
     torch.testing.assert_close(part.loss, one.loss, atol=max(tol, 1e-5), rtol=0)
     for name, expected in one.gradients.items():
-        torch.testing.assert_close(
-            part.gradients[name], expected, atol=tol, rtol=tol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        close(part.gradients[name], expected, tol, name)
     if context.rank == context.size - 1:
         for mine, whole in zip(part.cache, one.cache, strict=True):
             assert mine.keys() == whole.keys()
             for name, expected in whole.items():
-                # Sums over keys cancel: they are as exact as their largest entries.
-                size = 1.0 if expected.dtype == torch.bool else max(1.0, expected.abs().max().item())
-                torch.testing.assert_close(mine[name], expected, atol=tol * size, rtol=tol)
+                close(mine[name], expected, tol, name)

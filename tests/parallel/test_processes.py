@@ -35,12 +35,16 @@ def launch(size, module, *arguments, expected=0):
         )
         for rank in range(size)
     ]
-    found = []
-    for process in processes:
-        output, errors = process.communicate(timeout=240)
-        assert process.returncode == 0 or expected is None, errors.decode()[-3000:]
-        found.append(output.decode())
-    return found
+    try:
+        found = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [
+        errors.decode()[-3000:] for process, (_, errors) in zip(processes, found, strict=True) if process.returncode
+    ]
+    assert not failed or expected is None, "\n".join(failed)
+    return [output.decode() for output, _ in found]
 
 
 def test_two_and_four_processes_are_one_and_a_dead_one_is_named():

@@ -188,8 +188,8 @@ def is_exact(sample: Sample, generated_text: str) -> bool:
 
     Example:
         >>> sample = Sample((), ("712",), 8)
-        >>> [is_exact(sample, text) for text in (" 712. And on", "712", " 7124", "It is 712")]
-        [True, True, False, False]
+        >>> is_exact(sample, " 712. And on"), is_exact(sample, " 7124"), is_exact(sample, "It is 712")
+        (True, False, False)
     """
     text, answer = generated_text.strip(), true_answer(sample).strip()
     return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
