@@ -142,7 +142,7 @@ def table(study: dict[str, Any], demo: dict[str, Any]) -> str:
         cell = next(row for row in measured(demo, "latency", models[subject]) if row["length"] == longest)
         recall = [spread([100 * f["recall"][pairs] for f in figures], 0) + "%" for pairs in ("4", "8")]
         nats = spread([f["loss_nats"] for f in figures], 3)
-        cache = f"{cell['cache_bytes'] / demo['args']['batch_size'] / KIB:,.0f} KiB"
+        cache = f"{cell['cache_bytes'] / cell['batch_size'] / KIB:,.0f} KiB"
         lines.append(f"| {name} | {nats} | {recall[0]} | {recall[1]} | {cache} |")
     return "\n".join(lines)
 
