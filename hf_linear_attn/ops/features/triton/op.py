@@ -22,13 +22,10 @@ from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_
 def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
     refuse_functional("triton", x, pair.weight, pair.power)
-    turned = (None, "half", False) if rotation is None else (rotation.turns, *_words(rotation.layout))
-    o: Tensor = _compute(x, turned[0], pair.weight, pair.power, pair.name, pair.factor, pair.sharpness, *turned[1:])
+    turns, layout = (None, Layout("half")) if rotation is None else rotation
+    settings = pair.name, pair.factor, pair.sharpness, layout.pairs, layout.at_end
+    o: Tensor = _compute(x, turns, pair.weight, pair.power, *settings)
     return o
-
-
-def _words(layout: Layout) -> tuple[str, bool]:
-    return layout.pairs, layout.at_end
 
 
 def _feature_problem(
