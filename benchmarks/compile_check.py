@@ -48,6 +48,7 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.rotation.triton import turn_launch
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
@@ -210,6 +211,9 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         features, launch = features_launch(of_features)
         yield launch
         yield features_backward_launch(of_features, features)[1]
+        x, turns, pairs, at_end = of_features.x, of_features.turns, of_features.pairs, of_features.at_end
+        if turns is not None:
+            yield turn_launch(p.target, x, turns, pairs, at_end=at_end, derive=True)[1]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:

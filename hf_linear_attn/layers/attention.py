@@ -149,7 +149,8 @@ class LinearAttention(nn.Module):
                 where=self.name,
             )
         if self.window is None and call.rotation is not None and self.undoes:
-            q, k = call.rotation.undo(q), call.rotation.undo(k)
+            backend = self.settings.backend
+            q, k = call.rotation.undo(q, backend), call.rotation.undo(k, backend)
         if self.window is None or not self.undoes:
             call = call._replace(rotation=None)
         if self.shard is None and call.state is not None and steps(self, q, call):
@@ -282,7 +283,8 @@ class LinearAttention(nn.Module):
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
         of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
         if of_q is not None and of_k is not None and self._reads_plain():
-            q, k, of_q, of_k = of_q.undo(q), of_k.undo(k), None, None
+            backend = self.settings.backend
+            q, k, of_q, of_k = of_q.undo(q, backend), of_k.undo(k, backend), None, None
         mask = None if tokens.counts is None else tokens.counts[:, :count]
         phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count], of_q, of_k)
         found = self.rule.read(

@@ -201,7 +201,7 @@ def _hybrid_(
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
             now = rotation.turns.expand(len(rows), rows.shape[2], -1)
             both = rotation._replace(turns=torch.cat([_take(turns, 1, old), now], 1))
-            unturned = both.undo(torch.cat([gone_k, queries], 2))
+            unturned = both.undo(torch.cat([gone_k, queries], 2), layer.settings.backend)
             plain, queries = unturned[:, :, :1], unturned[:, :, 1:]
             _put_(turns, 1, new, rotation.turns)
         far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)

@@ -350,12 +350,13 @@ def _sums(
     Returns:
         The rule's tensors, and what the mix keeps.
     """
+    backend = layer.settings.backend
 
     def read(k: Tensor, v: Tensor, numbers: Tensor, mask: Tensor | None, turns: Tensor | None) -> Sums:
-        phi_k = k if rotation is None or turns is None else rotation._replace(turns=turns).undo(k)
+        phi_k = k if rotation is None or turns is None else rotation._replace(turns=turns).undo(k, backend)
         gates, kernel = layer.gates(phi_k, v), layer.feature_map.kernel if layer.rule.maps else None
         if kernel is None:
-            phi_k = features_of(layer.feature_map, phi_k, "k", numbers, layer.settings.backend)
+            phi_k = features_of(layer.feature_map, phi_k, "k", numbers, backend)
         if gates is not None:
             return _passing(layer, phi_k, v, gates, kernel, mask)
         # The state does not depend on the one query that asks for it.

@@ -8,6 +8,7 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.features.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation.triton import triton_turn
 
 from .oracle import DEVICE, poison
 
@@ -115,6 +116,26 @@ def test_what_is_turned_is_turned_back(name: str, turned: int, rows: int, layout
     assert_near(found, run(drawn(name), x, do, "q", "torch", rotation), 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("turned", "rows", "layout"),
+    [(D, 1, Layout("half", "pair")), (8, 2, Layout("next", "pair")), (12, 2, Layout("half", "pair", at_end=True))],
+)
+def test_a_kernel_turns_back_for_maps_without_one(turned: int, rows: int, layout: Layout, dtype: torch.dtype) -> None:
+    g = torch.Generator(torch.get_default_device()).manual_seed(3)
+    x, do = (torch.randn(2, T, H, D, generator=g).to(dtype).transpose(1, 2) for _ in range(2))
+    angles = 6 * torch.rand(rows, T, turned // 2, generator=g)
+    rotation = Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), layout)
+    found = {}
+    for backend, wide in (("triton", dtype), ("torch", torch.float64)):
+        leaf = x.to(wide).requires_grad_()
+        o = rotation._replace(turns=rotation.turns.to(wide)).undo(leaf, backend)
+        (dx,) = torch.autograd.grad(o, leaf, do.to(wide))
+        found[backend] = {"o": o, "dx": dx}
+    assert found["triton"]["o"].dtype == found["triton"]["dx"].dtype == dtype
+    assert_near(found["triton"], found["torch"], TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", MAPS)
 def test_zero_has_finite_features_and_gradients(name: str) -> None:
     x = torch.zeros(1, HKV, 3, D)
@@ -130,6 +151,8 @@ def test_opcheck(name: str, turned: int) -> None:
     turns = torch.randn(1, 3, turned) if turned else None
     settings = pair.name, pair.factor, pair.sharpness, "half", False
     torch.library.opcheck(op.triton_features, (x, turns, pair.weight, power, *settings))
+    if turns is not None:
+        torch.library.opcheck(triton_turn, (x, turns, "half", False, False))
 
 
 @pytest.mark.parametrize("name", MAPS)

@@ -137,7 +137,8 @@ def weights_forced(model: nn.Module, observe: Observe) -> AbstractContextManager
             softmax = scores.masked_fill(~(seen.tril() if causal else seen), -torch.inf).softmax(-1)
             output = softmax.to(v.dtype) @ v.repeat_interleave(groups, 1)
         if part.undoes and call.rotation is not None:
-            q, k = call.rotation.undo(q), call.rotation.undo(k)
+            backend = part.settings.backend
+            q, k = call.rotation.undo(q, backend), call.rotation.undo(k, backend)
         observe(part, attention_weights(part, q, k, visible, causal), softmax)
         return output
 

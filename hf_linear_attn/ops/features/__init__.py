@@ -43,7 +43,7 @@ def features_of(
             from hf_linear_attn.ops.features.triton.op import features_triton
 
             return features_triton(x, pair, rotation)
-    x = x if rotation is None else rotation.undo(x)
+    x = x if rotation is None else rotation.undo(x, backend)
     features: Tensor = feature_map(x, side, positions)
     return features.to(x.dtype)
 

@@ -150,9 +150,14 @@ def pairs_of(od, D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: 
 
 
 @triton.jit
-def turn_back(x, other, cos, sin, first, moved):
-    """Undo a rotation, times its factor, of entries from the other ones of their pairs; as rounded as ``x``."""
+def turn_back(x, other, cos, sin, first, moved, DERIVE: tl.constexpr = False):
+    """Undo a rotation, times its factor, of entries from the other ones of their pairs; as rounded as ``x``.
+
+    ``DERIVE`` gives the gradient of what was so turned back, from that of what it became.
+    """
     wide = x.to(tl.float32)
+    if DERIVE:
+        other = -other
     back = wide * cos + tl.where(first, other, -other) * sin
     # Of a slot that holds no token, the angles are 0.
     square = tl.maximum(cos * cos + sin * sin, 1.1754943508222875e-38)
@@ -163,7 +168,7 @@ def turn_back(x, other, cos, sin, first, moved):
 def load_plain(
     pointer, stride, turns, ot, od, rows,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, DERIVE: tl.constexpr = False,
 ):  # fmt: skip
     """Load a tile of tokens as :func:`load_operand` does; where R entries are turned, turned back."""
     x = load_tile(pointer, ot[:, None] * stride + od[None, :], rows, od < D, EXACT)
@@ -174,7 +179,7 @@ def load_plain(
         cos = tl.load(place, mask=inside, other=1.0).to(tl.float32)
         sin = tl.load(place + R // 2, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(pointer + ot[:, None] * stride + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = turn_back(x, y, cos, sin, first[None, :], moved[None, :])
+        x = turn_back(x, y, cos, sin, first[None, :], moved[None, :], DERIVE)
     if pointer.dtype.element_ty == tl.float32:
         x = operand(x, tl.float32, PRECISION)
     return x

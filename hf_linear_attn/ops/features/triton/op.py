@@ -15,6 +15,7 @@ from hf_linear_attn.ops.features.triton.kernels import (
 )
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.ops.rotation.triton import turn
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
@@ -107,14 +108,13 @@ def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     x, turns, weight, power = ctx.saved_tensors
     *_, pairs, at_end = ctx.settings
-    rotation = None if turns is None else Rotation(turns, Layout(pairs, "pair", at_end))
     dy, dpower = _derive(do, x, turns, weight, power, *ctx.settings)
     dx = dweight = of_power = None
     if ctx.needs_input_grad[0]:
         dx = dy @ weight.mT.to(dy.dtype)
-        dx = (dx if rotation is None else rotation.derive_undo(dx)).to(x.dtype)
+        dx = (dx if turns is None else turn(dx, turns, pairs, at_end, derive=True)).to(x.dtype)
     if ctx.needs_input_grad[2]:
-        plain = x if rotation is None else rotation.undo(x)
+        plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
         dweight = (plain.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype)
         dweight = dweight.sum(0, keepdim=True) if len(weight) == 1 else dweight
     if power is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
 
 
 class Layout(NamedTuple):
@@ -88,14 +89,19 @@ class Rotation(NamedTuple):
         cos, sin = upcast(self.turns).chunk(2, -1)
         return self._turned(x, cos, -sin)
 
-    def undo(self, x: Tensor) -> Tensor:
-        """Turn queries or keys ``[B, H, T, D]`` back: by the negative sine, over the square of the factor."""
-        return self._turned(x, *self._back())
+    def undo(self, x: Tensor, backend: str = "auto") -> Tensor:
+        """Turn queries or keys ``[B, H, T, D]`` back: by the negative sine, over the square of the factor.
 
-    def derive_undo(self, x: Tensor) -> Tensor:
-        """Return the gradient of what was turned back, from that of what it became."""
-        cos, sin = self._back()
-        return self._turned(x, cos, -sin)
+        Args:
+            x: What the model has turned.
+            backend: As in :func:`linear_attention`.
+        """
+        if wants_kernels(backend, x.device) and x.dtype != torch.float64 and device_obstacle(x.device) is None:
+            # Imported here so that the package needs neither Triton nor a GPU.
+            from hf_linear_attn.ops.rotation.triton import turn
+
+            return turn(x, self.turns, self.layout.pairs, self.layout.at_end, derive=False)
+        return self._turned(x, *self._back())
 
     def cut(self, start: int, end: int) -> "Rotation":
         """Return the rotation of the tokens ``[start, end)``."""
