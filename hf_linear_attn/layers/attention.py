@@ -198,11 +198,15 @@ class LinearAttention(nn.Module):
         """Return what the mix has learned, by its names."""
         return {part: getattr(self, f"mix_{part}") for part in self.learned_by_mix}
 
+    def rule_weights(self) -> dict[str, Tensor]:
+        """Return what the rule has learned, by its names."""
+        return {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule}
+
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
         if not self.learned_by_rule:
             return None
-        return self.rule.gates(k, v, {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule})
+        return self.rule.gates(k, v, self.rule_weights())
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call reads side by side: all of it is one piece."""

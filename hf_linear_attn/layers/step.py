@@ -67,13 +67,14 @@ def _for_kernel(
     backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device) or (isinstance(state.length, Tensor) and state.length.ndim):
         return None
-    if layer.rule.name != "additive" or mix not in HYBRID_MIXES:
+    if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
         return None
     features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
     if features is None:
         return None
     phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    tensors, weights, length, rotation = state.tensors, layer.weights(), state.length, call.rotation
+    tensors, length, rotation = state.tensors, state.length, call.rotation
+    weights, of_rule = layer.weights(), layer.rule_weights()
     whole = HybridStep(
         q,
         k,
@@ -94,6 +95,7 @@ def _for_kernel(
         power_q,
         weight_k,
         power_k,
+        *(of_rule.get(f"decay_{part}") for part in ("bias", "key", "value")),
         weights.get("bias"),
         weights.get("weight"),
         phi,

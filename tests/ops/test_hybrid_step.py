@@ -37,6 +37,7 @@ class Case(NamedTuple):
     padded: bool = False
     static: bool = False
     copies: int | None = None
+    rule: str = "additive"
     turned: int = 0
     layout: Layout = Layout("half", "pair")
     options: dict[str, object] = {}  # noqa: RUF012  # nobody changes it
@@ -47,12 +48,13 @@ class Case(NamedTuple):
             feature_map=self.feature_map,
             feature_map_options=self.options,
             mix=self.mix,
+            update_rule=self.rule,
             window=self.window,
             sinks=self.sinks,
             backend=backend,
             rotary="undo" if self.turned else "keep",
         )
-        sizes = Sizes(self.D, self.H, self.HKV, self.D**-0.5)
+        sizes = Sizes(self.D, self.H, self.HKV, self.D**-0.5, self.V)
         layer = LinearAttention(config, sizes, "layer", rotated=self.turned > 0).to(DEVICE)
         g = torch.Generator(DEVICE).manual_seed(1)
         for weight in layer.parameters():
@@ -97,6 +99,9 @@ CASES = [
     Case("identity", "gate", H=2, HKV=2, D=8, V=33, copies=3, window=1, sinks=1, T=7),
     Case("norm_preserving", turned=16, padded=True),
     Case("elu", turned=8, layout=Layout("next", "pair"), D=12, static=True, dtype=torch.bfloat16),
+    Case("norm_preserving", rule="decay", turned=16, padded=True, V=24, copies=2, T=14),
+    Case("elu", "gate", rule="decay", H=3, HKV=1, V=20, static=True, padded=True),
+    Case("hedgehog", rule="decay", B=1, turned=8, D=12, dtype=torch.bfloat16),
     Case("hedgehog", "gate", turned=6, layout=Layout("next", "pair", at_end=True), D=20, H=3, HKV=1, copies=2, V=24),
     Case("exp", "key", turned=4, layout=Layout("half", "pair", at_end=True), D=9, B=3, H=3, HKV=3, padded=True),
     Case("exp", "key", B=3, H=3, HKV=3, D=5, V=7, window=2, sinks=4, T=11, padded=True),

@@ -108,6 +108,12 @@ def _check(step: HybridStep) -> None:
             ("bias", step.bias, (heads,)),
             ("weight", step.weight, (heads, head_dim)),
         ]
+        if step.decay_bias is not None:
+            shapes += [
+                ("decay_bias", step.decay_bias, (kv_heads,)),
+                ("decay_key", step.decay_key, (kv_heads, head_dim)),
+                ("decay_value", step.decay_value, (kv_heads, value_dim)),
+            ]
         if step.mix == "key":
             shapes.append(("far_keys", step.far_keys, (batch, kv_heads, *_copies(step.z, value_dim), head_dim)))
     for name, x, shape in shapes:

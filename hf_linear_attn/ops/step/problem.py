@@ -29,6 +29,9 @@ class HybridStep(NamedTuple):
         power_q: Power of the norm-preserving map ``[H or 1]``.
         weight_k: Those for keys.
         power_k: Likewise.
+        decay_bias: The decay gate's ``[HKV]``; None where sums do not fade.
+        decay_key: By which a key enters it, as features see it ``[HKV, D]``.
+        decay_value: By which its value does ``[HKV, V]``.
         bias: The mix's ``[H]``; None where it has none.
         weight: The mix's ``[H, D]``.
         phi: Name of the map.
@@ -61,6 +64,9 @@ class HybridStep(NamedTuple):
     power_q: Tensor | None
     weight_k: Tensor | None
     power_k: Tensor | None
+    decay_bias: Tensor | None
+    decay_key: Tensor | None
+    decay_value: Tensor | None
     bias: Tensor | None
     weight: Tensor | None
     phi: str

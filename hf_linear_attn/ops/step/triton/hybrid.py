@@ -2,14 +2,15 @@
 
 A token t comes and the token t - W leaves the window. With F features and the sums ``S [F, V]``, ``z [F]``::
 
-    S += phi(k_{t-W}) v_{t-W}^T        z += phi(k_{t-W})        m: the mean of the n keys beyond the window
+    S = a S + phi(k_{t-W}) v_{t-W}^T   z = a z + phi(k_{t-W})   m: the mean of the n keys beyond the window
     f = phi(q)^T S / (phi(q)^T z + eps)
     o = (sum_j exp(s_j) v_j + exp(e) f) / (sum_j exp(s_j) + exp(e))     e = log n + scaling q.m + bias + weight.q
 
-over the W keys of the window and the sinks, where the mix is "key"; "gate" and "window" join otherwise. A program takes
-a key head of a row with all its query heads, and a tile of BV columns of V. It holds ``S [F, BV]`` in fp32 registers,
-walks the slots in tiles ``[BP, BD]``, and reads the weights of a paired map in tiles ``[BK, BM]``; everything but the
-operands of the slots' products is fp32.
+over the W keys of the window and the sinks, where the mix is "key"; "gate" and "window" join otherwise. Where sums
+fade, ``a = exp(-softplus(b + u.k_{t-W} + w.v_{t-W}))``; else it is 1. A program takes a key head of a row with all its
+query heads, and a tile of BV columns of V. It holds ``S [F, BV]`` in fp32 registers, walks the slots in tiles
+``[BP, BD]``, and reads the weights of a paired map in tiles ``[BK, BM]``; everything but the operands of the slots'
+products is fp32.
 
 Programs of one head, and of one row, run at the same time. What one of them writes none of the others may read:
 
@@ -29,7 +30,17 @@ from hf_linear_attn.ops.features.triton.kernels import halves
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, precision, tile
-from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, operand, pairs_of, phi, product, turn_back
+from hf_linear_attn.ops.triton.primitives import (
+    ALL,
+    LOG2E,
+    dot,
+    load_operand,
+    operand,
+    pairs_of,
+    phi,
+    product,
+    turn_back,
+)
 
 PRODUCTS = 4096
 """Entries of a tile of a map's weights, which are summed up by rows at the end."""
@@ -83,17 +94,36 @@ def features_of_head(
     return first, second
 
 
+@triton.jit
+def fading(
+    gone, gone_v, columns, turns, t, bias, of_key, of_value, i_hk, od,
+    D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
+):  # fmt: skip
+    """Return what a key that leaves the window leaves of the sums; all, where it has no columns."""
+    k = load_vector(gone, od, columns, turns, t, D, R, PAIRS, AT_END).to(tl.float32)
+    u = tl.load(of_key + i_hk * D + od, mask=od < D, other=0.0).to(tl.float32)
+    score = tl.load(bias + i_hk).to(tl.float32) + tl.sum(k * u, 0)
+    for c in range(0, V, BV):
+        ov = c + tl.arange(0, BV)
+        v = tl.load(gone_v + ov, mask=ov < tl.where(columns > 0, V, 0), other=0.0).to(tl.float32)
+        w = tl.load(of_value + i_hk * V + ov, mask=ov < V, other=0.0).to(tl.float32)
+        score += tl.sum(v * w, 0)
+    # Of softplus, the form that no score overflows.
+    softplus = tl.maximum(score, 0.0, propagate_nan=ALL) + tl.log(1.0 + tl.exp2(-tl.abs(score) * LOG2E))
+    return tl.where(columns > 0, tl.exp2(-softplus * LOG2E), 1.0)
+
+
 @triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b", "t_b"])
 def hybrid_kernel(
     q, k, v, key_mask, seen, length, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
-    weight_q, power_q, weight_k, power_k, bias, weight, o,
+    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight, o,
     HKV, N, W, scaling, eps, factor, sharpness,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b, wq_h, pq_h, wk_h, pk_h,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
-    MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, MIX: tl.constexpr, MASKED: tl.constexpr,
-    STATIC: tl.constexpr, PRECISION: tl.constexpr,
+    MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, FADES: tl.constexpr, MIX: tl.constexpr,
+    MASKED: tl.constexpr, STATIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read one token of one key head, fold the one that leaves, and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -151,11 +181,17 @@ def hybrid_kernel(
             gone, columns, near_turns, old * D, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
             D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, False,
         )  # fmt: skip
+        fade = 1.0
+        if FADES:
+            fade = fading(
+                gone, near_v + old * V, columns, near_turns, old * D, decay_bias, decay_key, decay_value, i_hk, od,
+                D, V, BV, R, PAIRS, AT_END,
+            )  # fmt: skip
         z += (bh * C + i_c) * F
-        zz = tl.load(z + om, mask=om < M, other=0.0) + fk
+        zz = tl.load(z + om, mask=om < M, other=0.0) * fade + fk
         zz2 = zz
         if PAIR:
-            zz2 = tl.load(z + M + om, mask=om < M, other=0.0) + fk2
+            zz2 = tl.load(z + M + om, mask=om < M, other=0.0) * fade + fk2
         # Of a linear part: what each query gives it besides, and its direction.
         u = tl.load(weight + heads[:, None] * D + od[None, :], mask=(og < G)[:, None] & (od < D)[None, :], other=0.0)
         score = tl.load(bias + heads, mask=og < G, other=0.0).to(tl.float32) + tl.sum(wide * u.to(tl.float32), 1)
@@ -176,11 +212,11 @@ def hybrid_kernel(
             # [BM, BV]
             state = kv + bh * (F * V) + om[:, None] * V + ov[None, :]
             inside = (om < M)[:, None] & (ov < V)[None, :]
-            s = tl.load(state, mask=inside, other=0.0) + fk[:, None] * gone_v[None, :]
+            s = tl.load(state, mask=inside, other=0.0) * fade + fk[:, None] * gone_v[None, :]
             tl.store(state, s, mask=inside)
             s2 = s
             if PAIR:
-                s2 = tl.load(state + M * V, mask=inside, other=0.0) + fk2[:, None] * gone_v[None, :]
+                s2 = tl.load(state + M * V, mask=inside, other=0.0) * fade + fk2[:, None] * gone_v[None, :]
                 tl.store(state + M * V, s2, mask=inside)
             for g in range(G):
                 i_h = i_hk * G + g
@@ -274,6 +310,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         **{"far_keys": step.far_keys, "near_k": near_k, "near_v": step.near_v, "near_mask": step.near_mask},
         **{"near_turns": step.near_turns, "turns": step.turns},
         **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
+        **{"decay_bias": step.decay_bias, "decay_key": step.decay_key, "decay_value": step.decay_value},
         **{"bias": step.bias, "weight": step.weight, "o": o},
     }
     arguments = {
@@ -295,6 +332,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
         **{"R": 0 if step.turns is None else step.turns.shape[2], "PAIRS": step.pairs, "AT_END": step.at_end},
         "SIGNED": step.weight_k is None and not elementwise_map(step.phi).non_negative,
+        "FADES": step.decay_bias is not None,
         **{"MIX": step.mix, "MASKED": step.key_mask is not None, "STATIC": step.place is not None},
         "PRECISION": precision(target, q.dtype, max(D, V)),
     }

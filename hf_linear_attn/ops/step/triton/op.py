@@ -87,6 +87,9 @@ def triton_hybrid_(
     power_q: Tensor | None,
     weight_k: Tensor | None,
     power_k: Tensor | None,
+    decay_bias: Tensor | None,
+    decay_key: Tensor | None,
+    decay_value: Tensor | None,
     bias: Tensor | None,
     weight: Tensor | None,
     phi: str,
@@ -101,7 +104,8 @@ def triton_hybrid_(
 ) -> Tensor:
     """Return o of one token per row and update its state in place; see :class:`HybridStep`."""
     state = kv, z, far_keys, near_k, near_v, near_mask, near_turns
-    weights = turns, weight_q, power_q, weight_k, power_k, bias, weight
+    decay = decay_bias, decay_key, decay_value
+    weights = turns, weight_q, power_q, weight_k, power_k, *decay, bias, weight
     settings = phi, factor, sharpness, mix, sinks, scaling, eps, pairs, at_end
     # A plan is the same wherever in the text the token stands.
     return _hybrid(q, k, v, key_mask, seen, place, Number(length), *state, *weights, *settings)
@@ -111,6 +115,7 @@ def triton_hybrid_(
 def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
     step = HybridStep(*inputs)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
+    weights += ("decay_bias", "decay_key", "decay_value")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
     laid_out |= {name: contiguous(getattr(step, name)) for name in weights}
     step = step._replace(**laid_out)
