@@ -16,7 +16,7 @@ from hf_linear_attn.feature_maps.base import (
     saturated,
     second_gradients,
 )
-from hf_linear_attn.feature_maps.learned import LearnedMap, Side, identity_like
+from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
 
 TINY = 1e-12
 """Keeps the gradients of lengths and logarithms finite at 0."""
@@ -29,13 +29,14 @@ class NormPreserving(LearnedMap):
     The length of the features is that of y, so long keys keep their weight; the power pulls features towards
     the largest entries (Han et al., 2023, arXiv:2308.00442). A query's length cancels in the normaliser: as
     in softmax it must decide how sharp the weights are, so the query's power grows with it, ``p = a (1/2 +
-    tanh(sqrt(scaling) |y|))`` (after Meng et al., 2025, arXiv:2506.21137); for keys ``p = a``. ``W [D, D]``
-    starts as the identity, ``a`` at 3.
+    tanh(sqrt(scaling) |y|))`` (after Meng et al., 2025, arXiv:2506.21137); for keys ``p = a``. ``W [D, F / 2]``
+    starts as the identity, beyond D columns with orthogonal directions beside it that keep lengths; ``a`` at 3.
 
     Args:
         head_dim: Size ``D`` of a query or key.
         num_heads: Query heads ``H``.
         num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
+        num_features: ``F``, even; defaults to ``2 * head_dim``.
         **options: As in :class:`FeatureMap`.
 
     Example:
@@ -55,16 +56,20 @@ class NormPreserving(LearnedMap):
         head_dim: int,
         num_heads: int = 1,
         num_kv_heads: int | None = None,
+        *,
+        num_features: int | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
-        self.add_weight("weight", identity_like(head_dim, head_dim))
+        self.num_features = 2 * head_dim if num_features is None else num_features
+        check_size("num_features", self.num_features, multiple_of=2)
+        self.add_weight("weight", _directions(head_dim, self.num_features // 2))
         self.add_weight("power", torch.full((1, 1), 3.0))
 
     @override
     @property
     def feature_dim(self) -> int:
-        return 2 * self.head_dim
+        return self.num_features
 
     @override
     def pair(self, side: Side) -> Pair:
@@ -90,7 +95,7 @@ class NormPreserving(LearnedMap):
         x, key = self.scaled(q), self.scaled(k)
         of_q = self.weight_of("weight", "q", x).expand(kv_heads * group, -1, -1)
         of_k = self.weight_of("weight", "k", x).expand(kv_heads, -1, -1)
-        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).view(kv_heads, group, batch, dim)
+        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).view(kv_heads, group, batch, -1)
         y_k = torch.bmm(key[:, :, 0].transpose(0, 1), of_k)[:, None]
         y = torch.cat([y_k.permute(2, 0, 1, 3), y_q.permute(2, 0, 1, 3)], 2)
         sides: tuple[tuple[Side, int], ...] = (("k", 1), ("q", group))
@@ -107,6 +112,21 @@ class NormPreserving(LearnedMap):
         r = torch.xlogy(power, torch.addcmul(tiny, y, y)).softmax(-1).sqrt()
         bent = r.copysign(y)[..., None, :] * lengths[..., 1:, None]
         return saturated(bent.relu().flatten(-2), q.dtype)
+
+
+def _directions(head_dim: int, columns: int) -> Tensor:
+    """Return ``[D, M]``: the identity, and further orthogonal bases beside it, drawn with a fixed seed.
+
+    ``[I, -I]`` would not do: of y and -y a map has both halves already, and twice the same features stay the same.
+    """
+    if columns <= head_dim:
+        return identity_like(head_dim, columns)
+    g = torch.Generator().manual_seed(0)
+    bases = [torch.eye(head_dim)]
+    for _ in range(-(-columns // head_dim) - 1):
+        basis = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=g, device="cpu"))[0]
+        bases.append(basis.to(torch.get_default_device()))
+    return torch.cat(bases, dim=1)[:, :columns] * math.sqrt(head_dim / columns)
 
 
 def _bend(y: Tensor, length: Tensor, power: Tensor) -> Tensor:

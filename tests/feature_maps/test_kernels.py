@@ -160,8 +160,9 @@ def test_cosformer_weighs_by_distance():
     assert weights.min() > 0
 
 
-def test_norm_preserving_features_are_their_definition():
-    phi = get_feature_map("norm_preserving", head_dim=6, num_heads=4, num_kv_heads=2).double()
+@pytest.mark.parametrize("features", [None, 24, 4])
+def test_norm_preserving_features_are_their_definition(features: int | None):
+    phi = get_feature_map("norm_preserving", head_dim=6, num_heads=4, num_kv_heads=2, num_features=features).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in phi.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
@@ -175,3 +176,19 @@ def test_norm_preserving_features_are_their_definition():
         r = torch.cat([y, -y], -1).clamp(min=0) ** power
         found = phi.phi_q(x) if side == "q" else phi.phi_k(x)
         torch.testing.assert_close(found, length * r / r.norm(dim=-1, keepdim=True), atol=1e-8, rtol=1e-7)
+    q, k = (torch.randn(2, 2, n, 6, generator=generator, dtype=torch.float64) for n in (2, 1))
+    stepped = phi(q, "q", key=k)
+    torch.testing.assert_close(stepped[:, :, 1:].flatten(1, 2), phi.phi_q(q.flatten(1, 2)[:, :, None])[:, :, 0])
+    torch.testing.assert_close(stepped[:, :, :1], phi.phi_k(k))
+
+
+@pytest.mark.parametrize("features", [4 * D, 5 * D, 2 * D])
+def test_norm_preserving_starts_with_lengths_and_no_feature_twice(features: int):
+    phi = get_feature_map("norm_preserving", D, num_features=features)
+    x = vectors(1.0)[1]
+    found = phi.phi_k(x)
+    assert found.shape[-1] == phi.feature_dim == features
+    if features % (2 * D) == 0:
+        torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1))
+    different = torch.corrcoef(found.flatten(0, 2).mT).triu(1)
+    assert different.max() < 0.99

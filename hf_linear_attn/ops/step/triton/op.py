@@ -115,9 +115,9 @@ def triton_hybrid_(
 def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
     step = HybridStep(*inputs)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
-    weights += ("decay_bias", "decay_key", "decay_value")
+    decay = ("decay_bias", "decay_key", "decay_value")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
-    laid_out |= {name: contiguous(getattr(step, name)) for name in weights}
+    laid_out |= {name: contiguous(getattr(step, name)) for name in (*weights, *decay)}
     step = step._replace(**laid_out)
     o, launch = hybrid_launch(target_for(step.q.device), step)
     return o, [launch]
