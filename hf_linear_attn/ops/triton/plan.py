@@ -281,6 +281,7 @@ class Problem(NamedTuple):
         phi: Name of the elementwise map.
         causal: Whether queries see only earlier keys.
         delay: Tokens by which keys lag.
+        log_decay: By whose exponential sums fade when a key comes, ``[B, HKV, S]``; None where they do not.
     """
 
     target: Target
@@ -294,6 +295,7 @@ class Problem(NamedTuple):
     phi: str
     causal: bool
     delay: int
+    log_decay: Tensor | None = None
 
     @property
     def group(self) -> int:

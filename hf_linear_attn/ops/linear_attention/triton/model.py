@@ -281,6 +281,13 @@ def dkv_cut(p: Problem) -> Cut:
     return best(p, Costs(p).dkv, cuts(p, int(p.k.shape[2]), "dk"))
 
 
+def both_cut(p: Problem) -> Cut:
+    """Cut sequences for dq, dk and dv alike."""
+    costs, whole = Costs(p), cuts(p, int(p.k.shape[2]), "dk")
+    candidates = (cut for cut in whole if not cut.stored or p.has("stored_dq"))
+    return best(p, lambda cut: [*costs.dq(cut), *costs.dkv(cut)], candidates)
+
+
 def lone_cut(p: Problem, role: str) -> Cut:
     """Cut sequences for sums over all tokens, without causality."""
     tokens = int((p.k if role == "state" else p.q).shape[2])
