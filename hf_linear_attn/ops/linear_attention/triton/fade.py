@@ -170,17 +170,15 @@ def fade_launches(p: Problem, segments: Segments) -> tuple[Fades, list[Launch]]:
     if g is None:
         return Fades(), []
     (B, HKV, _), T, device = g.shape, p.q.shape[2], g.device
-    fades = Fades(
-        torch.empty(B, HKV, 2, T, dtype=torch.float32, device=device),
-        torch.empty(segments.count, HKV, dtype=torch.float32, device=device),
-    )
+    b = torch.empty(B, HKV, 2, T, dtype=torch.float32, device=device)
+    totals = torch.empty(segments.count, HKV, dtype=torch.float32, device=device)
     arguments = {
-        **{"g": g, "b": fades.b, "totals": fades.totals, "T": T, "HKV": HKV, "BT": TILE.tokens},
+        **{"g": g, "b": b, "totals": totals, "T": T, "HKV": HKV, "BT": TILE.tokens},
         **{"g_b": g.stride(0), "g_h": g.stride(1), "g_t": g.stride(2), "VARLEN": p.cu_seqlens is not None},
         **p.keys(),
         **walk(segments),
     }
-    return fades, [Launch("fade", fade_kernel, segments.count * HKV, arguments, TILE, (g,), (fades.b,))]
+    return Fades(b, totals), [Launch("fade", fade_kernel, segments.count * HKV, arguments, TILE, (g,), (b,))]
 
 
 def fade_back_launch(
