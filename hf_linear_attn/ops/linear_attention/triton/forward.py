@@ -385,6 +385,9 @@ def allocate_state(p: Problem) -> tuple[Tensor, Tensor]:
 NOTHING = Fades()
 """Sums that stay as they are."""
 
+FADED_WIDTH = 128
+"""Numbers of a state that a program scans where sums fade."""
+
 
 def summed(
     p: Problem,
@@ -414,7 +417,9 @@ def summed(
     """
     D, V = p.k.shape[3], p.v.shape[3]
     chosen = p.tile("scan")
-    block = min(chosen.width, padded(D * V + D))
+    # What a segment takes of all those before it is a product, for which a wider tile would not fit into registers.
+    width = chosen.width if fades.totals is None else min(chosen.width, FADED_WIDTH)
+    block = min(width, padded(D * V + D))
     starts = Starts()
     if p.causal:
         sizes = segments.count, p.k.shape[1]
