@@ -102,15 +102,15 @@ def fade_back_kernel(
             x = tl.load(starts + after * (D * V) + e + oe, mask=e + oe < numbers, other=0.0).to(tl.float32)
             y = tl.load(ends + before * (D * V) + e + oe, mask=e + oe < numbers, other=0.0)
             acc += x * y.to(tl.float32)
-        x = whole_z(start_parts + after * (D * 4), od, od < inner * D)
-        of_z += x * whole_z(end_parts + before * (D * 4), od, od < inner * D)
+        w = whole_z(start_parts + after * (D * 4), od, od < inner * D)
+        of_z += w * whole_z(end_parts + before * (D * 4), od, od < inner * D)
     if INITIAL:
         numbers = (1 - inner) * (D * V)
         for e in range(0, numbers, BE):
             x = tl.load(kv0 + nh * (D * V) + e + oe, mask=e + oe < numbers, other=0.0)
             acc += x * tl.load(dkv0 + nh * (D * V) + e + oe, mask=e + oe < numbers, other=0.0)
-        x = tl.load(z0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
-        of_z += x * tl.load(dz0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
+        w = tl.load(z0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
+        of_z += w * tl.load(dz0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
     total = (tl.sum(acc) + tl.sum(of_z)).to(tl.float64)
     dg += row * dg_b + i_hk * dg_h
     drawn += (row * HKV + i_hk) * OF_K * T
@@ -124,12 +124,11 @@ def fade_back_kernel(
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
-        x = tl.zeros([BT], tl.float32)
+        grown = tl.zeros([BT], tl.float64)
         for i in range(OF_K):
-            x += tl.load(drawn + i * T + c + ot, mask=rows, other=0.0)
+            grown += tl.load(drawn + i * T + c + ot, mask=rows, other=0.0)
         for i in range(OF_Q):
-            x -= tl.load(asked + i * T + c + ot, mask=rows, other=0.0)
-        grown = x.to(tl.float64)
+            grown -= tl.load(asked + i * T + c + ot, mask=rows, other=0.0)
         found = tl.where(counts, total + tl.cumsum(grown, 0) - grown, 0.0)
         tl.store(dg + (c + ot) * dg_t, found.to(dg.dtype.element_ty), mask=there)
         total += tl.sum(grown, 0)
