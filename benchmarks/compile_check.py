@@ -5,7 +5,8 @@ python benchmarks/compile_check.py --full       # every size of the table, an ho
 python benchmarks/compile_check.py --update     # measure anew and rewrite the budget
 
 What is compiled is what the planner launches for a few batches and lengths: elu on plain heads, and the recommended
-recipe's features (identity, masked, delayed, from a state), whose size is twice that of a head.
+recipe's features (identity, masked, delayed, from a state), whose size is twice that of a head; and both with sums that
+fade.
 
 A kernel fails if it uses more stack or shared memory than its budget, more than its processor has, over 5 % more
 instructions in its main loop, or not the matrix instructions that its processor is bought for: on sm_90 those of warp
@@ -110,7 +111,7 @@ class Config:
     """One size of one architecture.
 
     ``kind`` is ``"elu"`` on plain heads, ``"recipe"`` for features that are masked, delayed and go on from a state, or
-    ``"packed"`` for those of packed sequences.
+    ``"packed"`` for those of packed sequences; ``"faded-elu"`` and ``"faded-recipe"`` are the former with log decays.
     """
 
     arch: str
@@ -119,6 +120,11 @@ class Config:
     V: int
     group: int
     kind: str = "elu"
+
+    @property
+    def faded(self) -> bool:
+        """Whether sums fade."""
+        return self.kind.startswith("faded")
 
     def __str__(self) -> str:
         return f"{self.arch}/{self.dtype}/D{self.D}/V{self.V}/g{self.group}/{self.kind}"
@@ -163,14 +169,15 @@ def problem(config: Config, batch: int, tokens: int, kv_heads: int = 8) -> Probl
         for heads, dim in ((kv_heads * config.group, config.D), (kv_heads, config.D), (kv_heads, config.V))
     )
     target = Target(PROCESSORS[config.arch].tiles, PROCESSORS[config.arch].processors)
-    if config.kind == "elu":
-        return Problem(target, q, k, v, None, None, None, None, "elu", True, 0)
+    log_decay = torch.empty(batch, tokens, kv_heads, device="meta").transpose(1, 2) if config.faded else None
+    if config.kind.endswith("elu"):
+        return Problem(target, q, k, v, None, None, None, None, "elu", True, 0, log_decay)
     packed = config.kind == "packed"
     rows = 4 if packed else batch
     kv0 = torch.empty(rows, kv_heads, config.D, config.V, device="meta")
     mask = None if packed else torch.empty(batch, tokens, dtype=torch.uint8, device="meta")
     bounds = torch.empty(rows + 1, dtype=torch.int64, device="meta") if packed else None
-    return Problem(target, q, k, v, mask, bounds, kv0, kv0[..., 0], "identity", True, WINDOW)
+    return Problem(target, q, k, v, mask, bounds, kv0, kv0[..., 0], "identity", True, WINDOW, log_decay)
 
 
 def launches(config: Config) -> Iterator[Launch]:
@@ -194,7 +201,10 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     copies = -(-config.V // p.tile("decode").width)
     z = torch.empty(*out.z.shape[:2], copies, config.D, device="meta")
     if config.kind != "packed":
-        yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6)[1]
+        log_decay = None if p.log_decay is None else p.log_decay[:, :, :1]
+        yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6, log_decay)[1]
+    if config.faded:
+        return
     yield from _of_delta_rule(config, p)
     if config.kind != "elu":
         return
@@ -255,6 +265,9 @@ def gpu_target(arch: str) -> GPUTarget:
     """Return Triton's name of an architecture."""
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
+
+UNCOUNTED = ("scan", "key_scan", "delta", "fade", "fade_back", "decode", "hybrid", "key_sums")
+"""Kernels whose clocks are few."""
 
 MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|delta_(?!step|inverse)")
 """Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
@@ -333,7 +346,7 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     """Return the clocks for issue per token and query head; 0 where there is no loop over tokens."""
     tokens = launch.arguments.get("BT", 1)
     loop = listing.largest()
-    if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "hybrid", "key_sums"):
+    if tokens == 1 or loop is None or launch.role in UNCOUNTED:
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
     if launch.role.startswith("delta_"):
@@ -436,6 +449,8 @@ def configs(*, full: bool) -> list[Config]:
         Config("sm_90", "bf16", 256, 128, 4, "packed"),
         Config("sm_90", "bf16", 160, 80, 4, "recipe"),
         Config("sm_90", "fp32", 64, 64, 1),
+        *(Config(arch, "bf16", *size[:3], f"faded-{size[3]}") for arch in PROCESSORS for size in sizes),
+        *(Config(arch, "bf16", 64, 64, 1, "faded-elu") for arch in ("sm_80", "sm_90")),
     ]
 
 

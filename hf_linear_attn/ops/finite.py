@@ -8,6 +8,9 @@ taken out before it, and put back into what sees them. While a graph is traced n
 import torch
 from torch import Tensor
 
+LEAST_LOG_DECAY = -80.0
+"""Smaller ones count as this one: exp(-80) of a state is nothing beside fp32's rounding of what is written next."""
+
 
 def broken_keys(k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor | None:
     """Tell which keys are not finite, ``[B, HKV, S]`` bool; None where all are, or it cannot be told.

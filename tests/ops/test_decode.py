@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.ops.step import decode_state, decode_step_
 from tests.ops.oracle import DEVICE
 
@@ -58,6 +59,37 @@ def test_decode_is_causal_attention(
         torch.testing.assert_close(copy.double(), final.z.double(), rtol=1e-5, atol=1e-5)
         assert torch.equal(copy, each[:, :, 0])
     assert addresses == (kv.data_ptr(), z.data_ptr())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("copies", "dtype"), [(None, torch.float32), (3, torch.bfloat16)])
+def test_sums_fade_as_in_causal_attention(backend: str, copies: int | None, dtype: torch.dtype) -> None:
+    q, k, v = draw(4, 2, 11, 16, 40, dtype)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    mask, log_decay = torch.rand(2, 11, generator=g) > 0.3, -3 * torch.rand(2, 11, 2, generator=g).transpose(1, 2)
+    log_decay = torch.where(mask[:, None], log_decay, torch.nan)
+    expected, final = linear_attention(
+        q.double(), k.double(), v.double(), key_mask=mask, log_decay=log_decay, backend="reference"
+    )
+    sizes = (2, 2, 16) if copies is None else (2, 2, copies, 16)
+    state = LinearAttentionState(torch.zeros(2, 2, 16, 40), torch.zeros(sizes))
+    pieces = []
+    for a, b in ((0, 1), (1, 2), (2, 7), (7, 8), (8, 11)):
+        tokens = (x[:, :, a:b] for x in (q, k, v))
+        step = {"key_mask": mask[:, a:b], "log_decay": log_decay[:, :, a:b], "backend": backend}
+        pieces.append(decode_step_(*tokens, state, **step))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(torch.cat(pieces, 2).double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state.kv.double(), final.kv.double(), rtol=1e-5, atol=1e-5)
+    for copy in state.z.view(2, 2, -1, 16).unbind(2):
+        torch.testing.assert_close(copy.double(), final.z.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_refuses_sums_that_grow() -> None:
+    q, k, v = draw(2, 2, 1, 8, 8, torch.float32)
+    state = decode_state(2, 2, 8, 8, device=DEVICE)
+    with pytest.raises(ArgumentError, match="`log_decay` must be <= 0"):
+        decode_step_(q, k, v, state, log_decay=torch.ones(2, 2, 1), backend="torch")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -55,7 +55,9 @@ def test_opcheck_split() -> None:
 def test_opcheck_decode() -> None:
     q, k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 20)
     kv, z = torch.rand(1, 1, 8, 20), torch.rand(1, 1, 2, 8)
-    torch.library.opcheck(triton_decode_, (q, k, v, torch.rand(1, 2) > 0.5, kv, z, "elu", 1e-6))
+    arguments = q, k, v, torch.rand(1, 2) > 0.5, kv, z, "elu", 1e-6
+    torch.library.opcheck(triton_decode_, arguments)
+    torch.library.opcheck(triton_decode_, (*arguments, -torch.rand(1, 1, 2)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,6 +77,13 @@ def test_torch_backend_with_decay(case: Case) -> None:
     check(case, "torch", TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+@pytest.mark.parametrize("case", [fading(case) for case in drawn(9, seed=8)], ids=name)
+def test_kernels_with_decay(case: Case, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
+    check(case, "triton", TOLERANCE[case.dtype])
+
+
 @pytest.mark.parametrize("case", drawn(90, seed=2), ids=name)
 @pytest.mark.usefixtures("whole_sequences")
 def test_kernels(case: Case) -> None:

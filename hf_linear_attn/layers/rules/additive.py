@@ -14,7 +14,7 @@ from hf_linear_attn.layers.rules.gates import Gates
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.dispatch import wants_kernels
-from hf_linear_attn.ops.step import decode_opaque_, decode_plain_, fold_and_read_
+from hf_linear_attn.ops.step import decode_opaque_, decode_plain_, fade_, fold_and_read_
 from hf_linear_attn.ops.window import key_product, running_sum
 
 
@@ -89,12 +89,15 @@ class Additive(Rule):
     ) -> Tensor:
         # An elementwise map is chosen by name, which a compiler does not trace: one node of its graph does all.
         named = kernel is not None and torch.compiler.is_compiling()
+        log_decay = None if gates is None else gates.log_decay
         if not named and not wants_kernels(self.backend, v.device):
             if kernel is not None:
                 phi = elementwise_map(kernel)
                 phi_q, phi_k, signed = phi.phi(phi_q), phi.phi(phi_k), not phi.non_negative
+            if log_decay is not None:
+                fade_(state["kv"], state["z"], log_decay, key_mask)
             return fold_and_read_(phi_q, phi_k, v, state["kv"], state["z"], key_mask, self.eps, signed)
         step = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
         q, name = phi_q.flatten(1, 2)[:, :, None], kernel or "identity"
-        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend)
+        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend, log_decay)
         return o.view(*phi_q.shape[:3], -1)

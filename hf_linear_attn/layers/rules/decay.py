@@ -78,29 +78,3 @@ class Decay(Additive):
             z = None if state is None else state["z"][..., None]
             mass = attend(q, k, k.new_ones(*k.shape[:3], 1), z, HUGE)[0][..., 0] * HUGE
         return Reading(o, {"kv": final.kv, "z": final.z}, mass)
-
-    @override
-    def step_(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        signed: bool = True,
-    ) -> Tensor:
-        if gates is not None and gates.log_decay is not None:
-            _fade_(state, gates.log_decay, key_mask)
-        return super().step_(phi_q, phi_k, v, state, kernel=kernel, key_mask=key_mask, signed=signed)
-
-
-def _fade_(state: Mapping[str, Tensor], log_decay: Tensor, key_mask: Tensor | None) -> None:
-    """Let the sums of a state fade by one key's log decay ``[B, HKV, 1]``, in place; not where it is masked."""
-    if key_mask is not None:
-        log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
-    fade = log_decay.exp().to(state["kv"].dtype)
-    for name in ("kv", "z"):
-        state[name].mul_(fade.view(*fade.shape[:2], *(1,) * (state[name].ndim - 2)))

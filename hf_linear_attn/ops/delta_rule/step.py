@@ -10,8 +10,9 @@ from hf_linear_attn.ops.chunks import split
 from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.delta_rule.torch import LEAST_LOG_DECAY, delta_rule_chunked
+from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
 
 

@@ -38,6 +38,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.library import own_precision, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.state import empty_like_tokens
 
@@ -46,9 +47,6 @@ CHUNK = 32
 
 SPAN = 128
 """Tokens per span; so many that calls are few, so few that a span stays in a core's cache."""
-
-LEAST_LOG_DECAY = -80.0
-"""Smaller ones count as this one: exp(-80) of a state is nothing beside fp32's rounding of what is written next."""
 
 
 def delta_rule_chunked(

@@ -146,7 +146,7 @@ def linear_attention(
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
-        function, is_kernel = _backend(backend, q, k, v, log_decay)
+        function, is_kernel = _backend(backend, q, k, v)
         broken = None if is_kernel else broken_keys(k, v, log_decay)
         if broken is not None:
             k, v = without(k, broken), without(v, broken)
@@ -200,13 +200,9 @@ def _with_broken(
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
 
 
-def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> tuple[Backend, bool]:
+def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
     """Return the backend's function, and whether it is the kernels'."""
-
-    def obstacle() -> str | None:
-        return kernel_obstacle(q, k, v) if log_decay is None else "no kernel fades its sums (log_decay) yet"
-
-    chosen = choose_backend(backend, q.device, obstacle)
+    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton

@@ -7,6 +7,7 @@ from hf_linear_attn.ops.step.decode import (
     decode_plain_,
     decode_state,
     decode_step_,
+    fade_,
     fold_and_read_,
 )
 from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, hybrid_obstacle, hybrid_step_
@@ -21,6 +22,7 @@ __all__ = [
     "decode_plain_",
     "decode_state",
     "decode_step_",
+    "fade_",
     "fold_and_read_",
     "hybrid_obstacle",
     "hybrid_step_",

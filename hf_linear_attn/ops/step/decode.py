@@ -9,7 +9,9 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
+from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.step.copies import copies_of
 
@@ -50,6 +52,7 @@ def decode_step_(
     key_mask: Tensor | None = None,
     eps: float = 1e-6,
     backend: str = "auto",
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Read T new tokens and fold them into ``state`` in place; no gradients.
 
@@ -67,22 +70,45 @@ def decode_step_(
         key_mask: ``[B, T]`` bool, True = a real token.
         eps: Added to the normaliser, away from 0.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        log_decay: ``[B, HKV, T]``, <= 0: by whose exponential the sums fade when a key comes; None where they do not.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype.
 
     Raises:
-        ArgumentError: If shapes or names do not fit, or the state is not contiguous.
+        ArgumentError: If shapes or names do not fit, the state is not contiguous, or it would grow.
         ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
         BackendError: If the backend asked for cannot run here.
     """
     _check(q, k, v, state, key_mask)
+    if log_decay is not None:
+        log_decay = check_log_decay(log_decay, k, True, key_mask)
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 
-        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps)
-    return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
+        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, log_decay=log_decay)
+    if log_decay is None or q.shape[2] == 1:
+        if log_decay is not None:
+            fade_(*state, log_decay)
+        return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
+    one = state.z if state.z.ndim == 3 else state.z[:, :, 0]
+    o, (kv, z) = linear_attention_chunked(
+        q, k, v, phi=phi, causal=True, key_mask=key_mask, cu_seqlens=None,
+        state=LinearAttentionState(state.kv, one), delay=0, eps=eps, log_decay=log_decay,
+    )  # fmt: skip
+    state.kv.copy_(kv)
+    state.z.copy_(z if state.z.ndim == 3 else z[:, :, None])
+    return o
+
+
+def fade_(kv: Tensor, z: Tensor, log_decay: Tensor, counts: Tensor | None = None) -> None:
+    """Let sums fade by one key's log decay ``[B, HKV, 1]``, in place, where it counts ``[B, 1]``."""
+    if counts is not None:
+        log_decay = log_decay.masked_fill(~counts[:, None], 0)
+    fade = log_decay.exp().to(kv.dtype)
+    for x in (kv, z):
+        x.mul_(fade.view(*fade.shape[:2], *(1,) * (x.ndim - 2)))
 
 
 def decode_plain_(
@@ -95,10 +121,12 @@ def decode_plain_(
     phi: str,
     eps: float,
     backend: str,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Run :func:`decode_step_` on plain tensors."""
     state = LinearAttentionState(kv, z)
-    return decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend).contiguous()
+    o = decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend, log_decay=log_decay)
+    return o.contiguous()
 
 
 decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decode_plain_, mutates_args=("kv", "z"))
@@ -106,7 +134,7 @@ decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decod
 
 
 @decode_opaque_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 

@@ -120,7 +120,7 @@ def bucket(dim: int) -> int:
     return max(64, padded(dim))
 
 
-def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: int) -> Tile:
+def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: int, *, faded: bool = False) -> Tile:
     """Look up the tile of a kernel, cut down to the dimension that it tiles.
 
     Args:
@@ -130,6 +130,7 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         D: Features.
         V: Size of a value.
         group: Query heads per key head.
+        faded: Whether sums fade, for which a role of its own, ``"faded_forward"``, comes before the other.
 
     Returns:
         The tile.
@@ -145,6 +146,8 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         (target.arch, kind, role, bucket(D), bucket(V), 0),
         (target.arch, kind, role, larger, larger, 0),
     )
+    if faded:
+        keys = ((target.arch, kind, f"faded_{role}", bucket(D), bucket(V), 0), *keys)
     found = next(table[key] for key in keys if key in table)
     if role in TILED:
         return found._replace(width=min(found.width, padded(V if TILED[role] == "V" else D)))
@@ -281,6 +284,7 @@ class Problem(NamedTuple):
         phi: Name of the elementwise map.
         causal: Whether queries see only earlier keys.
         delay: Tokens by which keys lag.
+        log_decay: By whose exponential sums fade when a key comes, ``[B, HKV, S]``; None where they do not.
     """
 
     target: Target
@@ -294,6 +298,7 @@ class Problem(NamedTuple):
     phi: str
     causal: bool
     delay: int
+    log_decay: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -307,7 +312,8 @@ class Problem(NamedTuple):
 
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched."""
-        return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3], self.group)
+        sizes = self.k.shape[3], self.v.shape[3], self.group
+        return tile(self.target, self.q.dtype, role, *sizes, faded=self.log_decay is not None)
 
     def has(self, role: str) -> bool:
         """Tell whether the table has a tile for a kernel that not every size has."""

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 
 # The interpreter multiplies the bit patterns of bf16 operands: there, and only there, dots upcast them.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 CLAMP = tl.constexpr(EXP_CLAMP)
+LEAST = tl.constexpr(LEAST_LOG_DECAY)
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -34,6 +36,21 @@ def product(a, b, PRECISION: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def exact(a, b, PRECISION: tl.constexpr):
+    """Return ``a b`` of fp32 operands in fp32, whatever other products are computed in."""
+    if INTERPRETED or PRECISION == "ieee":
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def log2_decay(g):
+    """Return a log decay as a power of 2, not smaller than what fp32 tells apart."""
+    return tl.maximum(g.to(tl.float32), LEAST, propagate_nan=ALL) * LOG2E
 
 
 @triton.jit

@@ -23,19 +23,19 @@ from torch import Tensor
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import (
     decay_between,
-    exact,
     faded,
     length_scale,
     load_decay,
-    log2_decay,
     unit_inverse,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Segments, padded, strides
 from hf_linear_attn.ops.triton.primitives import (
     dot,
+    exact,
     key_rows,
     load_operand,
+    log2_decay,
     operand,
     product,
     rows_before,

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.delta_rule.triton.steps import length_scale, log2_decay
+from hf_linear_attn.ops.delta_rule.triton.steps import length_scale
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
+from hf_linear_attn.ops.triton.primitives import log2_decay
 
 
 @triton.jit(do_not_specialize=["T", "m_b"])

@@ -5,22 +5,11 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
-from hf_linear_attn.ops.delta_rule.torch import LEAST_LOG_DECAY
-from hf_linear_attn.ops.triton.primitives import ALL, INTERPRETED, LOG2E
+from hf_linear_attn.ops.triton.primitives import exact
 
 EPS = tl.constexpr(NORM_EPS)
-LEAST = tl.constexpr(LEAST_LOG_DECAY)
 BASE: tl.constexpr = tl.constexpr(16)
 """Tokens whose inverse is found row by row; larger ones are put together from these."""
-
-
-@triton.jit
-def exact(a, b, PRECISION: tl.constexpr):
-    """Return ``a b`` of fp32 operands in fp32, whatever other products are computed in."""
-    if INTERPRETED or PRECISION == "ieee":
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -97,12 +86,6 @@ def faded(b, GATED: tl.constexpr):
         return tl.exp2(b)
     else:
         return tl.full(b.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def log2_decay(g):
-    """Return a log decay as a power of 2, not smaller than what fp32 tells apart."""
-    return tl.maximum(g.to(tl.float32), LEAST, propagate_nan=ALL) * LOG2E
 
 
 @triton.jit

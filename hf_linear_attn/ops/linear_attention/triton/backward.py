@@ -7,7 +7,8 @@ With ``w = 1 / den`` per query, ``delta = do . o`` and fq = w phi_q::
     dv     = tril(fq phi_k^T)^T do + phi_k R                          the same walk, without r
 
 so that `do` enters every product as it was loaded and the division costs one multiplication per feature. R and r start
-from the gradient of the final state and end as that of the initial one. Each kernel holds the contracted dimension
+from the gradient of the final state and end as that of the initial one. Where sums fade, every term has the factor that
+it has in the forward, and R fades like S, from behind. Each kernel holds the contracted dimension
 whole and tiles the other: dq and dk tile D (state ``[V, BD]``), dv tiles V (state ``[D, BV]``). Chunks have BT tokens;
 accumulators are fp32.
 """
@@ -20,15 +21,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_back_launch, fade_launches, products
 from hf_linear_attn.ops.linear_attention.triton.forward import (
     Forward,
-    Starts,
     allocate_state,
     state_launch,
     summed,
 )
-from hf_linear_attn.ops.linear_attention.triton.model import dkv_cut, dq_cut, lone_cut
-from hf_linear_attn.ops.linear_attention.triton.steps import attend, fold, read, weighted_queries, whole_z
+from hf_linear_attn.ops.linear_attention.triton.model import Cut, both_cut, dkv_cut, dq_cut, lone_cut
+from hf_linear_attn.ops.linear_attention.triton.steps import (
+    attend,
+    faded,
+    fold,
+    read,
+    sums_since,
+    sums_until,
+    weighted_queries,
+    whole_z,
+)
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
@@ -66,11 +76,11 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "d_b"])
 def reverse_state_kernel(
-    q, o, do, den, delta, states, table,
+    q, o, do, den, delta, states, table, b,
     T, L, NSEG, HKV,
     q_b, q_h, q_t, o_b, o_h, o_t, do_b, do_h, do_t, d_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Sum ``fq^T do`` and ``-fq^T delta`` over one segment and the query heads of a group; write delta."""
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -86,6 +96,8 @@ def reverse_state_kernel(
     ot = tl.arange(0, BT)
     r = tl.zeros([BD, BV], tl.float32)
     rz = tl.zeros([BD], tl.float32)
+    if FADED:
+        b += (row * HKV + i_hk) * 2 * T
     for g in range(G):
         i_h = (i_hk * G + g).to(tl.int64)
         q_g = q + row * q_b + i_h * q_h
@@ -97,10 +109,13 @@ def reverse_state_kernel(
             # [BT, BV]
             dd = load_operand(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
             oo = load_tile(o_g + c * o_t, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
+            left = 1.0
+            if FADED:
+                left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
             # [BT, BD]
             fq = weighted_queries(
                 q_g + c * q_t, ot[:, None] * q_t + od[None, :], den + offset + c + ot, rows, od < D,
-                EXACT_D, MAP, PRECISION, PIN,
+                EXACT_D, MAP, PRECISION, PIN, left, FADED,
             )  # fmt: skip
             dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
             if i_d == 0:
@@ -114,12 +129,12 @@ def reverse_state_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "d_b", "m_b"])
 def dq_kernel(
-    q, k, v, mask, do, den, delta, dq, kv0, z0, states, table,
+    q, k, v, mask, do, den, delta, dq, kv0, z0, states, table, b, asked,
     T, L, NSEG, delay, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one query head forwards and write dq."""
@@ -143,6 +158,9 @@ def dq_kernel(
     if CAUSAL:
         k += row * k_b + i_hk.to(tl.int64) * k_h
         v += row * v_b + i_hk.to(tl.int64) * v_h
+        if FADED:
+            b += (row * (H // G) + i_hk) * 2 * T
+            asked += ((row * H + i_h) * ND + i_d) * T
         if MASKED:
             mask += row * m_b
         if DELAYED:
@@ -179,24 +197,36 @@ def dq_kernel(
             fk = load_features(
                 k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
             )
-            acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION)
-            s = fold(vv, fk, s, PRECISION)
-            z += tl.sum(fk.to(tl.float32), 0)
+            if FADED:
+                since = sums_since(b, T, c, start, c, end, ot)
+                acc *= tl.exp2(since)[:, None]
+                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, since, since, FADED)
+                stop = tl.minimum(c + BT, end)
+                kept = tl.exp2(sums_until(b, T, stop, start, c, end, ot))
+                left = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+                s = fold(vv, faded(fk, kept, PRECISION), s * left, PRECISION)
+                z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
+            else:
+                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION)
+                s = fold(vv, fk, s, PRECISION)
+                z += tl.sum(fk.to(tl.float32), 0)
         # [BT, BD]
         x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
         w = 1.0 / tl.load(den + c + ot, mask=rows, other=1.0)
+        if FADED:
+            tl.store(asked + c + ot, products(x, acc, od < D, MAP) * w, mask=rows)
         acc = acc * w[:, None] * derivative(x, MAP)
         store_tile(dq + c * dq_t, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
 
 
 @triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
 def dk_kernel(
-    q, k, v, mask, do, den, delta, dk, kv1, z1, dkv0, dz0, states, table,
+    q, k, v, mask, do, den, delta, dk, kv1, z1, dkv0, dz0, states, table, b, drawn,
     T, S, L, NSEG, delay, HKV,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, d_b, m_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one key head in reverse and write dk."""
@@ -214,6 +244,9 @@ def dk_kernel(
     k += row * k_b + i_hk.to(tl.int64) * k_h
     v += row * v_b + i_hk.to(tl.int64) * v_h
     dk += row * dk_b + i_hk.to(tl.int64) * dk_h
+    if FADED:
+        b += (row * HKV + i_hk) * 2 * T
+        drawn += ((row * HKV + i_hk) * ND + i_d) * T
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -249,6 +282,16 @@ def dk_kernel(
         vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         acc = read(vv, r, PRECISION)
         acc += rz[None, :]
+        since = 0.0
+        left = 1.0
+        if FADED:
+            since = sums_since(b, T, c, start, c, end, ot)
+            left = tl.exp2(since)
+            stop = tl.minimum(c + BT, end)
+            acc *= tl.exp2(sums_until(b, T, stop, start, c, end, ot))[:, None]
+            whole = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+            r *= whole
+            rz *= whole
         if CAUSAL:
             for g in range(G):
                 i_h = (i_hk * G + g).to(tl.int64)
@@ -262,11 +305,18 @@ def dk_kernel(
                     EXACT_D, MAP, PRECISION, PIN,
                 )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
-                acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION)
-                r = fold(dd, fq, r, PRECISION)
-                rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+                if FADED:
+                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, -since, -since, FADED)
+                    r = fold(dd, faded(fq, left, PRECISION), r, PRECISION)
+                    rz -= tl.sum(fq.to(tl.float32) * (dl * left)[:, None], 0)
+                else:
+                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION)
+                    r = fold(dd, fq, r, PRECISION)
+                    rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
         # [BT, BD]
         x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+        if FADED:
+            tl.store(drawn + c + ot, tl.where(counts, products(x, acc, od < D, MAP), 0.0), mask=rows)
         acc = acc * derivative(x, MAP)
         if MASKED:
             acc = tl.where(counts[:, None], acc, 0.0)
@@ -278,12 +328,12 @@ def dk_kernel(
 
 @triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
 def dv_kernel(
-    q, k, mask, do, den, dv, kv1, states, table,
+    q, k, mask, do, den, dv, kv1, states, table, b,
     T, S, L, NSEG, delay, HKV,
     q_b, q_h, q_t, k_b, k_h, k_t, do_b, do_h, do_t, dv_b, dv_h, dv_t, d_b, m_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one key head in reverse and write dv."""
@@ -300,6 +350,8 @@ def dv_kernel(
     ot = tl.arange(0, BT)
     k += row * k_b + i_hk.to(tl.int64) * k_h
     dv += row * dv_b + i_hk.to(tl.int64) * dv_h
+    if FADED:
+        b += (row * HKV + i_hk) * 2 * T
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -329,6 +381,14 @@ def dv_kernel(
         # [BT, BD]
         fk = load_features(k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         acc = read(fk, r, PRECISION)
+        since = 0.0
+        left = 1.0
+        if FADED:
+            since = sums_since(b, T, c, start, c, end, ot)
+            left = tl.exp2(since)
+            stop = tl.minimum(c + BT, end)
+            acc *= tl.exp2(sums_until(b, T, stop, start, c, end, ot))[:, None]
+            r *= tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
         if CAUSAL:
             for g in range(G):
                 i_h = (i_hk * G + g).to(tl.int64)
@@ -341,8 +401,12 @@ def dv_kernel(
                 dd = load_operand(
                     do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
                 )
-                acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION)
-                r = fold(fq, dd, r, PRECISION)
+                if FADED:
+                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, -since, -since, FADED)
+                    r = fold(fq, faded(dd, left, PRECISION), r, PRECISION)
+                else:
+                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION)
+                    r = fold(fq, dd, r, PRECISION)
         if MASKED:
             acc = tl.where(counts[:, None], acc, 0.0)
         store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)
@@ -350,11 +414,11 @@ def dv_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "d_b", "m_b"])
 def stored_dq_kernel(
-    q, k, v, mask, do, den, delta, dq, starts, parts, table,
+    q, k, v, mask, do, den, delta, dq, starts, parts, table, b, asked,
     T, L, NSEG, delay, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write dq of BT queries, from their segment's start and its keys so far."""
@@ -380,6 +444,9 @@ def stored_dq_kernel(
     delta += row * d_b + i_h.to(tl.int64) * T + c
     k += row * k_b + i_hk.to(tl.int64) * k_h
     v += row * v_b + i_hk.to(tl.int64) * v_h
+    if FADED:
+        b += (row * (H // G) + i_hk) * 2 * T
+        asked += (row * H + i_h) * T + c
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -395,7 +462,11 @@ def stored_dq_kernel(
     # [BD, BV]
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(dd, tl.trans(s), PRECISION)
-    acc -= dl[:, None] * whole_z(parts + sh * (D * 4), od, D)[None, :]
+    acc -= dl[:, None] * whole_z(parts + sh * (D * 4), od, od < D)[None, :]
+    since = 0.0
+    if FADED:
+        acc *= tl.exp2(sums_since(b, T, start, start, c, end, ot))[:, None]
+        since = sums_since(b, T, c, start, c, end, ot)
     for j in range(start, tl.minimum(c + BT, end), BN):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
         # [BN, BV]
@@ -403,22 +474,28 @@ def stored_dq_kernel(
         # [BN, BD]
         fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
-        acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION)
+        if FADED:
+            before = sums_since(b, T, c, start, j, end, on)
+            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, since, before, FADED)
+        else:
+            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION)
     # [BT, BD]
     x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
     w = 1.0 / tl.load(den + ot, mask=rows, other=1.0)
+    if FADED:
+        tl.store(asked + ot, products(x, acc, od < D, MAP) * w, mask=rows)
     acc = acc * w[:, None] * derivative(x, MAP)
     store_tile(dq, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
 
 
 @triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
 def stored_dkv_kernel(
-    q, k, v, mask, do, den, delta, dk, dv, starts, parts, table,
+    q, k, v, mask, do, den, delta, dk, dv, starts, parts, table, b, drawn,
     T, S, L, NSEG, delay, HKV,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, d_b, m_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time."""
@@ -440,6 +517,9 @@ def stored_dkv_kernel(
     v += row * v_b + i_hk.to(tl.int64) * v_h + j * v_t
     dk += row * dk_b + i_hk.to(tl.int64) * dk_h + j * dk_t
     dv += row * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
+    if FADED:
+        b += (row * HKV + i_hk) * 2 * T
+        drawn += (row * HKV + i_hk) * T + j
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -461,11 +541,19 @@ def stored_dkv_kernel(
         # [BT, BV]
         vv = load_operand(v, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         acc_k = product(vv, tl.trans(r), PRECISION)
-        acc_k += whole_z(parts + sh * (D * 4), od, D)[None, :]
+        acc_k += whole_z(parts + sh * (D * 4), od, od < D)[None, :]
     if OF_V:
         # [BT, BD]
         fk = load_features(k, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         acc_v = product(fk, r, PRECISION)
+    since = 0.0
+    if FADED:
+        since = sums_since(b, T, j, start, j, end, ot)
+        kept = tl.exp2(sums_until(b, T, end, start, j, end, ot))[:, None]
+        if OF_K:
+            acc_k *= kept
+        if OF_V:
+            acc_v *= kept
     for g in range(G):
         i_h = (i_hk * G + g).to(tl.int64)
         for c in range(start + i_t * BT // BN * BN, end, BN):
@@ -480,14 +568,20 @@ def stored_dkv_kernel(
                 do + i_h * do_h + c * do_t, on[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
             )
             visible = (c - j).to(tl.int32) + on[None, :] >= ot[:, None]
+            after = 0.0
+            if FADED:
+                after = -sums_since(b, T, j, start, c, end, on)
             if OF_V:
-                acc_v, _p = attend(fk, fq, dd, 0.0, visible, acc_v, PRECISION)
+                acc_v, _p = attend(fk, fq, dd, 0.0, visible, acc_v, PRECISION, -since, after, FADED)
             if OF_K:
                 dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
-                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION)
+                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, -since, after, FADED)
     if OF_K:
         # [BT, BD]
         x = load_tile(k, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
+        if FADED:
+            found = tl.where(counts, products(x, acc_k, od < D, MAP), 0.0)
+            tl.store(drawn + ot, found, mask=rows_before(end, j, ot))
         acc_k = acc_k * derivative(x, MAP)
         if MASKED:
             acc_k = tl.where(counts[:, None], acc_k, 0.0)
@@ -526,19 +620,21 @@ class Wanted(NamedTuple):
     k: bool = True
     v: bool = True
     state: bool = True
+    log_decay: bool = True
 
 
 EVERY = Wanted()
 
 
 class Backward(NamedTuple):
-    """Gradients of q, k, v and of the initial state; empty where nobody asked for them."""
+    """Gradients of q, k, v, of the initial state and of log decays; empty where nobody asked for them."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dkv0: Tensor
     dz0: Tensor
+    dlog_decay: Tensor
 
 
 def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
@@ -547,18 +643,23 @@ def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
     def tokens(x: Tensor, asked: bool) -> Tensor:
         return empty_like_tokens(x, x.shape[3]) if asked else x.new_empty(0)
 
-    # The walk that ends in the initial state's gradient is dk's.
-    dk, dv = tokens(p.k, wanted.k or wanted.state), tokens(p.v, wanted.v)
+    of_decay = wanted.log_decay and p.log_decay is not None
+    # The walk that ends in the initial state's gradient is dk's, and log decays are found by it and by dq's.
+    dk, dv = tokens(p.k, wanted.k or wanted.state or of_decay), tokens(p.v, wanted.v)
+    dlog_decay = p.q.new_empty(0)
+    if of_decay and p.log_decay is not None:
+        dlog_decay = torch.empty(p.log_decay.shape, dtype=p.log_decay.dtype, device=p.q.device)
     if p.delay:
-        dk.zero_()
-        dv.zero_()
+        for x in (dk, dv, dlog_decay):
+            x.zero_()
     state = p.rows, p.k.shape[1], p.k.shape[3]
     return Backward(
-        tokens(p.q, wanted.q),
+        tokens(p.q, wanted.q or of_decay),
         dk,
         dv,
         torch.empty(*state, p.v.shape[3], dtype=torch.float32, device=p.q.device),
         torch.empty(state, dtype=torch.float32, device=p.q.device),
+        dlog_decay,
     )
 
 
@@ -574,7 +675,9 @@ def delta_launch(chosen: Tile, o: Tensor, do: Tensor, delta: Tensor) -> Launch:
     return Launch("delta", delta_kernel, -(-rows // chosen.tokens), arguments, chosen, (o, do), (delta,))
 
 
-def reverse_state_launch(p: Problem, saved: Saved, do: Tensor, delta: Tensor, segments: Segments) -> Launch:
+def reverse_state_launch(
+    p: Problem, saved: Saved, do: Tensor, delta: Tensor, segments: Segments, fades: Fades
+) -> Launch:
     """Plan the sums over each segment's queries, and delta."""
     q, o, den, chosen = p.q, saved.o, saved.den, p.tile("reverse_state")
     arguments = {
@@ -586,13 +689,19 @@ def reverse_state_launch(p: Problem, saved: Saved, do: Tensor, delta: Tensor, se
         **{"BD": chosen.width, "BV": padded(p.v.shape[3]), "BT": chosen.tokens},
         **p.sizes(),
         **walk(segments),
+        **fades.arguments(),
     }
     programs = segments.count * p.k.shape[1] * -(-p.k.shape[3] // chosen.width)
     return Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,))
 
 
 def backward_launches(
-    p: Problem, saved: Saved, do: Tensor, dkv: Tensor | None, dz: Tensor | None, wanted: Wanted = EVERY
+    p: Problem,
+    saved: Saved,
+    do: Tensor,
+    dkv: Tensor | None,
+    dz: Tensor | None,
+    wanted: Wanted = EVERY,
 ) -> tuple[Backward, list[Launch]]:
     """Plan the backward.
 
@@ -609,19 +718,23 @@ def backward_launches(
     """
     out = allocate_backward(p, wanted)
     delta = torch.empty_like(saved.den)
-    of_keys = wanted.k or wanted.v or wanted.state
-    cut = dkv_cut(p)
+    of_decay = wanted.log_decay and p.log_decay is not None
+    of_keys = wanted.k or wanted.v or wanted.state or of_decay
+    # What a decay changes is a product of what comes before it and of what comes after: both are cut alike.
+    cut = dkv_cut(p) if p.log_decay is None else both_cut(p)
     segments = p.segments(p.k.shape[2], cut.length)
+    fades, launches = fade_launches(p, segments)
     ends = Starts()
-    launches: list[Launch] = []
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz
     if of_keys and (cut.stored or segments.split or not p.causal):
         summing = segments if p.causal else p.segments(p.q.shape[2], lone_cut(p, "reverse_state").length)
-        sums = reverse_state_launch(p, saved, do, delta, summing)
-        ends, launches = summed(p, sums, summing, seed, (out.dkv0, out.dz0), reverse=True, stored=cut.stored)
+        sums = reverse_state_launch(p, saved, do, delta, summing, fades)
+        initial = out.dkv0, out.dz0
+        ends, before = summed(p, sums, summing, seed, initial, reverse=True, stored=cut.stored, fades=fades)
+        launches += before
         if not p.causal:
             seed = out.dkv0, out.dz0
-    elif wanted.q or wanted.k or wanted.state:
+    elif wanted.q or wanted.k or wanted.state or of_decay:
         launches.append(delta_launch(p.tile("delta"), saved.o, do, delta))
     shared = {
         **{"q": p.q, "k": p.k, "do": do, "den": saved.den, "T": p.q.shape[2], "d_b": saved.den.stride(0)},
@@ -630,17 +743,27 @@ def backward_launches(
         **strides("do", do),
         **p.sizes(),
         **p.keys(),
+        **fades.arguments(),
     }
     errors = do, saved.den, delta
-    if wanted.q:
-        launches += dq_launches(p, saved, errors, out, shared)
+    starts, asked = Starts(), None
+    if wanted.q or of_decay:
+        of_queries = dq_cut(p) if p.log_decay is None else cut
+        starts, before = starts_launches(p, of_queries, fades)
+        launches += before
+        asked = _rows_of(p, "dq", p.q, of_queries)
+        launches.append(dq_launch(p, saved, errors, out, shared, of_queries, starts, asked))
     shared |= {"S": p.k.shape[2], "HKV": p.k.shape[1], "G": p.group, **walk(segments)}
+    drawn = _rows_of(p, "dk", p.k, cut)
     if of_keys and cut.stored:
-        launches += stored_key_launches(p, errors, out, wanted, shared, ends)
+        launches += stored_key_launches(p, errors, out, wanted, shared, ends, drawn)
     elif of_keys:
         shared["SOURCE"] = "segment" if ends.states is not None else "none" if seed[0] is None else "sequence"
         shared |= {"kv1": seed[0], "states": ends.states, "CAUSAL": p.causal}
-        launches += key_launches(p, errors, out, wanted, shared, seed[1], segments)
+        launches += key_launches(p, errors, out, wanted, shared, seed[1], segments, drawn)
+    if of_decay and drawn is not None and asked is not None:
+        initial = out.dkv0, out.dz0
+        launches.append(fade_back_launch(p, segments, drawn, asked, out.dlog_decay, initial, starts, ends))
     return out, launches
 
 
@@ -648,21 +771,42 @@ Errors = tuple[Tensor, Tensor, Tensor]
 """The gradient of o, the normalisers, and delta."""
 
 
-def dq_launches(p: Problem, saved: Saved, errors: Errors, out: Backward, shared: dict[str, Any]) -> list[Launch]:
-    """Plan dq and what its segments start from."""
+def _rows_of(p: Problem, role: str, x: Tensor, cut: Cut) -> Tensor | None:
+    """Allocate a number per token and tile of features ``[B, heads, tiles, T]``, where sums fade."""
+    if p.log_decay is None:
+        return None
+    tiles = 1 if cut.stored else -(-x.shape[3] // p.tile(role).width)
+    return torch.empty(*x.shape[:2], tiles, x.shape[2], dtype=torch.float32, device=x.device)
+
+
+def starts_launches(p: Problem, cut: Cut, fades: Fades) -> tuple[Starts, list[Launch]]:
+    """Plan what segments start from, of keys; nothing where they are whole sequences."""
+    segments = p.segments(p.q.shape[2], cut.length)
+    if not p.causal or not (cut.stored or segments.split):
+        return Starts(), []
+    initial, unread = (p.kv0, p.z0), allocate_state(p)
+    sums = state_launch(p, segments, fades)
+    return summed(p, sums, segments, initial, unread, reverse=False, stored=cut.stored, fades=fades)
+
+
+def dq_launch(
+    p: Problem,
+    saved: Saved,
+    errors: Errors,
+    out: Backward,
+    shared: dict[str, Any],
+    cut: Cut,
+    starts: Starts,
+    asked: Tensor | None,
+) -> Launch:
+    """Plan dq."""
     q, k, v = p.q, p.k, p.v
     (_, H, T, D), V = q.shape, v.shape[3]
-    cut = dq_cut(p)
     segments = p.segments(T, cut.length)
-    starts = Starts()
-    launches: list[Launch] = []
-    if p.causal and (cut.stored or segments.split):
-        initial, unread = (p.kv0, p.z0), allocate_state(p)
-        sums = state_launch(p, segments)
-        starts, launches = summed(p, sums, segments, initial, unread, reverse=False, stored=cut.stored)
     arguments = {
         **shared,
         **{"v": v, "delta": errors[2], "dq": out.dq, "H": H, "G": p.group, "BV": padded(V)},
+        "asked": asked,
         **strides("v", v),
         **strides("dq", out.dq),
         **walk(segments),
@@ -673,7 +817,7 @@ def dq_launches(p: Problem, saved: Saved, errors: Errors, out: Backward, shared:
         arguments |= {"starts": starts.states, "parts": starts.parts}
         arguments |= {"BD": padded(D), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * H
-        return [*launches, Launch("stored_dq", stored_dq_kernel, programs, arguments, chosen, reads, (out.dq,))]
+        return Launch("stored_dq", stored_dq_kernel, programs, arguments, chosen, reads, (out.dq,))
     chosen = p.tile("dq")
     kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
     arguments |= {
@@ -682,15 +826,22 @@ def dq_launches(p: Problem, saved: Saved, errors: Errors, out: Backward, shared:
         "SOURCE": "segment" if starts.states is not None else "none" if kv0 is None else "sequence",
     }
     programs = segments.count * H * -(-D // chosen.width)
-    return [*launches, Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,))]
+    return Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,))
 
 
 def stored_key_launches(
-    p: Problem, errors: Errors, out: Backward, wanted: Wanted, shared: dict[str, Any], ends: Starts
+    p: Problem,
+    errors: Errors,
+    out: Backward,
+    wanted: Wanted,
+    shared: dict[str, Any],
+    ends: Starts,
+    drawn: Tensor | None,
 ) -> list[Launch]:
     """Plan dk and dv from stored states: in one launch where the table says that they fit into one."""
     q, k, v = p.q, p.k, p.v
-    roles = [role for role, asked in (("stored_dk", wanted.k), ("stored_dv", wanted.v)) if asked]
+    of_k = wanted.k or (wanted.log_decay and drawn is not None)
+    roles = [role for role, asked in (("stored_dk", of_k), ("stored_dv", wanted.v)) if asked]
     if len(roles) == 2 and p.has("stored_dkv"):
         roles = ["stored_dkv"]
     launches: list[Launch] = []
@@ -699,6 +850,7 @@ def stored_key_launches(
         arguments = {
             **shared,
             **{"v": v, "delta": errors[2], "dk": out.dk, "dv": out.dv, "starts": ends.states, "parts": ends.parts},
+            "drawn": drawn,
             **strides("v", v),
             **strides("dk", out.dk if of_k else k),
             **strides("dv", out.dv if of_v else v),
@@ -721,17 +873,20 @@ def key_launches(
     shared: dict[str, Any],
     dz: Tensor | None,
     segments: Segments,
+    drawn: Tensor | None,
 ) -> list[Launch]:
     """Plan dk and dv with states in registers; where sequences are whole, dk ends with the initial state's gradient."""
     q, k, v = p.q, p.k, p.v
     D, V = k.shape[3], v.shape[3]
     launches: list[Launch] = []
-    final = p.causal and not segments.split and wanted.state
-    if wanted.k or final:
+    of_decay = wanted.log_decay and drawn is not None
+    final = p.causal and not segments.split and (wanted.state or (of_decay and p.kv0 is not None))
+    if wanted.k or final or of_decay:
         chosen = p.tile("dk")
         arguments = {
             **shared,
             **{"v": v, "delta": errors[2], "dk": out.dk, "z1": dz, "dkv0": out.dkv0, "dz0": out.dz0},
+            "drawn": drawn,
             **strides("v", v),
             **strides("dk", out.dk),
             **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": final},

@@ -5,6 +5,9 @@ With phi_q, phi_k the features, S and z running sums in fp32 registers, and chun
     o_c = (tril(phi_q phi_k^T) v + phi_q S) / (tril(phi_q phi_k^T) 1 + phi_q z + eps)
     S += phi_k^T v,  z += phi_k^T 1
 
+Where sums fade, b a chunk's sums of log decays, ``phi_q`` is ``exp(b) phi_q`` where it meets S and z, the weights of
+pairs are ``exp(b_i - b_j)`` times theirs, S and z fall by ``exp(b_C)``, and a key adds ``exp(b_C - b)`` of itself.
+
 A sequence is walked by one program per query head and tile of values. Where that leaves processors idle it is cut into
 segments: `segment_state` sums each one's keys, `segment_scan` turns the sums into what each segment starts from.
 Tiles: q, k ``[BT, BD]`` with the whole head; v, o ``[BT, BV]``; S ``[BD, BV]``. Operands have the input's dtype,
@@ -20,11 +23,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
-from hf_linear_attn.ops.linear_attention.triton.steps import attend, fold, guarded, read
+from hf_linear_attn.ops.linear_attention.triton.steps import (
+    attend,
+    faded,
+    fold,
+    guarded,
+    read,
+    sums_since,
+    sums_until,
+)
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
+    exact,
     key_rows,
     load_features,
     load_operand,
@@ -41,11 +54,11 @@ from hf_linear_attn.ops.triton.primitives import (
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "m_b"])
 def segment_state_kernel(
-    k, v, mask, states, table,
+    k, v, mask, states, table, b,
     T, L, NSEG, delay, HKV,
     k_b, k_h, k_t, v_b, v_h, v_t, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Sum ``phi(k)^T v`` and ``phi(k)`` over one segment."""
@@ -62,6 +75,8 @@ def segment_state_kernel(
     ot = tl.arange(0, BT)
     k += row * k_b + i_h.to(tl.int64) * k_h
     v += row * v_b + i_h.to(tl.int64) * v_h
+    if FADED:
+        b += (row * HKV + i_h) * 2 * T
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -79,8 +94,13 @@ def segment_state_kernel(
         )
         # [BT, BV]
         vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, V % BV == 0, PRECISION)
-        s = fold(fk, vv, s, PRECISION)
-        z += tl.sum(fk.to(tl.float32), 0)
+        if FADED:
+            kept = tl.exp2(sums_until(b, T, end, start, c, end, ot))
+            s = fold(fk, faded(vv, kept, PRECISION), s, PRECISION)
+            z += tl.sum(fk.to(tl.float32) * kept[:, None], 0)
+        else:
+            s = fold(fk, vv, s, PRECISION)
+            z += tl.sum(fk.to(tl.float32), 0)
     states += (i_s.to(tl.int64) * HKV + i_h) * (D * V + D)
     tl.store(states + od[:, None] * V + ov[None, :], s, mask=(od < D)[:, None] & (ov < V)[None, :])
     if i_v == 0:
@@ -89,13 +109,15 @@ def segment_state_kernel(
 
 @triton.jit(do_not_specialize=["NSEG"])
 def segment_scan_kernel(
-    sums, kv0, z0, starts, parts, kv, z, bounds,
+    sums, kv0, z0, starts, parts, kv, z, bounds, totals,
     NSEG, HKV,
     DV: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
-    VARLEN: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, STARTS: tl.constexpr,
+    VARLEN: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, STARTS: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of all segments before each one (after it where REVERSE), in a fixed order, and that of all.
+
+    Where sums fade, each segment takes its part of what came before.
 
     BN segments are read at a time, since a read is waited for longer than it takes. STARTS says for which walk: one
     that carries its state gets it in fp32, with z behind it; one that reads it gets it as products take it, and z as
@@ -131,8 +153,15 @@ def segment_scan_kernel(
         there = (before >= a) & (before < b)
         # [BN, BE]
         x = tl.load(sums + ((before * HKV + i_h) * E)[:, None] + oe[None, :], mask=there[:, None] & (oe < E), other=0.0)
+        if FADED:
+            total = tl.load(totals + before * HKV + i_h, mask=there, other=0.0)
+            # [to, from, between], added up anew for each pair: differences would lose what follows a strong decay.
+            between = (on[None, :, None] < on[None, None, :]) & (on[None, None, :] <= on[:, None, None])
+            left = tl.exp2(tl.sum(tl.where(between, total[None, None, :], 0.0), 2))
+            x = exact(tl.where(on[:, None] >= on[None, :], left, 0.0), x, PRECISION)
+            x += tl.exp2(tl.cumsum(total, 0))[:, None] * acc[None, :]
         if STARTS != "none":
-            y = acc[None, :] + tl.cumsum(x, 0)
+            y = x if FADED else acc[None, :] + tl.cumsum(x, 0)
             row = (i * HKV + i_h)[:, None]
             inside = ((i >= a) & (i < b))[:, None]
             if STARTS == "carried":
@@ -145,19 +174,22 @@ def segment_scan_kernel(
                     tl.store(part, high, mask=inside & in_z)
                     y -= high.to(tl.float32)
                     part += 1
-        acc += tl.sum(x, 0)
+        if FADED:
+            acc = tl.sum(tl.where((on == BN - 1)[:, None], x, 0.0), 0)
+        else:
+            acc += tl.sum(x, 0)
     tl.store(kv + nh * DV + oe, acc, mask=in_kv)
     tl.store(z + nh * D + oe - DV, acc, mask=in_z)
 
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
 def forward_kernel(
-    q, k, v, mask, o, den, kv0, z0, kv, z_out, states, table,
+    q, k, v, mask, o, den, kv0, z0, kv, z_out, states, table, b,
     T, L, NSEG, delay, eps, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one query head and write its outputs and normalisers."""
@@ -179,6 +211,8 @@ def forward_kernel(
     if CAUSAL:
         k += row * k_b + i_hk.to(tl.int64) * k_h
         v += row * v_b + i_hk.to(tl.int64) * v_h
+        if FADED:
+            b += (row * (H // G) + i_hk) * 2 * T
         if MASKED:
             mask += row * m_b
         if DELAYED:
@@ -215,7 +249,19 @@ def forward_kernel(
         fq = rounded(phi(x, MAP), x.dtype, PRECISION, PIN)
         acc = read(fq, s, PRECISION)
         total = tl.sum(fq.to(tl.float32) * z[None, :], 1)
-        if CAUSAL:
+        if FADED:
+            since = sums_since(b, T, c, start, c, end, ot)
+            left = tl.exp2(since)
+            acc *= left[:, None]
+            total *= left
+            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, since, since, FADED)
+            total += tl.sum(p, 1)
+            stop = tl.minimum(c + BT, end)
+            kept = tl.exp2(sums_until(b, T, stop, start, c, end, ot))
+            left = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+            s = fold(fk, faded(vv, kept, PRECISION), s * left, PRECISION)
+            z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
+        elif CAUSAL:
             acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION)
             total += tl.sum(p, 1)
             s = fold(fk, vv, s, PRECISION)
@@ -234,12 +280,12 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
 def stored_forward_kernel(
-    q, k, v, mask, o, den, starts, parts, table,
+    q, k, v, mask, o, den, starts, parts, table, b,
     T, L, NSEG, delay, eps, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
-    PRECISION: tl.constexpr, PIN: tl.constexpr,
+    FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs and normalisers of BT queries, from their segment's start and its keys so far."""
     EXACT_D: tl.constexpr = D == BD
@@ -262,6 +308,8 @@ def stored_forward_kernel(
     den += row * d_b + i_h.to(tl.int64) * T + c
     k += row * k_b + i_hk.to(tl.int64) * k_h
     v += row * v_b + i_hk.to(tl.int64) * v_h
+    if FADED:
+        b += (row * (H // G) + i_hk) * 2 * T
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -280,6 +328,12 @@ def stored_forward_kernel(
     o3 = tl.arange(0, 16)
     z = load_tile(parts + sh * (D * 4), od[:, None] * 4 + o3[None, :], od < D, o3 < 3, False)
     total = tl.sum(product(fq, z, PRECISION), 1)
+    since = 0.0
+    if FADED:
+        left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
+        acc *= left[:, None]
+        total *= left
+        since = sums_since(b, T, c, start, c, end, ot)
     for j in range(start, tl.minimum(c + BT, end), BN):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
         # [BN, BD]
@@ -287,7 +341,11 @@ def stored_forward_kernel(
         # [BN, BV]
         vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
-        acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION)
+        if FADED:
+            before = sums_since(b, T, c, start, j, end, on)
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, since, before, FADED)
+        else:
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION)
         total += tl.sum(p, 1)
     total = guarded(total, eps, SIGNED)
     acc = acc * (1.0 / total)[:, None]
@@ -324,17 +382,11 @@ def allocate_state(p: Problem) -> tuple[Tensor, Tensor]:
     return kv, torch.empty(sizes, dtype=torch.float32, device=p.q.device)
 
 
-class Starts(NamedTuple):
-    """What each segment starts from.
+NOTHING = Fades()
+"""Sums that stay as they are."""
 
-    Attributes:
-        states: For walks that carry them ``[segments, HKV, D V + D]``, fp32; for walks that read them
-            ``[segments, HKV, D, V]`` in the dtype of products.
-        parts: The normaliser for the latter, ``[segments, HKV, D, 4]``: the first three sum up to it.
-    """
-
-    states: Tensor | None = None
-    parts: Tensor | None = None
+FADED_WIDTH = 128
+"""Numbers of a state that a program scans where sums fade."""
 
 
 def summed(
@@ -346,6 +398,7 @@ def summed(
     *,
     reverse: bool,
     stored: bool,
+    fades: Fades = NOTHING,
 ) -> tuple[Starts, list[Launch]]:
     """Plan the scan over segments.
 
@@ -357,13 +410,16 @@ def summed(
         final: Where the state after the last is written.
         reverse: Whether the last segment is the first.
         stored: Whether walks read their states from memory.
+        fades: How sums fade over these segments.
 
     Returns:
         What each segment starts from, nothing where attention is not causal, and both launches.
     """
     D, V = p.k.shape[3], p.v.shape[3]
     chosen = p.tile("scan")
-    block = min(chosen.width, padded(D * V + D))
+    # What a segment takes of all those before it is a product, for which a wider tile would not fit into registers.
+    width = chosen.width if fades.totals is None else min(chosen.width, FADED_WIDTH)
+    block = min(width, padded(D * V + D))
     starts = Starts()
     if p.causal:
         sizes = segments.count, p.k.shape[1]
@@ -383,13 +439,13 @@ def summed(
         "REVERSE": reverse,
         "INITIAL": initial[0] is not None,
         "STARTS": "none" if not p.causal else "stored" if stored else "carried",
-        "PRECISION": p.sizes()["PRECISION"],
+        **{"PRECISION": p.sizes()["PRECISION"], "totals": fades.totals, "FADED": fades.totals is not None},
     }
     programs = p.rows * p.k.shape[1] * -(-(D * V + D) // block)
     return starts, [sums, Launch("scan", segment_scan_kernel, programs, arguments, chosen)]
 
 
-def state_launch(p: Problem, segments: Segments) -> Launch:
+def state_launch(p: Problem, segments: Segments, fades: Fades = NOTHING) -> Launch:
     """Plan the sums over each segment's keys."""
     k, v, chosen = p.k, p.v, p.tile("state")
     wide = min(chosen.width, padded(v.shape[3]))
@@ -400,6 +456,7 @@ def state_launch(p: Problem, segments: Segments) -> Launch:
         **p.sizes(),
         **p.keys(),
         **walk(segments),
+        **fades.arguments(),
         **{"BD": chosen.width, "BV": wide, "BT": chosen.tokens},
     }
     tiles = -(-k.shape[3] // chosen.width) * -(-v.shape[3] // wide)
@@ -421,13 +478,13 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     cut = forward_cut(p)
     segments = p.segments(q.shape[2], cut.length)
     out = allocate_forward(p)
-    launches: list[Launch] = []
+    fades, launches = fade_launches(p, segments)
     kv0, z0 = p.kv0, p.z0
     starts = Starts()
     if p.causal and (cut.stored or segments.split):
-        starts, launches = summed(
-            p, state_launch(p, segments), segments, (kv0, z0), (out.kv, out.z), reverse=False, stored=cut.stored
-        )
+        sums, states = state_launch(p, segments, fades), (out.kv, out.z)
+        starts, before = summed(p, sums, segments, (kv0, z0), states, reverse=False, stored=cut.stored, fades=fades)
+        launches += before
     elif not p.causal:
         of_keys = p.segments(k.shape[2], lone_cut(p, "state").length)
         _, launches = summed(
@@ -444,6 +501,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         **p.sizes(),
         **p.keys(),
         **walk(segments),
+        **fades.arguments(),
         **{"BD": padded(k.shape[3]), "SIGNED": not elementwise_map(p.phi).non_negative},
     }
     reads = (q, k, v) if p.causal else (q,)

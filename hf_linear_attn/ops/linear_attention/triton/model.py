@@ -250,13 +250,18 @@ def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
         tokens: Tokens of a sequence, or of all packed ones.
         role: The walk that carries its state, or ``"state"`` or ``"reverse_state"``.
     """
+    stored = p.causal and p.has("stored_" + role)
+    if stored and p.log_decay is not None:
+        # A walk that carries a state that fades does not fit into registers.
+        yield from (Cut(True, length) for length in STORED_LENGTHS)
+        return
     yield Cut(False, tokens)
     chunk = p.tile(role).tokens
     pieces = 2
     while tokens > pieces * chunk and pieces <= 4 * p.target.processors:
         yield Cut(False, -(-tokens // (pieces * chunk)) * chunk)
         pieces += max(1, pieces // 3)
-    if p.causal and p.has("stored_" + role):
+    if stored:
         for length in STORED_LENGTHS:
             yield Cut(True, length)
 
@@ -279,6 +284,12 @@ def dq_cut(p: Problem) -> Cut:
 def dkv_cut(p: Problem) -> Cut:
     """Cut sequences for dk and dv, which start from the same states."""
     return best(p, Costs(p).dkv, cuts(p, int(p.k.shape[2]), "dk"))
+
+
+def both_cut(p: Problem) -> Cut:
+    """Cut sequences for dq, dk and dv alike."""
+    costs = Costs(p)
+    return best(p, lambda cut: [*costs.dq(cut), *costs.dkv(cut)], cuts(p, int(p.k.shape[2]), "dk"))
 
 
 def lone_cut(p: Problem, role: str) -> Cut:

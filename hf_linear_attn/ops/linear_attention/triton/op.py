@@ -32,11 +32,12 @@ def linear_attention_triton(
     state: LinearAttentionState | None,
     delay: int,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
     kv0, z0 = (None, None) if state is None else state
-    refuse_functional("triton", q, k, v, kv0, z0)
-    o, _, kv, z = _attend(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    refuse_functional("triton", q, k, v, kv0, z0, log_decay)
+    o, _, kv, z = _attend(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
     return o, LinearAttentionState(kv, z)
 
 
@@ -51,6 +52,7 @@ def _problem(
     phi: str,
     causal: bool,
     delay: int,
+    log_decay: Tensor | None = None,
 ) -> Problem:
     return Problem(
         target_for(q.device),
@@ -64,6 +66,7 @@ def _problem(
         phi,
         causal,
         delay,
+        log_decay,
     )
 
 
@@ -80,21 +83,21 @@ def triton_forward(
     causal: bool,
     delay: int,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
-    return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps)
+    return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
 
 
 @planned
 def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
-    *of_problem, eps = inputs
-    return forward_launches(_problem(q, *of_problem), eps)
+    *of_problem, eps, log_decay = inputs
+    return forward_launches(_problem(q, *of_problem, log_decay=log_decay), eps)
 
 
 @triton_forward.register_fake
-def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *of_problem, _ = inputs
-    return allocate_forward(_problem(q, *of_problem))
+def _(q: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return allocate_forward(_problem(q, *inputs[:9]))
 
 
 @torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
@@ -120,30 +123,38 @@ def triton_backward(
     of_k: bool,
     of_v: bool,
     of_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the initial ``kv`` and ``z``; empty tensors for those not asked for."""
+    of_decay: bool,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, the initial ``kv`` and ``z``, and log decays; empty if not asked for."""
     inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, o, den, kv, z
-    return _gradients(do, dkv, dz, *inputs, phi, causal, delay, of_q, of_k, of_v, of_state)
+    return _gradients(do, dkv, dz, *inputs, phi, causal, delay, of_q, of_k, of_v, of_state, of_decay, log_decay)
 
 
 @planned
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    problem, saved, wanted = _problem(*inputs[:7], *inputs[11:14]), Saved(*inputs[7:11]), Wanted(*inputs[14:])
+    problem, saved, wanted = _derived(*inputs)
     return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
+def _derived(*inputs: Any) -> tuple[Problem, Saved, Wanted]:
+    """Sort what the backward is given."""
+    return _problem(*inputs[:7], *inputs[11:14], log_decay=inputs[19]), Saved(*inputs[7:11]), Wanted(*inputs[14:19])
+
+
 @triton_backward.register_fake
-def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_backward(_problem(*inputs[:7], *inputs[-7:-4]), Wanted(*inputs[-4:]))
+def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    problem, _, wanted = _derived(*inputs)
+    return allocate_backward(problem, wanted)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.phi, ctx.causal, ctx.delay, _ = inputs
+    *tensors, ctx.phi, ctx.causal, ctx.delay, _, log_decay = inputs
     # The final state is rarely part of a loss: its gradient is not even filled with zeros.
     ctx.set_materialize_grads(False)
     q, k, v, _, cu_seqlens, kv0, z0 = tensors
     p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
-    ctx.save_for_backward(*tensors, *save(p, Forward(*output)))
+    ctx.save_for_backward(*tensors, *save(p, Forward(*output)), log_decay)
 
 
 def _backward(
@@ -153,23 +164,22 @@ def _backward(
     dkv: Tensor | None,
     dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, key_mask, cu_seqlens, kv0, z0, *saved = ctx.saved_tensors
+    q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, log_decay = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6])
+    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], needs[11])
     if (do is None and dkv is None and dz is None) or not any(wanted):
-        return (None,) * 11
+        return (None,) * 12
     if do is None:
         do = torch.zeros_like(saved[0])
     if dkv is None and dz is not None:
         dkv = dz.new_zeros(*dz.shape, v.shape[3])
     elif dz is None and dkv is not None:
         dz = dkv.new_zeros(dkv.shape[:3])
-    found = _derive(
-        do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, ctx.phi, ctx.causal, ctx.delay, *wanted
-    )
-    asked = (*wanted, wanted.state)
-    dq, dk, dv, dkv0, dz0 = (x if wants else None for x, wants in zip(found, asked, strict=True))
-    return dq, dk, dv, None, None, dkv0, dz0, None, None, None, None
+    settings = ctx.phi, ctx.causal, ctx.delay, *wanted, log_decay
+    found = _derive(do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, *settings)
+    asked = (*wanted[:4], wanted.state, wanted.log_decay)
+    dq, dk, dv, dkv0, dz0, dlog_decay = (x if wants else None for x, wants in zip(found, asked, strict=True))
+    return dq, dk, dv, None, None, dkv0, dz0, None, None, None, None, dlog_decay
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)

@@ -2,6 +2,10 @@
 
 Every walk, forwards or in reverse, with a state in registers or in memory, does the same with one tile of its rows and
 one of the tokens that they see: ``acc += tril(a b^T - less) c``, and where it carries a state ``S += b^T c``.
+
+Where sums fade (FADED), with b the sums of log decays up to a token, what lies between two tokens is a factor
+``exp(b_i - b_j)`` on a weight, or on a row before it is added to a state. Every factor is at most 1, and sums are taken
+from a tile's own beginning or end, so that no digits are lost in what a long sequence sums up to.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -12,9 +16,12 @@ from hf_linear_attn.ops.triton.primitives import dot, load_tile, operand, phi, p
 
 
 @triton.jit
-def attend(a, b, c, less, visible, acc, PRECISION: tl.constexpr):
-    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0."""
-    p = tl.where(visible, product(a, tl.trans(b), PRECISION) - less, 0.0)
+def attend(a, b, c, less, visible, acc, PRECISION: tl.constexpr, later=0.0, earlier=0.0, FADED: tl.constexpr = False):
+    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded by ``later - earlier``."""
+    p = product(a, tl.trans(b), PRECISION) - less
+    if FADED:
+        p *= tl.exp2(tl.minimum(later[:, None] - earlier[None, :], 0.0))
+    p = tl.where(visible, p, 0.0)
     return dot(operand(p, c.dtype, PRECISION), c, acc, PRECISION), p
 
 
@@ -43,15 +50,53 @@ def guarded(total, eps, SIGNED: tl.constexpr):
 def weighted_queries(
     q, offsets, den, rows, columns,
     EXACT: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+    left=1.0, FADED: tl.constexpr = False,
 ):  # fmt: skip
     """Load ``phi(q) / den``, which is 0 in no row: what these are multiplied with is 0 outside."""
     x = load_tile(q, offsets, rows, columns, EXACT)
     w = 1.0 / tl.load(den, mask=rows, other=1.0)
+    if FADED:
+        w *= left
     return rounded(phi(x, MAP) * w[:, None], x.dtype, PRECISION, PIN)
 
 
 @triton.jit
-def whole_z(parts, od, D: tl.constexpr):
+def sums_since(b, T, base, start, c, end, ot):
+    """Return what log decays sum up to from row ``base`` to the rows from ``c`` on, as powers of 2.
+
+    Args:
+        b: The sums since the segment's ``start``, as two numbers whose sum they are, T apart: a difference of long sums
+            is as exact as one of short ones.
+        T: Rows of the sequence.
+        base: Any row of the segment, or its end.
+        start: Its first row.
+        c: The first row asked for, before its end.
+        end: The segment's end; rows beyond it get what its last row has.
+        ot: Rows asked for, from c on.
+    """
+    at = c + tl.minimum(ot, (end - 1 - c).to(tl.int32))
+    high = tl.load(b + at)
+    low = tl.load(b + T + at)
+    known = base > start
+    high -= tl.load(b + base - 1, mask=known, other=0.0)
+    low -= tl.load(b + T + base - 1, mask=known, other=0.0)
+    return high + low
+
+
+@triton.jit
+def sums_until(b, T, base, start, c, end, ot):
+    """Return what log decays sum up to after the rows from ``c`` on, before row ``base``; see :func:`sums_since`."""
+    return tl.minimum(-sums_since(b, T, base, start, c, end, ot), 0.0)
+
+
+@triton.jit
+def faded(x, left, PRECISION: tl.constexpr):
+    """Return rows times what is left of them, as products take them."""
+    return operand(x.to(tl.float32) * left[:, None], x.dtype, PRECISION)
+
+
+@triton.jit
+def whole_z(parts, od, inside):
     """Return in fp32 the sum of keys of which a scan wrote three parts."""
     o4 = tl.arange(0, 4)
-    return tl.sum(load_tile(parts, od[:, None] * 4 + o4[None, :], od < D, o4 < 3, False).to(tl.float32), 1)
+    return tl.sum(load_tile(parts, od[:, None] * 4 + o4[None, :], inside, o4 < 3, False).to(tl.float32), 1)

@@ -13,16 +13,16 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
-from hf_linear_attn.ops.triton.primitives import phi
+from hf_linear_attn.ops.triton.primitives import log2_decay, phi
 
 
 @triton.jit(do_not_specialize=["T", "eps", "m_b"])
 def decode_kernel(
-    q, k, v, mask, o, kv, z,
+    q, k, v, mask, o, kv, z, g,
     T, eps, HKV,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, m_b,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    MAP: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr, FADED: tl.constexpr,
 ):  # fmt: skip
     """Fold T tokens into the state of one key head and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -55,10 +55,16 @@ def decode_kernel(
                 counts = tl.load(mask + i_b * m_b + t) != 0
                 # Of both: 0 times a NaN is one.
                 fk, vv = tl.where(counts, fk, 0.0), tl.where(counts, vv, 0.0)
+            if FADED:
+                decay = log2_decay(tl.load(g + i_b * g_b + i_hk * g_h + t * g_t))
+                if MASKED:
+                    decay = tl.where(counts, decay, 0.0)
+                s *= tl.exp2(decay)
+                z_new *= tl.exp2(decay)
             s += fk[:, None] * vv[None, :]
             z_new += fk
-            for g in range(G):
-                i_h = i_hk * G + g
+            for i in range(G):
+                i_h = i_hk * G + i
                 x = tl.load(q + i_h * q_h + t * q_t + od, mask=od < D, other=0.0)
                 fq = phi(x, MAP)
                 num = tl.sum(fq[:, None] * s, 0)
@@ -83,6 +89,7 @@ def decode_launch(
     mask: Tensor | None,
     phi: str,
     eps: float,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Launch]:
     """Plan one decode step.
 
@@ -96,6 +103,7 @@ def decode_launch(
         mask: ``[B, T]`` uint8, or None.
         phi: Name of the elementwise map.
         eps: Added to the normaliser, away from 0.
+        log_decay: By whose exponential sums fade when a key comes ``[B, HKV, T]``; None where they do not.
 
     Returns:
         The output, allocated, and the launch.
@@ -107,7 +115,9 @@ def decode_launch(
     # A program without a tile would leave its copy of z behind.
     while -(-V // width) < C:
         width //= 2
+    gate = [0, 0, 0] if log_decay is None else log_decay.stride()
     arguments = {
+        **{"g": log_decay, "g_b": gate[0], "g_h": gate[1], "g_t": gate[2], "FADED": log_decay is not None},
         **{"q": q, "k": k, "v": v, "mask": mask, "o": o, "kv": kv, "z": z, "T": q.shape[2], "eps": eps, "HKV": HKV},
         **strides("q", q),
         **strides("k", k),

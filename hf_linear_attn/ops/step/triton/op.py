@@ -25,41 +25,59 @@ def decode_step_triton_(
     phi: str,
     key_mask: Tensor | None,
     eps: float,
+    log_decay: Tensor | None,
 ) -> Tensor:
     """Run one decode step in place; see :func:`hf_linear_attn.ops.step.decode_step_`."""
     kv, z = state
-    o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps)
+    o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps, log_decay)
     return o
 
 
 @torch.library.custom_op("hf_linear_attn::triton_decode_", mutates_args=("kv", "z"))
 def triton_decode_(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    phi: str,
+    eps: float,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
-    return _step(q, k, v, key_mask, kv, z, phi, eps)
+    return _step(q, k, v, key_mask, kv, z, phi, eps, log_decay)
 
 
 def _changing(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, *settings: Any
 ) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
-    o = _step(q, k, v, key_mask, kv, z, phi, eps)
+    o = _step(q, k, v, key_mask, kv, z, *settings)
     increment_version([x for x in (kv, z) if not x.is_inference()])
     return o
 
 
 @planned
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    phi: str,
+    eps: float,
+    log_decay: Tensor | None,
 ) -> tuple[Tensor, list[Launch]]:
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    o, launch = decode_launch(target_for(q.device), readable(q), readable(k), readable(v), kv, z, mask, phi, eps)
+    tokens = readable(q), readable(k), readable(v)
+    o, launch = decode_launch(target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay)
     return o, [launch]
 
 
 @triton_decode_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, phi: str, eps: float) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
     return empty_like_tokens(q, v.shape[3])
 
 
