@@ -5,7 +5,7 @@ import torch
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
-from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.rotation import Layout, Rotation
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
@@ -88,10 +88,9 @@ def test_texts_beside_each_other_equal_texts_alone(name):
             if layer.undoes:
                 each = [turning(done[p], done[p] + 1) for p in steps]
                 rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
-            sinks = 0 if layer.window is None else layer.window.sinks
-            read = bool((lengths >= sinks).all())
+            rows = Rows(torch.tensor(steps), lengths, min(done[p] for p in steps))
             with torch.no_grad():
-                o = step_rows_(layer, q, k, v, pool, torch.tensor(steps), lengths, first_read=read, rotation=rotation)
+                o = step_rows_(layer, q, k, v, pool, rows, rotation)
             assert lengths.tolist() == [done[p] for p in steps]
             for row, place in enumerate(steps):
                 got[place][:, :, done[place]] = o[row, :, 0]
