@@ -239,8 +239,8 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
                     if piece.targets[0] != piece.source and piece.length:
                         pool.copy_(piece.source, piece.targets[0])
                     here = slice(piece.start, piece.end)
-                    tokens = [x[here].transpose(0, 1)[None] for x in (q, k, v)]
-                    o = read_(part, *tokens, pool, piece.targets[0], piece.length, m.rotation(rotary, piece))
+                    q1, k1, v1 = (x[here].transpose(0, 1)[None] for x in (q, k, v))
+                    o = read_(part, q1, k1, v1, pool, piece.targets[0], piece.length, m.rotation(rotary, piece))
                     out[here] = o[0].transpose(0, 1)
 
     def _pool_of_cache(self) -> Pool:
