@@ -38,7 +38,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, window_problem
+from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -206,6 +206,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     of_step = hybrid_problem(p)
     if of_step is not None:
         yield hybrid_launch(p.target, of_step)[1]
+        yield hybrid_launch(p.target, in_pool(of_step))[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)
@@ -333,7 +334,11 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     """Return the clocks for issue per token and query head; 0 where there is no loop over tokens."""
     tokens = launch.arguments.get("BT", 1)
     loop = listing.largest()
-    if tokens == 1 or loop is None or launch.role in ("scan", "key_scan", "delta", "decode", "hybrid", "key_sums"):
+    if (
+        tokens == 1
+        or loop is None
+        or launch.role in ("scan", "key_scan", "delta", "decode", "hybrid", "hybrid_rows", "key_sums")
+    ):
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
     if launch.role.startswith("delta_"):

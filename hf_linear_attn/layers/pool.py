@@ -10,10 +10,11 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import can_step, grouped, read_far
+from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.step import hybrid_step_
 
 __all__ = ["Pool", "Rows", "can_step", "pool_slots", "read_", "step_rows_"]
 
@@ -158,8 +159,8 @@ def step_rows_(
 ) -> Tensor:
     """Read one more token of each of several texts; :func:`can_step` says of which layers.
 
-    Nothing is asked of the device. A new token of the window is written where it belongs; sums are gathered, stepped
-    and put back.
+    Nothing is asked of the device. Where there is a kernel for all of a step, it reads and writes states where they
+    lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped and put back.
 
     Args:
         layer: The layer.
@@ -175,6 +176,11 @@ def step_rows_(
     """
     if not layer.undoes:
         rotation = None
+    if layer.window is not None:
+        call, lengths = Call(rotation=rotation), rows.lengths
+        whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
+        if whole is not None:
+            return hybrid_step_(whole)
     sums = {name: x.index_select(0, rows.places) for name, x in pool.tensors.items() if not name.startswith("near_")}
     if layer.window is None:
         if rotation is not None:

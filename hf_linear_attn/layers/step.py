@@ -44,10 +44,11 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    whole = None if window is None else _for_kernel(layer, window, q, k, v, call, state)
+    seen = state.tensors["seen"]
+    whole = None if window is None else for_kernel(layer, window, q, k, v, call, state.tensors, seen, state.length)
     if whole is not None:
         o = hybrid_step_(whole)
-        _count_(state.tensors["seen"], real)
+        _count_(seen, real)
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
     else:
@@ -61,10 +62,19 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
 
-def _for_kernel(
-    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+def for_kernel(
+    layer: "LinearAttention",
+    window: Window,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: "Call",
+    tensors: Mapping[str, Tensor],
+    seen: Tensor,
+    length: Tensor | int,
+    rows: Tensor | None = None,
 ) -> HybridStep | None:
-    """Return the step as its kernel takes it; None where the kernel does not serve it."""
+    """Return the step as its kernel takes it; None where the kernel does not serve it; see :class:`HybridStep`."""
     backend, mix = layer.settings.backend, layer.mix.name
     if not wants_kernels(backend, q.device):
         return None
@@ -74,22 +84,22 @@ def _for_kernel(
     if features is None:
         return None
     phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    tensors, length, rotation = state.tensors, state.length, call.rotation
-    weights, of_rule = layer.weights(), layer.rule_weights()
+    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
     whole = HybridStep(
         q,
         k,
         v,
         call.key_mask,
-        tensors["seen"],
+        seen,
         length if isinstance(length, Tensor) else None,
         0 if isinstance(length, Tensor) else length,
+        rows,
         tensors.get("kv"),
         tensors.get("z"),
         tensors.get("far_keys"),
         tensors["near_k"],
         tensors["near_v"],
-        tensors["near_mask"],
+        tensors.get("near_mask"),
         None if rotation is None else tensors["near_turns"],
         None if rotation is None else rotation.turns,
         weight_q,
