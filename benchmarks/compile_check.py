@@ -39,7 +39,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, window_problem
+from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -216,6 +216,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     of_step = hybrid_problem(p)
     if of_step is not None:
         yield hybrid_launch(p.target, of_step)[1]
+        yield hybrid_launch(p.target, in_pool(of_step))[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)
@@ -266,7 +267,7 @@ def gpu_target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
-UNCOUNTED = ("scan", "key_scan", "delta", "fade", "fade_back", "decode", "hybrid", "key_sums")
+UNCOUNTED = ("scan", "key_scan", "delta", "fade", "fade_back", "decode", "hybrid", "hybrid_rows", "key_sums")
 """Kernels whose clocks are few."""
 
 MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|delta_(?!step|inverse)")

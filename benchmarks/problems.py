@@ -60,6 +60,15 @@ def feature_problem(p: Problem) -> FeatureProblem | None:
     return FeatureProblem(p.target, p.q, turns, weight, power, "norm_preserving", 1.0, D**-0.25, "half", at_end=False)
 
 
+def in_pool(step: HybridStep) -> HybridStep:
+    """Return a step of texts whose states lie anywhere in a pool."""
+    batch = len(step.q)
+    one = {name: x[:, :, 0] for name in ("z", "far_keys") if (x := getattr(step, name)) is not None}
+    lengths = step.seen.new_ones(batch)
+    turns = None if step.turns is None else step.turns.expand(batch, -1, -1).contiguous()
+    return step._replace(key_mask=None, near_mask=None, seen=lengths, place=lengths, rows=step.seen, turns=turns, **one)
+
+
 def hybrid_problem(p: Problem) -> HybridStep | None:
     """Return a step of the recipe with its state, as a captured graph replays it, or None likewise.
 
@@ -82,6 +91,7 @@ def hybrid_problem(p: Problem) -> HybridStep | None:
         seen=zeros(batch, dtype=torch.int64),
         place=torch.zeros((), dtype=torch.int64, device=device),
         length=0,
+        rows=None,
         kv=zeros(batch, kv_heads, features, V),
         z=zeros(batch, kv_heads, copies, features),
         far_keys=zeros(batch, kv_heads, copies, D),

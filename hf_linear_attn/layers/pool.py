@@ -6,15 +6,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
+from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import can_step
+from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far
+from hf_linear_attn.layers.window import Window
+from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.step import hybrid_step_
 
-__all__ = ["Pool", "can_step", "pool_slots", "read_", "step_rows_"]
+__all__ = ["Pool", "Rows", "can_step", "pool_slots", "read_", "step_rows_"]
 
-SEEN = {"seen": Slot((), torch.int64)}
-"""What a state holds and a pool does not: its owner knows it."""
+TOLD_BY_LENGTH = ("seen", "near_mask")
+"""What a state holds and a pool does not: of a text without padding, its length says it."""
 
 
 class Pool(NamedTuple):
@@ -34,8 +39,63 @@ class Pool(NamedTuple):
             x[target].copy_(x[source])
 
 
+class Circle(NamedTuple):
+    """How a step moves the window of every row.
+
+    Attributes:
+        new: Slot of the token that comes ``[B]`` int64.
+        old: That of the token which leaves ``[B]`` int64.
+        counts: Whether that one counts in the linear branch ``[B, 1]`` bool; None where all do.
+        hidden: What is added to scores afterwards, 0 or far below it ``[B, 1, 1, N + W + 1]``.
+        number: Keys beyond the window afterwards ``[B, 1]``, in the dtype of the scores.
+    """
+
+    new: Tensor
+    old: Tensor
+    counts: Tensor | None
+    hidden: Tensor
+    number: Tensor
+
+
+class Rows:
+    """One more token of each of several texts: what all layers of a step have in common.
+
+    Args:
+        places: Where their states lie ``[B]`` int64, all different.
+        lengths: Tokens read before ``[B]`` int64, each >= 1.
+        shortest: A number that none of these is below, which is known without asking the device.
+    """
+
+    def __init__(self, places: Tensor, lengths: Tensor, shortest: int = 1) -> None:
+        self.places, self.lengths, self.shortest = places, lengths, shortest
+        self._circles: dict[tuple[int, int, torch.dtype], Circle] = {}
+
+    def circle(self, window: Window, dtype: torch.dtype) -> Circle:
+        """Return where tokens of a window lie, worked out once for all layers.
+
+        Args:
+            window: The window.
+            dtype: Of the scores.
+        """
+        key = window.size, window.sinks, dtype
+        if key not in self._circles:
+            self._circles[key] = self._circle(window, dtype)
+        return self._circles[key]
+
+    def _circle(self, window: Window, dtype: torch.dtype) -> Circle:
+        lengths, size, sinks = self.lengths, window.size, window.sinks
+        new, old = (sinks + (lengths + ahead) % (size + 1) for ahead in (0, 1))
+        if self.shortest < sinks:
+            new = torch.where(lengths < sinks, lengths, new)
+        counts = None if self.shortest >= size + sinks else (lengths >= size + sinks)[:, None]
+        held = window.held(lengths + 1)
+        hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
+        number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
+        return Circle(new, old, counts, hidden[:, None, None], number[:, None])
+
+
 def pool_slots(layer: LinearAttention, value_dim: int) -> dict[str, Slot]:
-    """Describe the tensors of a layer in a pool: those of its state, but for the number of tokens read.
+    """Describe the tensors of a layer in a pool.
 
     Args:
         layer: The layer.
@@ -43,7 +103,7 @@ def pool_slots(layer: LinearAttention, value_dim: int) -> dict[str, Slot]:
     """
     # A kernel's copies are equal: one is kept.
     slots = layer.slots(value_dim, torch.device("cpu"))
-    return {name: slot for name, slot in slots.items() if name not in SEEN}
+    return {name: slot for name, slot in slots.items() if name not in TOLD_BY_LENGTH}
 
 
 def read_(
@@ -73,9 +133,11 @@ def read_(
     """
     state = State()
     if length:
-        state.slots, state.length = {**pool.slots, **SEEN}, length
+        state.slots, state.length = layer.slots(v.shape[3], torch.device("cpu")), length
         state.tensors = {name: x[place : place + 1] for name, x in pool.tensors.items()}
         state.tensors["seen"] = torch.full((1,), length, device=v.device)
+        if layer.window is not None:
+            state.tensors["near_mask"] = layer.window.held(state.tensors["seen"])
         state.first_read = layer.window is None or length >= layer.window.sinks
     o: Tensor = layer(q, k, v, Call(state=state, rotation=rotation))
     found = state.read()
@@ -92,16 +154,13 @@ def step_rows_(
     k: Tensor,
     v: Tensor,
     pool: Pool,
-    places: Tensor,
-    lengths: Tensor,
-    *,
-    first_read: bool = False,
+    rows: Rows,
     rotation: Rotation | None = None,
 ) -> Tensor:
     """Read one more token of each of several texts; :func:`can_step` says of which layers.
 
-    Nothing is asked of the device: places and lengths stay where they are. Rows are gathered to be read; of the window,
-    only the new token is written back.
+    Nothing is asked of the device. Where there is a kernel for all of a step, it reads and writes states where they
+    lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped and put back.
 
     Args:
         layer: The layer.
@@ -109,27 +168,68 @@ def step_rows_(
         k: Keys ``[B, HKV, 1, D]``.
         v: Values ``[B, HKV, 1, V]``.
         pool: Where their states lie; updated.
-        places: Their places ``[B]`` int64, all different.
-        lengths: Tokens read before ``[B]`` int64, each >= 1.
-        first_read: Whether every text is known to have read as many tokens as there are sinks.
+        rows: Which texts these are.
         rotation: As of :class:`Call`.
 
     Returns:
         ``o [B, H, 1, V]``.
     """
-    state = State(static=True)
-    # The step counts in place, in tensors of its own.
-    state.length, state.first_read = lengths.clone(), first_read
-    state.slots = {**pool.slots, **SEEN}
-    state.tensors = {name: x.index_select(0, places) for name, x in pool.tensors.items()}
-    state.tensors["seen"] = lengths.clone()
-    o: Tensor = layer(q, k, v, Call(state=state, rotation=rotation))
-    window = layer.window
-    for name, x in pool.tensors.items():
-        held = state.tensors[name]
-        if window is None or name not in ("near_k", "near_v") or (window.sinks and not first_read):
-            x.index_copy_(0, places, held)
-        else:
-            new = window.sinks + lengths % (window.size + 1)
-            x[places, :, new] = held[torch.arange(len(places), device=places.device), :, new]
-    return o
+    if not layer.undoes:
+        rotation = None
+    if layer.window is not None:
+        call, lengths = Call(rotation=rotation), rows.lengths
+        whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
+        if whole is not None:
+            return hybrid_step_(whole)
+    sums = {name: x.index_select(0, rows.places) for name, x in pool.tensors.items() if not name.startswith("near_")}
+    if layer.window is None:
+        if rotation is not None:
+            backend = layer.settings.backend
+            q, k = rotation.undo(q, backend), rotation.undo(k, backend)
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums)
+    else:
+        o = _with_window_(layer, layer.window, q, k, v, pool, sums, rows, rotation)
+    for name, x in sums.items():
+        pool.tensors[name].index_copy_(0, rows.places, x)
+    return o.flatten(1, 2)[:, :, None].to(q.dtype)
+
+
+def _with_window_(
+    layer: LinearAttention,
+    window: Window,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Pool,
+    sums: Mapping[str, Tensor],
+    rows: Rows,
+    rotation: Rotation | None,
+) -> Tensor:
+    """Step the windows where they lie, and the rows' ``sums``; return ``o [B, HKV, G, V]``."""
+    places, backend, far, keys = rows.places, layer.settings.backend, None, sums.get("far_keys")
+    near_k, near_v = pool.tensors["near_k"], pool.tensors["near_v"]
+    queries = grouped(q, k.shape[1])
+    wide = upcast(queries)
+    circle = rows.circle(window, wide.dtype)
+    if layer.mix.has_far:
+        gone_k, gone_v = (x[places, :, circle.old][:, :, None] for x in (near_k, near_v))
+        asked, plain = queries if wants_kernels(backend, q.device) else wide, gone_k
+        if rotation is not None:
+            turns = pool.tensors["near_turns"][..., : rotation.turns.shape[2]]
+            now = rotation.turns.expand(len(q), asked.shape[2], -1)
+            both = rotation._replace(turns=torch.cat([turns[places, circle.old][:, None], now], 1))
+            unturned = both.undo(torch.cat([gone_k, asked], 2), backend)
+            plain, asked = unturned[:, :, :1], unturned[:, :, 1:]
+            turns[places, circle.new] = rotation.turns[:, 0].to(turns.dtype)
+        # The one that leaves came W tokens before.
+        left = rows.lengths - window.size if layer.feature_map.positional else rows.lengths
+        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums)
+        if keys is not None:
+            gone = gone_k[:, :, 0]
+            keys.add_(gone if circle.counts is None else gone * circle.counts[:, :, None])
+    near_k[places, :, circle.new] = k[:, :, 0]
+    near_v[places, :, circle.new] = v[:, :, 0]
+    held_k, held_v = near_k.index_select(0, places), near_v.index_select(0, places)
+    scores = torch.add(circle.hidden, queries @ held_k.mT, alpha=layer.sizes.scaling)
+    last = LastToken(wide, scores, held_v, far, circle.number, keys, layer.sizes.scaling)
+    return layer.mix.join_last(last, layer.weights())

@@ -44,7 +44,7 @@ class State:
         static: Whether tensors stay at fixed addresses, as compiled and captured steps need.
 
     Attributes:
-        length: Tokens read, padding included; a tensor where the state is static, ``[B]`` where rows differ.
+        length: Tokens read, padding included; a tensor where the state is static.
         tensors: The tensors by name, batch first; none before the first token.
         slots: What each of them is.
         first_read: Whether the first tokens of every row, which are kept for ever, have all been read.

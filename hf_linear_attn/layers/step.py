@@ -1,5 +1,6 @@
 """One new token: what leaves the window is folded into the linear branch, and every tensor is updated where it lies."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +44,11 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    whole = None if window is None else _for_kernel(layer, window, q, k, v, call, state)
+    seen = state.tensors["seen"]
+    whole = None if window is None else for_kernel(layer, window, q, k, v, call, state.tensors, seen, state.length)
     if whole is not None:
         o = hybrid_step_(whole)
-        _count_(state.tensors["seen"], real)
+        _count_(seen, real)
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
     else:
@@ -60,12 +62,21 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
 
-def _for_kernel(
-    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+def for_kernel(
+    layer: "LinearAttention",
+    window: Window,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: "Call",
+    tensors: Mapping[str, Tensor],
+    seen: Tensor,
+    length: Tensor | int,
+    rows: Tensor | None = None,
 ) -> HybridStep | None:
-    """Return the step as its kernel takes it; None where the kernel does not serve it."""
+    """Return the step as its kernel takes it; None where the kernel does not serve it; see :class:`HybridStep`."""
     backend, mix = layer.settings.backend, layer.mix.name
-    if not wants_kernels(backend, q.device) or (isinstance(state.length, Tensor) and state.length.ndim):
+    if not wants_kernels(backend, q.device):
         return None
     if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
         return None
@@ -73,22 +84,22 @@ def _for_kernel(
     if features is None:
         return None
     phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    tensors, length, rotation = state.tensors, state.length, call.rotation
-    weights, of_rule = layer.weights(), layer.rule_weights()
+    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
     whole = HybridStep(
         q,
         k,
         v,
         call.key_mask,
-        tensors["seen"],
+        seen,
         length if isinstance(length, Tensor) else None,
         0 if isinstance(length, Tensor) else length,
+        rows,
         tensors.get("kv"),
         tensors.get("z"),
         tensors.get("far_keys"),
         tensors["near_k"],
         tensors["near_v"],
-        tensors["near_mask"],
+        tensors.get("near_mask"),
         None if rotation is None else tensors["near_turns"],
         None if rotation is None else rotation.turns,
         weight_q,
@@ -125,7 +136,7 @@ def _features_for_kernel(
     return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
-def _read_far(
+def read_far(
     layer: "LinearAttention",
     q: Tensor,
     k: Tensor,
@@ -133,7 +144,7 @@ def _read_far(
     counts: Tensor | None,
     position_q: Tensor,
     position_k: Tensor,
-    state: State,
+    tensors: Mapping[str, Tensor],
 ) -> Tensor:
     """Fold a key into the linear branch and read it.
 
@@ -145,7 +156,7 @@ def _read_far(
         counts: Whether it counts ``[B, 1]``; None where all do.
         position_q: Numbers of the queries ``[B]``.
         position_k: Numbers of the keys.
-        state: The layer's state.
+        tensors: The layer's state; the rule's are updated.
 
     Returns:
         ``o [B, HKV, G, V]``.
@@ -160,7 +171,7 @@ def _read_far(
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
     signed = not feature_map.non_negative
-    return layer.rule.step_(q, k, v, state.tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
+    return layer.rule.step_(q, k, v, tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
 
 
 def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
@@ -168,7 +179,7 @@ def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Ten
     seen = state.tensors["seen"]
     if not wants_kernels(layer.settings.backend, q.device):
         k, v = _cleared(k, real), _cleared(v, real)
-    o = _read_far(layer, _grouped(q, k.shape[1]), k, v, real, seen, seen, state)
+    o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors)
     _count_(seen, real)
     return o
 
@@ -190,7 +201,7 @@ def _hybrid_(
     keys, far = tensors.get("far_keys"), None
     number: Tensor | int | None = None
     full = _is_full(window, state, real)
-    rows = _grouped(q, near_k.shape[1])
+    rows = grouped(q, near_k.shape[1])
     wide = upcast(rows)
     if layer.mix.has_far:
         gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
@@ -208,7 +219,7 @@ def _hybrid_(
             unturned = both.undo(torch.cat([gone_k, queries], 2), layer.settings.backend)
             plain, queries = unturned[:, :, :1], unturned[:, :, 1:]
             _put_(turns, 1, new, rotation.turns)
-        far = _read_far(layer, queries, plain, gone_v, counts, seen, position, state)
+        far = read_far(layer, queries, plain, gone_v, counts, seen, position, tensors)
         if keys is not None:
             gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
             if counts is None:
@@ -242,7 +253,7 @@ def _is_full(window: Window, state: State, real: Tensor | None) -> bool:
     return state.first_read and state.length >= window.size + window.sinks
 
 
-def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+def grouped(q: Tensor, kv_heads: int) -> Tensor:
     """Return the queries of a step by group, ``[B, HKV, G, D]``."""
     batch, heads, _, dim = q.shape
     return q.reshape(batch, kv_heads, heads // kv_heads, dim)
@@ -275,15 +286,8 @@ def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: St
 
 
 def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
-    """Return one slot; a copy where its place is a tensor, as in a static state, or one for each row, as in a pool."""
-    if not isinstance(place, Tensor):
-        return x.narrow(dim, place, 1)
-    return x.gather(dim, _at(x, dim, place)) if place.ndim else x.index_select(dim, place[None])
-
-
-def _at(x: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Spread a place for each row ``[B]`` over one slot of a tensor."""
-    return places.view(-1, *(1,) * (x.ndim - 1)).expand(*x.shape[:dim], 1, *x.shape[dim + 1 :])
+    """Return one slot; a copy where its place is a tensor, as in a static state."""
+    return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
 
 
 def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:
@@ -291,10 +295,7 @@ def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> No
     if isinstance(place, Tensor):
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
         value = value.expand(shape) if isinstance(value, Tensor) else x.new_full(shape, value)
-        if place.ndim:
-            x.scatter_(dim, _at(x, dim, place), value)
-        else:
-            x.index_copy_(dim, place[None], value)
+        x.index_copy_(dim, place[None], value)
     elif isinstance(value, Tensor):
         x.narrow(dim, place, 1).copy_(value)
     else:

@@ -193,6 +193,22 @@ class Window:
             held[:, : self.sinks] = past.sink_place < NOWHERE
         return found | {"near_mask": held}
 
+    def held(self, lengths: Tensor) -> Tensor:
+        """Return which slots hold a token that counts, after so many tokens of texts without padding.
+
+        Args:
+            lengths: ``[B]`` int64.
+
+        Returns:
+            ``[B, N + W + 1]`` bool.
+        """
+        lengths = lengths[:, None]
+        place = torch.arange(self.size + 1, device=lengths.device)
+        # The last token that came to a slot.
+        token = lengths - 1 - (lengths - 1 - place) % (self.size + 1)
+        circle = (token >= self.sinks) & (token >= lengths - self.size)
+        return torch.cat([torch.arange(self.sinks, device=lengths.device) < lengths, circle], 1)
+
     def places(self, state: State) -> tuple[Any, Any]:
         """Return where the next token goes, and where the one lies that then leaves the window."""
         return self.sinks + state.length % (self.size + 1), self.sinks + (state.length + 1) % (self.size + 1)

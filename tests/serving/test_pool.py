@@ -5,7 +5,8 @@ import torch
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
-from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.layers import pool as module
+from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.rotation import Layout, Rotation
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
@@ -88,10 +89,9 @@ def test_texts_beside_each_other_equal_texts_alone(name):
             if layer.undoes:
                 each = [turning(done[p], done[p] + 1) for p in steps]
                 rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
-            sinks = 0 if layer.window is None else layer.window.sinks
-            read = bool((lengths >= sinks).all())
+            rows = Rows(torch.tensor(steps), lengths, min(done[p] for p in steps))
             with torch.no_grad():
-                o = step_rows_(layer, q, k, v, pool, torch.tensor(steps), lengths, first_read=read, rotation=rotation)
+                o = step_rows_(layer, q, k, v, pool, rows, rotation)
             assert lengths.tolist() == [done[p] for p in steps]
             for row, place in enumerate(steps):
                 got[place][:, :, done[place]] = o[row, :, 0]
@@ -127,3 +127,46 @@ def test_a_layer_without_a_step_says_so():
     assert not can_step(build(mix="shared", window=4))
     assert not can_step(build(backend="reference"))
     assert can_step(build(window=4))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": 3, "sinks": 2},
+        {"window": 3, "sinks": 4, "rotary": "undo", "feature_map": "elu"},
+        {"window": 2, "mix": "gate", "feature_map": "hedgehog", "update_rule": "decay"},
+        {"window": 3, "sinks": 1, "mix": "window"},
+    ],
+    ids=str,
+)
+def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
+    """Texts are shorter than their sinks, shorter than the window, and longer; what is beside them stays as it was."""
+    plain, fused = (build(backend=backend, **settings) for backend in ("torch", "triton"))
+    expected, found, served = pool_of(plain), pool_of(fused), []
+    done = {4: 1, 1: 3, 6: 12}
+    for place, tokens in done.items():
+        rotation = turning(0, tokens) if plain.undoes else None
+        read_(plain, *draw(place, tokens), expected, place, 0, rotation)
+    for name, x in expected.tensors.items():
+        found.tensors[name].copy_(x)
+    step = module.hybrid_step_
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole: served.append(whole) or step(whole))
+    for number in range(3):
+        q, k, v = (torch.cat([draw(place + 10 * number, 1)[i] for place in done]) for i in range(3))
+        lengths = torch.tensor([tokens + number for tokens in done.values()])
+        rotation = None
+        if plain.undoes:
+            each = [turning(length, length + 1) for length in lengths.tolist()]
+            rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
+        rows = Rows(torch.tensor(list(done)), lengths)
+        with torch.no_grad():
+            o, other = (
+                step_rows_(layer, q, k, v, pool, rows, rotation) for layer, pool in ((plain, expected), (fused, found))
+            )
+        torch.testing.assert_close(other, o, atol=1e-5, rtol=1e-5)
+    assert len(served) == 3
+    for name, x in expected.tensors.items():
+        if not name.startswith("near_"):
+            torch.testing.assert_close(found.tensors[name], x, atol=1e-5, rtol=1e-5, equal_nan=True)
+        untouched = [p for p in range(PLACES) if p not in done]
+        assert torch.equal(found.tensors[name][untouched].isnan(), x[untouched].isnan())

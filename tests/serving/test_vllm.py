@@ -40,10 +40,11 @@ EAGER = {
     "llama, mixed, prefix caching": ("llama", "mixed", {"options": {"enable_prefix_caching": True}, "rounds": 2}),
     "llama, mixed, preempted": ("llama", "mixed", {"options": TIGHT, "every": 0, "lengths": (100,) * 8, "fewer": 0}),
     "llama, key, all at once": ("llama", "key", {"options": {"max_num_seqs": 9}, "every": 0}),
-    # The last, since a process that has drafted builds no engine again.
-    "gpt_neox, plain, drafts": ("gpt_neox", "plain", {"options": {"speculative_config": NGRAM}}),
 }
+# Each in a process of its own. Drafts load Numba, and vLLM builds no engine where that was loaded before: as it looks
+# through modules for its kernels, it takes `__dict__` of a wrapper of Numba's for a dictionary.
 OTHERS = {
+    "gpt_neox, plain, drafts": ("gpt_neox", "plain", {"options": {"speculative_config": NGRAM}}),
     "llama, key, compiled": ("llama", "key", {"options": {"enforce_eager": False}}),
     "llama, key, 2 ranks": ("llama", "key", {"options": {"tensor_parallel_size": 2}}),
     "llama, one key head, key, 2 ranks": ("llama, one key head", "key", {"options": {"tensor_parallel_size": 2}}),
@@ -119,8 +120,6 @@ def test_tokens_equal_those_of_transformers(served, eager, name):
     if "prefix" in name:
         assert first["cached"] == [0] * len(LENGTHS)
         assert last["cached"][-1] >= 1300
-    if "drafts" in name:
-        assert first["steps"] < 80
     assert bool(first["preempted"]) == ("preempted" in name)
     assert eager[name]["layers"] == (
         {"MambaSpec": 2, "FullAttentionSpec": 2} if ", mixed" in name else {"MambaSpec": 4}
@@ -128,10 +127,12 @@ def test_tokens_equal_those_of_transformers(served, eager, name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_tokens_equal_those_of_transformers_in_graphs_and_over_ranks(served, name):
+def test_tokens_equal_those_of_transformers_in_processes_of_their_own(served, name):
     found, said = served.run({name: OTHERS[name]})
     assert name in found, said[-3000:]
     check(served, OTHERS[name], found[name])
+    if "drafts" in name:
+        assert found[name]["rounds"][0]["steps"] < 80
 
 
 def test_in_bf16_tokens_differ_first_where_two_are_nearly_alike(served):

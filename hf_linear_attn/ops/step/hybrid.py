@@ -64,7 +64,9 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
 
 def _check(step: HybridStep) -> None:
     """Refuse a step whose tensors do not fit together: the kernel would write beyond them."""
-    (batch, kv_heads, slots, head_dim), heads = step.near_k.shape, step.q.shape[1]
+    (held, kv_heads, slots, head_dim), (batch, heads) = step.near_k.shape, step.q.shape[:2]
+    if step.rows is None:
+        batch = held
     value_dim, features = step.v.shape[3], head_dim
     if step.mix not in HYBRID_MIXES:
         raise ArgumentError("mix", "be one that the kernel knows", step.mix, "Use one of those", available=HYBRID_MIXES)
@@ -79,14 +81,20 @@ def _check(step: HybridStep) -> None:
         ("k", step.k, (batch, kv_heads, 1, head_dim)),
         ("v", step.v, (batch, kv_heads, 1, value_dim)),
         ("seen", step.seen, (batch,)),
-        ("near_v", step.near_v, (batch, kv_heads, slots, value_dim)),
-        ("near_mask", step.near_mask, (batch, slots)),
+        ("near_v", step.near_v, (held, kv_heads, slots, value_dim)),
     ]
+    if step.rows is None:
+        shapes.append(("near_mask", step.near_mask, (batch, slots)))
+    else:
+        shapes += [("rows", step.rows, (batch,)), ("place", step.place, (batch,))]
+        for name, x in (("key_mask", step.key_mask), ("near_mask", step.near_mask)):
+            if x is not None:
+                raise ArgumentError(name, "be None in a pool", tuple(x.shape), "Its texts have no padding.")
     if step.near_turns is not None:
         turned = 0 if step.turns is None else step.turns.shape[-1]
         rows = 1 if step.turns is None else step.turns.shape[0]
         shapes += [
-            ("near_turns", step.near_turns, (batch, slots, head_dim)),
+            ("near_turns", step.near_turns, (held, slots, head_dim)),
             ("turns", step.turns, (1 if rows == 1 else batch, 1, min(turned - turned % 2, head_dim))),
         ]
         if step.pairs not in PAIRS:
@@ -96,6 +104,7 @@ def _check(step: HybridStep) -> None:
     if step.key_mask is not None:
         shapes.append(("key_mask", step.key_mask, (batch, 1)))
     if step.mix != "window":
+        own = _copies(step.z, value_dim) if step.rows is None else ()
         if step.weight_k is not None:
             half = step.weight_k.shape[2]
             features = 2 * half
@@ -103,8 +112,8 @@ def _check(step: HybridStep) -> None:
                 copies = 1 if x is None or len(x) == 1 else number
                 shapes.append((name, x, (copies, head_dim, half)))
         shapes += [
-            ("kv", step.kv, (batch, kv_heads, features, value_dim)),
-            ("z", step.z, (batch, kv_heads, *_copies(step.z, value_dim), features)),
+            ("kv", step.kv, (held, kv_heads, features, value_dim)),
+            ("z", step.z, (held, kv_heads, *own, features)),
             ("bias", step.bias, (heads,)),
             ("weight", step.weight, (heads, head_dim)),
         ]
@@ -115,7 +124,7 @@ def _check(step: HybridStep) -> None:
                 ("decay_value", step.decay_value, (kv_heads, value_dim)),
             ]
         if step.mix == "key":
-            shapes.append(("far_keys", step.far_keys, (batch, kv_heads, *_copies(step.z, value_dim), head_dim)))
+            shapes.append(("far_keys", step.far_keys, (held, kv_heads, *own, head_dim)))
     for name, x, shape in shapes:
         if x is None or x.shape != shape:
             raise ArgumentError(
@@ -127,7 +136,7 @@ def _check(step: HybridStep) -> None:
             continue
         if name in ("kv", "z", "far_keys") and x.dtype != torch.float32:
             raise ArgumentTypeError(name, "be torch.float32", x.dtype, "States are never kept in less.")
-        if not x.is_contiguous():
+        if not (x if step.rows is None or name == "seen" else x[:1]).is_contiguous():
             raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "Copy it once.")
 
 

@@ -14,14 +14,17 @@ class HybridStep(NamedTuple):
         v: Their values ``[B, HKV, 1, V]``.
         key_mask: ``[B, 1]`` bool, True = a real token; None where all are.
         seen: Real tokens read before ``[B]`` int64.
-        place: Tokens read before, padding included, 0-d int64; None where ``length`` says it.
+        place: Tokens read before, padding included, 0-d int64; None where ``length`` says it; ``[B]`` in a pool.
         length: The same, where it is known to the host.
+        rows: Where in a pool of P states those of the texts lie ``[B]`` int64, all different; None where row b's is the
+            b-th. A pool's tensors have P rows, of any stride, and no copies.
         kv: State ``[B, HKV, F, V]`` fp32, as all of the linear branch None where there is no such branch.
         z: Its normaliser, ``[B, HKV, F]`` or ``[B, HKV, C, F]`` fp32.
         far_keys: Sum of the keys beyond the window, ``[B, HKV, D]`` or ``[B, HKV, C, D]`` fp32; of the mix "key".
         near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
         near_v: Their values.
-        near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool.
+        near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool; None in a pool, where texts have no
+            padding, and their lengths tell.
         near_turns: Cosines and then sines by which the slots' keys are turned ``[B, N + W + 1, D]``, R of them read;
             None where features are those of keys as they are.
         turns: Those of the new tokens ``[B or 1, 1, R]``.
@@ -52,12 +55,13 @@ class HybridStep(NamedTuple):
     seen: Tensor
     place: Tensor | None
     length: int
+    rows: Tensor | None
     kv: Tensor | None
     z: Tensor | None
     far_keys: Tensor | None
     near_k: Tensor
     near_v: Tensor
-    near_mask: Tensor
+    near_mask: Tensor | None
     near_turns: Tensor | None
     turns: Tensor | None
     weight_q: Tensor | None

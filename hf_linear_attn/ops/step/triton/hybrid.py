@@ -17,7 +17,10 @@ Programs of one head, and of one row, run at the same time. What one of them wri
 * The token is written into a slot that holds no token of the window. It comes to the programs as k and v.
 * Whether a sink has come is told by the number of tokens seen, not by its flag, and a token that becomes a sink is read
   from k and v, too. That number is raised after the launch.
-* z and the keys' sum have a copy per program of a head; all of them stay equal.
+* z and the keys' sum have a copy per program of a head; all of them stay equal. In a pool, which has no copies, one
+  program takes all columns.
+
+In a pool the rows' states lie anywhere, and their lengths tell what a mask of slots would.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -115,15 +118,16 @@ def fading(
 
 @triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b", "t_b"])
 def hybrid_kernel(
-    q, k, v, key_mask, seen, length, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
+    q, k, v, key_mask, seen, length, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
     weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight, o,
     HKV, N, W, scaling, eps, factor, sharpness,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b, wq_h, pq_h, wk_h, pk_h,
+    kv_p, z_p, f_p, nk_p, nv_p, nt_p,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, FADES: tl.constexpr, MIX: tl.constexpr,
-    MASKED: tl.constexpr, STATIC: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read one token of one key head, fold the one that leaves, and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -138,8 +142,12 @@ def hybrid_kernel(
     og = tl.arange(0, GP)
     heads = i_hk * G + og
     slots = N + W + 1
+    i_p = i_b
     place = length
-    if STATIC:
+    if POOL:
+        i_p = tl.load(rows + i_b)
+        place = tl.load(length + i_b)
+    elif STATIC:
         place = tl.load(length)
     new = (N + place % (W + 1)).to(tl.int64)
     old = (N + (place + 1) % (W + 1)).to(tl.int64)
@@ -149,11 +157,12 @@ def hybrid_kernel(
         real = tl.load(key_mask + i_b * m_b) != 0
     becomes_sink = real & (read < N)
     enters = real & (read >= N)
-    near_mask += i_b * slots
-    near_k += bh * slots * D
-    near_v += bh * slots * V
+    if not POOL:
+        near_mask += i_b * slots
+    near_k += i_p * nk_p + i_hk * slots * D
+    near_v += i_p * nv_p + i_hk * slots * V
     if R > 0:
-        near_turns += i_b * slots * D
+        near_turns += i_p * nt_p
         turns += i_b * t_b
     q += i_b * q_b
     k += i_b * k_b + i_hk * k_h
@@ -165,8 +174,9 @@ def hybrid_kernel(
         tl.store(near_k + new * D + od, key, mask=od < D)
         tl.store(near_k + read * D + od, key, mask=od < tl.where(becomes_sink, D, 0))
         if i_hk == 0:
-            tl.store(near_mask + new, enters)
-            tl.store(near_mask + read, becomes_sink, mask=becomes_sink)
+            if not POOL:
+                tl.store(near_mask + new, enters)
+                tl.store(near_mask + read, becomes_sink, mask=becomes_sink)
             if R > 0:
                 tl.store(near_turns + new * D + od, tl.load(turns + od, mask=od < R, other=0.0), mask=od < R)
     # [GP, BD]
@@ -174,7 +184,7 @@ def hybrid_kernel(
     wide = x.to(tl.float32)
     own = tl.sum(wide * key.to(tl.float32)[None, :], 1) * (scaling * LOG2E)
     if MIX != "window":
-        leaves = tl.load(near_mask + old) != 0
+        leaves = read >= N + W if POOL else tl.load(near_mask + old) != 0
         columns = tl.where(leaves, D, 0)
         gone = near_k + old * D
         fk, fk2 = features_of_head(
@@ -187,7 +197,7 @@ def hybrid_kernel(
                 gone, near_v + old * V, columns, near_turns, old * D, decay_bias, decay_key, decay_value, i_hk, od,
                 D, V, BV, R, PAIRS, AT_END,
             )  # fmt: skip
-        z += (bh * C + i_c) * F
+        z += i_p * z_p + (i_hk * C + i_c) * F
         zz = tl.load(z + om, mask=om < M, other=0.0) * fade + fk
         zz2 = zz
         if PAIR:
@@ -197,7 +207,7 @@ def hybrid_kernel(
         score = tl.load(bias + heads, mask=og < G, other=0.0).to(tl.float32) + tl.sum(wide * u.to(tl.float32), 1)
         keys = tl.zeros([BD], tl.float32)
         if MIX == "key":
-            far_keys += (bh * C + i_c) * D
+            far_keys += i_p * f_p + (i_hk * C + i_c) * D
             keys = tl.load(far_keys + od, mask=od < D, other=0.0)
             keys += tl.load(gone + od, mask=od < columns, other=0.0).to(tl.float32)
     for i_v in range(i_c, NV, C):
@@ -210,7 +220,7 @@ def hybrid_kernel(
         if MIX != "window":
             gone_v = tl.load(near_v + old * V + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
             # [BM, BV]
-            state = kv + bh * (F * V) + om[:, None] * V + ov[None, :]
+            state = kv + i_p * kv_p + i_hk * (F * V) + om[:, None] * V + ov[None, :]
             inside = (om < M)[:, None] & (ov < V)[None, :]
             s = tl.load(state, mask=inside, other=0.0) * fade + fk[:, None] * gone_v[None, :]
             tl.store(state, s, mask=inside)
@@ -240,7 +250,12 @@ def hybrid_kernel(
         held = tl.zeros([], tl.int32)
         for j in range(0, slots, BP):
             op = j + tl.arange(0, BP)
-            flag = tl.load(near_mask + op, mask=(op >= N) & (op < slots), other=0) != 0
+            if POOL:
+                # The token that came to a slot last.
+                came = read - 1 - (read - 1 - (op - N) + (W + 1)) % (W + 1)
+                flag = (op >= N) & (op < slots) & (came >= N) & (came >= read - W)
+            else:
+                flag = tl.load(near_mask + op, mask=(op >= N) & (op < slots), other=0) != 0
             circle = flag & (op != new) & (op != old)
             held += tl.sum(circle.to(tl.int32), 0)
             sees = circle | ((op < N) & (op < read))
@@ -295,7 +310,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         The output, allocated, and the launch.
     """
     q, k, v, near_k, z = step.q, step.k, step.v, step.near_k, step.z
-    (B, HKV, slots, D), V, G = near_k.shape, v.shape[3], q.shape[1] // k.shape[1]
+    B, (_, HKV, slots, D), V, G = len(q), near_k.shape, v.shape[3], q.shape[1] // k.shape[1]
     o = empty_like_tokens(q, V)
     M = D if step.weight_k is None else step.weight_k.shape[2]
     F = M if step.weight_k is None else 2 * M
@@ -306,7 +321,8 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
     while -(-V // width) < copies:
         width //= 2
     tensors = {
-        **{"q": q, "k": k, "v": v, "key_mask": step.key_mask, "seen": step.seen, "kv": step.kv, "z": z},
+        **{"q": q, "k": k, "v": v, "key_mask": step.key_mask, "seen": step.seen, "rows": step.rows},
+        **{"kv": step.kv, "z": z},
         **{"far_keys": step.far_keys, "near_k": near_k, "near_v": step.near_v, "near_mask": step.near_mask},
         **{"near_turns": step.near_turns, "turns": step.turns},
         **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
@@ -327,6 +343,8 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
         **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
         **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
+        **{"kv_p": _of_rows(step.kv), "z_p": _of_rows(z), "f_p": _of_rows(step.far_keys)},
+        **{"nk_p": _of_rows(near_k), "nv_p": _of_rows(step.near_v), "nt_p": _of_rows(step.near_turns)},
         **{"G": G, "C": copies, "D": D, "V": V, "M": M},
         **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
         **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
@@ -334,13 +352,20 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         "SIGNED": step.weight_k is None and not elementwise_map(step.phi).non_negative,
         "FADES": step.decay_bias is not None,
         **{"MIX": step.mix, "MASKED": step.key_mask is not None, "STATIC": step.place is not None},
+        "POOL": step.rows is not None,
         "PRECISION": precision(target, q.dtype, max(D, V)),
     }
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
     written = (o, step.kv, z, step.far_keys, step.near_turns)
+    role = "hybrid" if step.rows is None else "hybrid_rows"
     return o, Launch(
-        "hybrid", hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
+        role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
     )
+
+
+def _of_rows(x: Tensor | None) -> int:
+    """Return the distance between the states of two rows."""
+    return 0 if x is None else x.stride(0)
 
 
 def _of_heads(x: Tensor | None) -> int:

@@ -93,12 +93,13 @@ def triton_hybrid_(
     seen: Tensor,
     place: Tensor | None,
     length: int,
+    rows: Tensor | None,
     kv: Tensor | None,
     z: Tensor | None,
     far_keys: Tensor | None,
     near_k: Tensor,
     near_v: Tensor,
-    near_mask: Tensor,
+    near_mask: Tensor | None,
     near_turns: Tensor | None,
     turns: Tensor | None,
     weight_q: Tensor | None,
@@ -126,7 +127,7 @@ def triton_hybrid_(
     weights = turns, weight_q, power_q, weight_k, power_k, *decay, bias, weight
     settings = phi, factor, sharpness, mix, sinks, scaling, eps, pairs, at_end
     # A plan is the same wherever in the text the token stands.
-    return _hybrid(q, k, v, key_mask, seen, place, Number(length), *state, *weights, *settings)
+    return _hybrid(q, k, v, key_mask, seen, place, Number(length), rows, *state, *weights, *settings)
 
 
 @planned

@@ -1,6 +1,6 @@
 """What takes the place of vLLM's attention in a converted layer: its state lies in a page of vLLM's cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.layers.pool import Pool, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.serving.vllm.engine.op import BACKEND, NAME
@@ -50,18 +50,16 @@ class Metadata:
     Attributes:
         texts: Requests that are read one by one.
         at: Where the single tokens of all others stand among the tokens; None where there are none.
-        places: Their pages ``[B]``.
-        lengths: Tokens that they have read ``[B]``.
-        shortest: The least of those.
+        rows: Their pages, and how many tokens they have read.
         positions: Of all tokens; None where vLLM does not say.
+        rotations: Those that layers have asked for.
     """
 
     texts: list[Text]
     at: slice | Tensor | None
-    places: Tensor
-    lengths: Tensor
-    shortest: int
+    rows: Rows
     positions: Tensor | None
+    rotations: dict[tuple[int, int, int], Rotation] = field(default_factory=dict)
 
     @cached_property
     def singles(self) -> list[Text]:
@@ -69,8 +67,25 @@ class Metadata:
         tokens = range(self.at.start, self.at.stop) if isinstance(self.at, slice) else self.at
         if tokens is None:
             return []
-        every = zip(map(int, tokens), self.lengths.tolist(), self.places.tolist(), strict=True)
+        every = zip(map(int, tokens), self.rows.lengths.tolist(), self.rows.places.tolist(), strict=True)
         return [Text(token, token + 1, length, place, [place]) for token, length, place in every]
+
+    def rotation(self, rotary: Any, text: Text | None = None) -> Rotation | None:
+        """Return how the new tokens of a text are turned, or the single ones, of a row each; of all layers alike.
+
+        Args:
+            rotary: What turns them; None where that is not to be undone.
+            text: The text; None for the single tokens.
+        """
+        at = self.at if text is None else slice(text.start, text.end)
+        if rotary is None or self.positions is None or at is None:
+            return None
+        key = (id(rotary), *((-1, -1) if text is None else (text.start, text.end)))
+        if key not in self.rotations:
+            turns = rotary.cos_sin_cache[self.positions[at]]
+            layout = Layout("half" if rotary.is_neox_style else "next")
+            self.rotations[key] = Rotation(turns[:, None] if text is None else turns[None], layout)
+        return self.rotations[key]
 
 
 class Builder(BailingLinearAttentionMetadataBuilder):  # type: ignore[misc]
@@ -108,9 +123,6 @@ class Builder(BailingLinearAttentionMetadataBuilder):  # type: ignore[misc]
                 # The first token of a text has no state to step.
                 single = end - start == 1 < ends[i] and not drafts
                 (steps if single else read).append(i)
-        if len(steps) == 1 and device.type == "cpu":
-            # Alone it needs no copy of its state.
-            steps, read = [], steps + read
         texts = []
         if read:
             pages = table.tolist()
@@ -128,14 +140,9 @@ class Builder(BailingLinearAttentionMetadataBuilder):  # type: ignore[misc]
             tokens = [starts[i] for i in steps]
             together = tokens[-1] - tokens[0] == len(tokens) - 1
             at = slice(tokens[0], tokens[-1] + 1) if together else torch.tensor(tokens, device=device)
-        return Metadata(
-            texts,
-            at,
-            table[rows, 0].long(),
-            common.seq_lens[rows].long() - 1,
-            min((ends[i] - 1 for i in steps), default=0),
-            common.positions,
-        )
+        shortest = min((ends[i] - 1 for i in steps), default=1)
+        single = Rows(table[rows, 0].long(), common.seq_lens[rows].long() - 1, shortest)
+        return Metadata(texts, at, single, common.positions)
 
 
 class Backend(BailingLinearAttentionBackend):  # type: ignore[misc]
@@ -167,12 +174,13 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
         self, part: LinearAttention, name: str, value_dim: int, dtype: torch.dtype, rotary: Any = None
     ) -> None:
         super().__init__()
-        # In a list, and so no module of this one: its weights are loaded under its own name.
+        # In a tuple, and so no modules of this one: weights are loaded under their own names.
         self._held = (part, rotary)
         self.layer_name, self.value_dim = name, value_dim
         self.slots = pool_slots(part, value_dim)
         self.page: tuple[Part, ...] = page_of(self.slots, dtype)
         self.kv_cache: tuple[Tensor, ...] = ()
+        self._pool: tuple[tuple[Tensor, ...], Pool] | None = None
 
     @property
     def mamba_type(self) -> Any:
@@ -216,58 +224,45 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
             return
         m: Metadata = metadata[self.layer_name]
         part, rotary = self._held
-        tensors = zip(self.page, self.kv_cache, strict=True)
-        pool = Pool(self.slots, {field.name: x for field, x in tensors if field.name in self.slots})
+        pool = self._pool_of_cache()
         q, k, v = (x.view(len(x), -1, d) for x, d in self._with_sizes(query, key, value))
         out = out.view(len(out), -1, self.value_dim)
         with own_precision(q.device):
             texts = m.texts
             if m.at is not None and can_step(part):
                 q1, k1, v1 = (x[m.at][:, :, None] for x in (q, k, v))
-                rotation = _rotation(rotary, m.positions, m.at, by_row=True)
-                all_sinks = part.window is None or m.shortest >= part.window.sinks
-                o = step_rows_(part, q1, k1, v1, pool, m.places, m.lengths, first_read=all_sinks, rotation=rotation)
-                out[m.at] = o[:, :, 0]
+                out[m.at] = step_rows_(part, q1, k1, v1, pool, m.rows, m.rotation(rotary))[:, :, 0]
             else:
                 texts = m.singles + texts
             for text in texts:
-                self._read(part, rotary, text, (q, k, v), pool, m.positions, out)
+                for piece in _pieces(text):
+                    if piece.targets[0] != piece.source and piece.length:
+                        pool.copy_(piece.source, piece.targets[0])
+                    here = slice(piece.start, piece.end)
+                    q1, k1, v1 = (x[here].transpose(0, 1)[None] for x in (q, k, v))
+                    o = read_(part, q1, k1, v1, pool, piece.targets[0], piece.length, m.rotation(rotary, piece))
+                    out[here] = o[0].transpose(0, 1)
 
-    def _read(
-        self,
-        part: LinearAttention,
-        rotary: Any,
-        text: Text,
-        tokens: tuple[Tensor, Tensor, Tensor],
-        pool: Pool,
-        positions: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Read the tokens of one request, the state after each going where its page is."""
-        source, length, start = text.source, text.length, text.start
-        while start < text.end:
-            number = start - text.start
-            each = len(text.targets) > 1
-            target, end = text.targets[number if each else 0], start + 1 if each else text.end
-            if target != source and length:
-                pool.copy_(source, target)
-            here = slice(start, end)
-            q, k, v = (x[here].transpose(0, 1)[None] for x in tokens)
-            rotation = _rotation(rotary, positions, here)
-            out[here] = read_(part, q, k, v, pool, target, length, rotation)[0].transpose(0, 1)
-            length, source, start = length + end - start, target, end
+    def _pool_of_cache(self) -> Pool:
+        """Return the pages that vLLM has bound to this layer, by the names of what lies in them."""
+        if self._pool is None or self._pool[0] is not self.kv_cache:
+            tensors = zip(self.page, self.kv_cache, strict=True)
+            named = {part.name: x for part, x in tensors if part.name in self.slots}
+            self._pool = self.kv_cache, Pool(self.slots, named)
+        return self._pool[1]
 
     def _with_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, int], ...]:
         head_dim = self._held[0].sizes.head_dim
         return (query, head_dim), (key, head_dim), (value, self.value_dim)
 
 
-def _rotation(rotary: Any, positions: Tensor | None, at: slice | Tensor, *, by_row: bool = False) -> Rotation | None:
-    """Return the rotation of some tokens, of one row, or of a row each."""
-    if rotary is None or positions is None:
-        return None
-    turns = rotary.cos_sin_cache[positions[at]]
-    return Rotation(turns[:, None] if by_row else turns[None], Layout("half" if rotary.is_neox_style else "next"))
+def _pieces(text: Text) -> list[Text]:
+    """Divide a text where the state after every token has a page of its own."""
+    if len(text.targets) == 1:
+        return [text]
+    first, length = text.start, text.length
+    sources = [text.source, *text.targets]
+    return [Text(first + i, first + i + 1, length + i, sources[i], [target]) for i, target in enumerate(text.targets)]
 
 
 def converted_layers(vllm_config: VllmConfig) -> list[ConvertedAttention]:
