@@ -238,6 +238,17 @@ def test_attention_maps_asked_for_in_the_config_are_refused(model, tmp_path):
     assert not (tmp_path / "saved" / "config.json").exists()
 
 
+@pytest.mark.parametrize("layers", ["all", [1]])
+@pytest.mark.parametrize(
+    "task_and_type", [("causal", "llama"), ("causal", "gpt2"), ("causal", "gpt_neox"), ("masked", "bert")], ids=str
+)
+def test_attention_maps_are_refused(task_and_type, layers):
+    # GPT-2 records what its attention returns, and asks it for nothing.
+    model = patch_model(tiny_model(*task_and_type), "elu", layers=layers)
+    with pytest.raises(UnsupportedError, match=r"`output_attentions` must be False"):
+        model(prompt(4, 0), output_attentions=True)
+
+
 def test_a_model_whose_config_asked_for_maps_before(tmp_path):
     model = tiny_model("causal", "llama")
     model.set_attn_implementation("eager")
