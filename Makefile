@@ -15,7 +15,7 @@ endif
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep vllm-environment vllm clean
+.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
@@ -80,6 +80,18 @@ kernels-check-oldest: $(INSTALLED)
 # With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.
 sweep: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep $(SWEEP)
+
+# Transformers' own tests of its models, on patched ones: some five minutes of one core. Its source goes into build/.
+TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
+
+transformers-tests: build/transformers-$(TRANSFORMERS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m optional tests/patching/test_transformers_own.py
+
+build/transformers-$(TRANSFORMERS): $(INSTALLED)
+	$(RUN) -m pip install --quiet --constraint constraints.txt parameterized
+	$(RUN) -m pip download --quiet --no-deps --no-binary :all: --dest build transformers==$(TRANSFORMERS)
+	tar --extract --file $@.tar.gz --directory build transformers-$(TRANSFORMERS)/tests
+	touch $@
 
 # vLLM's tests, in an environment of its own: it asks for an older Transformers than constraints.txt. Its torchvision and
 # torchaudio are not of that torch, and nothing here needs them.

@@ -228,6 +228,10 @@ def _hybrid_(
                 keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
+    if far is None:
+        # Nothing shows what has left, and 0 times a NaN is one.
+        for x in (near_k, near_v):
+            _put_(x, 2, old, 0.0)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
     _count_(seen, real)

@@ -39,12 +39,15 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     is no mask, or by a 4-D mask; what is not told apart here breaks the graph, as it then depends on values.
     """
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if getattr(getattr(module, "config", None), "output_attentions", False):
+    of_config = getattr(getattr(module, "config", None), "output_attentions", False)
+    # Not every model asks its layers for maps: some record what they return, which would be none.
+    if of_config or kwargs.get("output_attentions"):
+        remedy = "set model.config.output_attentions = False" if of_config else "leave it out"
         raise UnsupportedError(
             "output_attentions",
             "be False",
             True,
-            "Linear attention has no attention weights; set model.config.output_attentions = False.",
+            f"Linear attention has no attention weights; {remedy}. `hf-linear-attn inspect` shows what they would be.",
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2

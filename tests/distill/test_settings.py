@@ -7,7 +7,7 @@ import pytest
 from hf_linear_attn.distill import DistillationSettings, available_presets
 from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.distill.settings import declared_settings, preset
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 
 def parse(flags, defaults=None):
@@ -152,4 +152,13 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path):
     assert (settings.distill_lr, settings.ce_share, settings.map_lr) == (1e-3, 0.1, None)
     path.write_text("distill_lr: fast\n")
     with pytest.raises(ArgumentError, match=r"`distill_lr` must be a number, got 'fast'"):
+        DistillationSettings.from_file(path)
+
+
+def test_a_file_may_name_one_stage_and_no_half_rows(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("stages: transfer\n")
+    assert list(DistillationSettings.from_file(path).stages) == ["transfer"]
+    path.write_text("rows: 2.5\n")
+    with pytest.raises(ArgumentTypeError, match=r"`rows` must be a whole number, got 2\.5"):
         DistillationSettings.from_file(path)

@@ -1,14 +1,19 @@
 """NaN and infinity: what stands at a masked key matters nowhere, and what a real token holds is not swallowed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from hf_linear_attn import delta_rule, linear_attention
 from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.ops.delta_rule import DeltaRuleState, delta_step_
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.step import decode_state, decode_step_
+from hf_linear_attn.ops.window import window_attention, window_sums
 from tests.ops import test_window as window
-from tests.ops.oracle import MAPS, Case, run
+from tests.ops.oracle import DEVICE, MAPS, Case, run
 
 CASES = {
     "dense": Case(B=1, HKV=1, T=25, D=20, V=17, masked=True, state=True),
@@ -17,6 +22,108 @@ CASES = {
     "bidirectional": Case(B=1, H=1, HKV=1, T=7, S=20, causal=False, masked=True),
     "signed": Case(B=1, H=1, HKV=1, T=25, phi="identity", masked=True),
 }
+
+
+T, AT, WINDOW = 80, 72, 5
+FIRST = 64
+"""Where the chunk of token AT begins, or the block, in every backend that has such."""
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    return linear_attention(q, k, v, key_mask=mask, return_state=False, backend=backend)
+
+
+def decay(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    fading = torch.linspace(-1, 0, T, device=q.device).expand(1, 2, T)
+    return linear_attention(q, k, v, key_mask=mask, return_state=False, log_decay=fading, backend=backend)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    beta = torch.linspace(0, 1, T, device=q.device).expand(1, 2, T)
+    return delta_rule(q, k, v, beta, -beta, key_mask=mask, return_state=False, backend=backend)
+
+
+def near(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    return window_attention(q, k, v, window=WINDOW, scaling=0.3, key_mask=mask, backend=backend)
+
+
+def sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    num, den = window_sums(q, k, v, window=WINDOW, scaling=0.3, key_mask=mask)
+    return num / den[..., None]
+
+
+def steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    state, read = decode_state(1, 2, 16, 16, device=q.device), []
+    for a in range(FIRST, T, 6):
+        seen = None if mask is None else mask[:, a : a + 6]
+        read.append(decode_step_(*(x[:, :, a : a + 6] for x in (q, k, v)), state, key_mask=seen, backend=backend))
+    return torch.cat([q[:, :, :FIRST], *read], 2)
+
+
+def delta_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    state, read = DeltaRuleState(torch.zeros(1, 2, 16, 16, device=q.device)), []
+    beta = torch.linspace(0, 1, T, device=q.device).expand(1, 2, T)
+    for a in range(FIRST, T, 6):
+        seen, piece = None if mask is None else mask[:, a : a + 6], (x[..., a : a + 6, :] for x in (q, k, v))
+        read.append(delta_step_(*piece, beta[:, :, a : a + 6], None, state, key_mask=seen, backend=backend))
+    return torch.cat([q[:, :, :FIRST], *read], 2)
+
+
+def call(operation: Callable[..., Tensor], backend: str, x: dict[str, Tensor], mask: Tensor | None = None) -> Tensor:
+    if backend == "traced":
+        operation, backend = torch.compile(operation, backend="eager", fullgraph=True), "torch"
+    with torch.no_grad():
+        return operation(x["q"], x["k"], x["v"], mask, backend)
+
+
+def tokens() -> dict[str, Tensor]:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    return {name: torch.randn(1, 2, T, 16, generator=g, device=DEVICE) for name in ("q", "k", "v")}
+
+
+AFTER, WITHIN = list(range(AT, T)), list(range(AT, AT + WINDOW))
+CHUNK = list(range(FIRST, T))
+# Which queries show a NaN of a key, and one of a value.
+SHOWN = {
+    **{(operation, "reference"): (AFTER, AFTER) for operation in (linear, decay, delta)},
+    **{(operation, "torch"): (AFTER, AFTER) for operation in (linear, decay, delta)},
+    **{(operation, backend): (AFTER, AFTER) for operation in (steps, delta_steps) for backend in ("torch", "triton")},
+    **{(near, backend): (WITHIN, WITHIN) for backend in ("reference", "torch", "traced")},
+    (sums, "torch"): (WITHIN, WITHIN),
+    # What nobody looks at: docs/kernels.md says how far it reaches.
+    **{(linear, "traced"): (AFTER, CHUNK), (decay, "traced"): (AFTER, CHUNK), (delta, "traced"): (CHUNK, CHUNK)},
+    **{(linear, "triton"): (AFTER, CHUNK), (delta, "triton"): (CHUNK, CHUNK), (near, "triton"): (WITHIN, CHUNK)},
+}  # fmt: skip
+ALL = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in SHOWN]
+
+
+@pytest.mark.parametrize(("operation", "backend"), ALL)
+def test_who_shows_a_nan(operation: Callable[..., Tensor], backend: str) -> None:
+    """Whoever sees its token, and beyond them nobody but rows of the same product, where nobody looks."""
+    x = tokens()
+    clean = call(operation, backend, x)
+    for side, shown in zip("kv", SHOWN[operation, backend], strict=True):
+        broken = x[side].clone()
+        broken[0, 0, AT, 3] = torch.nan
+        found = call(operation, backend, x | {side: broken})
+        assert rows_with_nan(found) == [shown, []], side
+        others = [i for i in range(T) if i not in shown]
+        torch.testing.assert_close(found[0, 0, others], clean[0, 0, others])
+        torch.testing.assert_close(found[0, 1], clean[0, 1])
+
+
+# Kernels have cases of their own below, and the delta rule's beside its other tests.
+@pytest.mark.parametrize(
+    ("operation", "backend"), [case for case in ALL if "steps" in case.id or "triton" not in case.id]
+)
+def test_what_a_mask_hides_matters_to_nobody(operation: Callable[..., Tensor], backend: str) -> None:
+    x, mask = tokens(), torch.ones(1, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :3], mask[0, AT] = False, False
+    clean = call(operation, backend, x, mask)
+    for value in (torch.nan, torch.inf):
+        hidden = {side: x[side].masked_fill(~mask[:, None, :, None], value) for side in "kv"}
+        found = call(operation, backend, x | hidden, mask)
+        torch.testing.assert_close(found[:, :, mask[0]], clean[:, :, mask[0]])
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ be asked of the patched one.
 """
 
 import copy
+import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,6 +194,7 @@ def differs_and_unpatches(build: Callable[[], PreTrainedModel], task: Task, **se
     names, cls = {k: v.clone() for k, v in model.state_dict().items()}, type(model)
     config = copy.deepcopy(model.config).to_dict()
     patch_model(model, **settings)
+    signatures(type(model), cls)
     after = Subject(model, task).logits(Subject(model, task).tokens())
     assert after.isfinite().all(), "logits are not finite"
     assert (after - before).abs().max() > 1e-3 * before.abs().max(), "patching changes nothing"
@@ -205,6 +207,14 @@ def differs_and_unpatches(build: Callable[[], PreTrainedModel], task: Task, **se
     assert all(torch.equal(restored[k], names[k]) for k in names), "weights are not restored"
     assert type(model) is cls, "the class is not restored"
     assert model.config.to_dict() == config, "the config is not restored"
+
+
+def signatures(cls: type, base: type) -> None:
+    """What a patched class is called with is what the class that it stands for is called with."""
+    for name in ("from_pretrained", "generate", "forward", "save_pretrained", "__init__"):
+        if hasattr(base, name):
+            found, expected = (inspect.signature(getattr(owner, name)) for owner in (cls, base))
+            assert found == expected, f"the signature of {name} is {found}, not {expected}"
 
 
 def gradients(model: PreTrainedModel, task: Task) -> None:

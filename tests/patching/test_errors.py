@@ -175,3 +175,8 @@ def test_nothing_in_a_folder_is_executed(saved):
         from_pretrained(saved, trust_remote_code=True)
     (saved / "modeling_linear_attention.py").write_text("raise SystemExit")
     from_pretrained(saved)
+
+
+def test_a_list_of_no_names_says_so():
+    error = ArgumentError("suite", "be a known suite", "speed", "Use one of those.", available=[])
+    assert str(error) == "`suite` must be a known suite, got 'speed'. Use one of those; available: none."

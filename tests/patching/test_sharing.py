@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
-from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
+from hf_linear_attn.feature_maps import base, load_feature_maps
 from hf_linear_attn.patching import is_patched
 
 from .checks import Subject, close
@@ -128,6 +130,17 @@ def test_auto_classes_of_other_tasks_load_it_patched(task, name, auto, cls, tmp_
     found = {name: x for name, x in loaded.state_dict().items() if "linear_attention" in name}
     assert len(found) == len(weights)
     assert all(any(name.endswith(end) and torch.equal(x, weights[end]) for end in weights) for name, x in found.items())
+
+
+def test_a_map_of_the_user_has_to_be_registered_first(users_map, tmp_path):
+    load_feature_maps(users_map)
+    patch_model(tiny_model("causal", "llama"), "cubed").save_pretrained(tmp_path / "saved")
+    base._REGISTRY.pop("cubed")
+    for load in (from_pretrained, partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=True)):
+        with pytest.raises(
+            HFLinearAttnError, match=r"`feature_map` must be a registered name, got 'cubed'. Import what"
+        ):
+            load(tmp_path / "saved")
 
 
 def test_a_class_whose_layers_are_others_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Answers that would be wrong without a word: each is right, or refused by name."""
 
-import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ from hf_linear_attn.ops.window import window_attention
 from hf_linear_attn.patching import encode_context
 from hf_linear_attn.patching.convert import linear_attention_class
 
+from .checks import signatures
 from .zoo import tiny_model
 
 SETTINGS = {
@@ -238,6 +238,17 @@ def test_attention_maps_asked_for_in_the_config_are_refused(model, tmp_path):
     assert not (tmp_path / "saved" / "config.json").exists()
 
 
+@pytest.mark.parametrize("layers", ["all", [1]])
+@pytest.mark.parametrize(
+    "task_and_type", [("causal", "llama"), ("causal", "gpt2"), ("causal", "gpt_neox"), ("masked", "bert")], ids=str
+)
+def test_attention_maps_are_refused(task_and_type, layers):
+    # GPT-2 records what its attention returns, and asks it for nothing.
+    model = patch_model(tiny_model(*task_and_type), "elu", layers=layers)
+    with pytest.raises(UnsupportedError, match=r"`output_attentions` must be False"):
+        model(prompt(4, 0), output_attentions=True)
+
+
 def test_a_model_whose_config_asked_for_maps_before(tmp_path):
     model = tiny_model("causal", "llama")
     model.set_attn_implementation("eager")
@@ -260,10 +271,7 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it(model, more):
 @pytest.mark.parametrize("task_and_type", [("causal", "llama"), ("seq2seq", "bart"), ("masked", "bert")], ids=str)
 def test_signatures_stay_those_of_the_class(task_and_type):
     for base in (type(tiny_model(*task_and_type)), WhisperForConditionalGeneration):
-        cls = linear_attention_class(base)
-        for name in ("from_pretrained", "generate", "forward", "save_pretrained", "__init__"):
-            if hasattr(base, name):
-                assert inspect.signature(getattr(cls, name)) == inspect.signature(getattr(base, name)), name
+        signatures(linear_attention_class(base), base)
 
 
 def test_a_mask_that_hides_what_was_read_is_refused(model):

@@ -14,7 +14,7 @@ from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.finite import broken_keys, see, unmasked, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
 
@@ -127,6 +127,8 @@ def delta_rule(
         if broken is not None:
             k, v, beta = without(k, broken), without(v, broken), beta.masked_fill(broken, 0)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
+        elif not is_kernel:
+            k, v = unmasked(k, v, key_mask)
         o, final = function(
             q,
             k,

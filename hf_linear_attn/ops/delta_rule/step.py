@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.ops.chunks import split
+from hf_linear_attn.ops.delta_rule.api import delta_rule
 from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
@@ -70,9 +70,7 @@ def delta_step_(
         by_group = split(q[:, :, 0], 1, k.shape[1])
         o = overwrite_and_read_(by_group, k, v, beta, log_decay, kv, key_mask, l2norm)
         return o.view(*q.shape[:3], -1).to(q.dtype)
-    o, final = delta_rule_chunked(
-        q, k, v, beta, log_decay, key_mask=key_mask, cu_seqlens=None, state=state, delay=0, l2norm=l2norm
-    )
+    o, final = delta_rule(q, k, v, beta, log_decay, key_mask=key_mask, state=state, l2norm=l2norm, backend="torch")
     kv.copy_(final.kv)
     return o
 

@@ -13,7 +13,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.finite import broken_keys, see, unmasked, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
@@ -151,6 +151,8 @@ def linear_attention(
         if broken is not None:
             k, v = without(k, broken), without(v, broken)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
+        elif not is_kernel:
+            k, v = unmasked(k, v, key_mask)
         fading = {} if log_decay is None else {"log_decay": log_decay}
         o, final = function(
             q,

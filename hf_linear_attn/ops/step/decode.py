@@ -9,9 +9,10 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.finite import broken_keys
+from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
-from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.step.copies import copies_of
 
@@ -93,10 +94,10 @@ def decode_step_(
             fade_(*state, log_decay)
         return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
     one = state.z if state.z.ndim == 3 else state.z[:, :, 0]
-    o, (kv, z) = linear_attention_chunked(
-        q, k, v, phi=phi, causal=True, key_mask=key_mask, cu_seqlens=None,
-        state=LinearAttentionState(state.kv, one), delay=0, eps=eps, log_decay=log_decay,
-    )  # fmt: skip
+    before, feature_map = LinearAttentionState(state.kv, one), elementwise_map(phi)
+    o, (kv, z) = linear_attention(
+        q, k, v, feature_map, key_mask=key_mask, state=before, eps=eps, log_decay=log_decay, backend="torch"
+    )
     state.kv.copy_(kv)
     state.z.copy_(z if state.z.ndim == 3 else z[:, :, None])
     return o
@@ -237,9 +238,18 @@ def _decode_step_torch_(
     key_mask: Tensor | None,
     eps: float,
 ) -> Tensor:
+    tokens = k.shape[2]
+    if tokens > 1 and broken_keys(k, v) is not None:
+        # One by one, since in a product a value is with the queries before it, too.
+        parts = []
+        for t in range(tokens):
+            one = slice(t, t + 1)
+            mask = None if key_mask is None else key_mask[:, one]
+            parts.append(_decode_step_torch_(q[:, :, one], k[:, :, one], v[:, :, one], state, phi, mask, eps))
+        return torch.cat(parts, 2)
     feature_map = elementwise_map(phi)
     kv, z = state
-    batch, kv_heads, tokens, dim = k.shape
+    batch, kv_heads, _, dim = k.shape
     rows, value_dim = batch * kv_heads, v.shape[3]
     phi_q = feature_map.phi(q).reshape(rows, -1, dim)
     phi_k = feature_map.phi(k)

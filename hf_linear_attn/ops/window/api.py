@@ -9,16 +9,14 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.finite import broken_keys, see, without
+from hf_linear_attn.ops.finite import see
+from hf_linear_attn.ops.window.finite import Sinks, take_out
 from hf_linear_attn.ops.window.opaque import window_attention_opaque
 from hf_linear_attn.ops.window.reference import window_attention_reference
-from hf_linear_attn.ops.window.torch import window_attention_torch
+from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
 
 LARGEST_FP32 = 128
 """Dimensions up to which the kernels find enough registers for fp32."""
-
-Sinks = tuple[Tensor, Tensor, Tensor]
-"""Keys ``[B, HKV, N, D]``, values ``[B, HKV, N, V]``, and which query sees which, ``[B, T, N]`` bool."""
 
 
 class OwnKey(NamedTuple):
@@ -123,25 +121,34 @@ def window_attention(
         return window_attention_triton(
             q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
         )
-    broken = broken_keys(k, v)
-    if broken is not None:
-        k, v = without(k, broken), without(v, broken)
+    k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
     own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
     function = window_attention_reference if chosen == "reference" else window_attention_torch
     exporting = torch.compiler.is_exporting()
     if chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled())):
         function = window_attention_opaque
     o = function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
-    return o if broken is None else see(o, _seen(broken, q.shape[2], window, key_mask))
+    return o if seen is None else see(o, seen)
 
 
-def _seen(broken: Tensor, queries: int, window: int, key_mask: Tensor | None) -> Tensor:
-    """Tell which queries see one of the broken keys ``[B, HKV, P + T]``, ``[B, HKV, T]``."""
-    real = broken if key_mask is None else broken & key_mask[:, None]
-    number = F.pad(real.long().cumsum(2), (window, 0))
-    within = number[:, :, window:] > number[:, :, :-window]
-    # A query sees its own key, whatever a mask says.
-    return (within | broken)[:, :, -queries:]
+def window_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    key_mask: Tensor | None = None,
+    sinks: Sinks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what softmax over a window divides: ``sum_j exp(s_ij - m_i) v_j`` and ``sum_j exp(s_ij - m_i)``.
+
+    Returns:
+        Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
+    """
+    k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
+    num, den = window_sums_torch(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks)
+    return num if seen is None else see(num, seen), den
 
 
 def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.finite import see
 from hf_linear_attn.ops.library import refuse_vmap
+from hf_linear_attn.ops.window.finite import take_out
 from hf_linear_attn.ops.window.torch import window_attention_torch
 
 
@@ -47,8 +49,10 @@ def window_forward(
 ) -> Tensor:
     """Return ``o [B, H, T, V]``."""
     sinks, own = _whole(sink_k, sink_v, sink_seen), _whole(own_score, own_seen, own_value)
+    # What traced this node had no numbers to look at.
+    k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
     o = window_attention_torch(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
-    return o.contiguous()
+    return (o if seen is None else see(o, seen)).contiguous()
 
 
 @window_forward.register_fake

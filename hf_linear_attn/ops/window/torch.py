@@ -102,21 +102,17 @@ def _scaled_product(x: Tensor, y: Tensor, scaling: float) -> Tensor:
     return torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=scaling)
 
 
-def window_sums(
+def window_sums_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     window: int,
     scaling: float,
-    key_mask: Tensor | None = None,
-    sinks: tuple[Tensor, Tensor, Tensor] | None = None,
+    key_mask: Tensor | None,
+    sinks: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what softmax over a window divides: ``sum_j exp(s_ij - m_i) v_j`` and ``sum_j exp(s_ij - m_i)``.
-
-    Returns:
-        Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
-    """
+    """Compute :func:`hf_linear_attn.ops.window.window_sums`."""
     band = Band(q, k, v, window, key_mask, sinks, False)
     scores = band.hide(upcast(_scaled_product(band.q, band.k.mT, scaling)))
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
