@@ -36,6 +36,20 @@ assert hf_linear_attn.linear_attention(q, k, v, return_state=False).shape == (1,
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_importing_is_quick_where_transformers_is_there():
+    code = """
+import sys, time
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+before, start = set(sys.modules), time.process_time()
+import hf_linear_attn
+from hf_linear_attn import from_pretrained, linear_attention, patch_model
+assert time.process_time() - start < 0.3
+print(*{name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert set(done.stdout.split()) <= {"hf_linear_attn", "torch", "transformers"}
+
+
 def test_ops_and_feature_maps_do_not_import_transformers():
     code = """
 import sys

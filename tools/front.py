@@ -75,13 +75,12 @@ def draw_cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
         line(name, number, [(row["tokens"], row["forward"][key]["median_ms"]) for row in cpu["lengths"]])
         for number, (key, name) in enumerate([("softmax (SDPA)", "softmax"), ("linear attention", "linear")])
     ]
-    batch = demo["args"]["batch_size"]
     subjects = {model["role"]: model["name"] for model in [demo["model"], *demo["references"]]}
     caches = [
         line(
             name,
             number,
-            [(row["length"], row["cache_bytes"] / batch / KIB) for row in measured(demo, "latency", subjects[role])],
+            [(row["length"], cache_kib(row)) for row in measured(demo, "latency", subjects[role])],
         )
         for number, (role, name) in enumerate([("teacher", "softmax"), ("model", "linear")])
     ]
@@ -91,6 +90,11 @@ def draw_cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
     ]
     legend = [(0, "softmax attention"), (1, "linear attention")]
     return standalone(panels, legend, "Time and cache of softmax and linear attention by length")
+
+
+def cache_kib(row: dict[str, Any]) -> float:
+    """Return the cache of one of a row's sequences."""
+    return float(row["cache_bytes"]) / row["batch_size"] / KIB
 
 
 def measured(demo: dict[str, Any], kind: str, model: str) -> list[dict[str, Any]]:
@@ -142,8 +146,7 @@ def table(study: dict[str, Any], demo: dict[str, Any]) -> str:
         cell = next(row for row in measured(demo, "latency", models[subject]) if row["length"] == longest)
         recall = [spread([100 * f["recall"][pairs] for f in figures], 0) + "%" for pairs in ("4", "8")]
         nats = spread([f["loss_nats"] for f in figures], 3)
-        cache = f"{cell['cache_bytes'] / cell['batch_size'] / KIB:,.0f} KiB"
-        lines.append(f"| {name} | {nats} | {recall[0]} | {recall[1]} | {cache} |")
+        lines.append(f"| {name} | {nats} | {recall[0]} | {recall[1]} | {cache_kib(cell):,.0f} KiB |")
     return "\n".join(lines)
 
 

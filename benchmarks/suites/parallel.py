@@ -43,6 +43,12 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
+def library_mib() -> float:
+    """Return the pages of files that this process has in memory: libraries, which processes of a machine share."""
+    with open("/proc/self/status") as status:
+        return next(float(line.split()[1]) for line in status if line.startswith("RssFile")) / 2**10
+
+
 def work(tokens: int, steps: int) -> dict[str, Any]:
     """Take steps as one of the processes; return what was measured."""
     torch.set_num_threads(1)
@@ -81,7 +87,7 @@ def work(tokens: int, steps: int) -> dict[str, Any]:
             found["processor_s"].append(time.process_time() - processor)
             dist.barrier()
             found["wall_s"].append(time.perf_counter() - wall)
-        found["peak_mib"] = peak_mib()
+        found["peak_mib"], found["library_mib"] = peak_mib(), library_mib()
         sent = [bytes_sent(part, processes, tokens) for part in linear_attention_parts(model)]
     found |= {"states_bytes": sent[0].states, "keys_bytes": sent[0].keys}
     dist.destroy_process_group()
@@ -130,6 +136,7 @@ def row(processes: int, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         ),
         "peak_mib": max(rank["peak_mib"] for rank in ranks),
         "start_mib": max(rank["start_mib"] for rank in ranks),
+        "library_mib": min(rank["library_mib"] for rank in ranks),
         "loss_nats": runs[0][0]["loss_nats"],
         "states_bytes": ranks[0]["states_bytes"],
         "keys_bytes": ranks[0]["keys_bytes"],
@@ -154,11 +161,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             found[number].append(launch(number, arguments.tokens, arguments.steps))
             print(row(number, found[number]), flush=True)
     rows = [row(number, runs) for number, runs in found.items()]
-    one = rows[0]
+    one, most = rows[0], max(arguments.processes)
+    alone = launch(1, arguments.tokens // most, arguments.steps)[0]
     for other in rows:
         other["step_mib"] = other["peak_mib"] - other["start_mib"]
+        other["own_mib"] = other["peak_mib"] - other["library_mib"]
     for other in rows:
-        for name in ("wall_s", "processor_s", "peak_mib", "step_mib"):
+        for name in ("wall_s", "processor_s", "peak_mib", "own_mib", "step_mib"):
             other[f"{name.rpartition('_')[0]}, of one"] = other[name] / one[name]
     parts = [
         "# A text split over processes\n",
@@ -167,11 +176,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"\n\nThe text has {arguments.tokens:,} tokens. Wall time is the shortest of {arguments.rounds} runs of "
         f"{arguments.steps} steps; processor time is the median of the busiest process's. Peak is the most memory that "
         "a process held, start what it held before with Python, torch, the model and a short step, and step what was "
-        "added. Bytes are what a process sends for one layer in a forward, and what it would send if keys and values "
+        "added; library is pages of files, which the processes of a machine share, and own is the rest of the peak. "
+        "Bytes are what a process sends for one layer in a forward, and what it would send if keys and values "
         "were handed round.\n",
         markdown(rows),
+        f"\nNo split can do with less than what one process needs for a part alone. For {arguments.tokens // most:,} "
+        f"tokens, a part of {most}, its peak is {alone['peak_mib']:.0f} MiB, {alone['peak_mib'] / one['peak_mib']:.3f} "
+        f"of that for the whole; {alone['library_mib']:.0f} MiB of it are pages of libraries.\n",
     ]
-    write(arguments.output, {"provenance": facts, "tokens": arguments.tokens, "rows": rows}, "\n".join(parts))
+    result = {"provenance": facts, "tokens": arguments.tokens, "rows": rows, "part_alone": alone}
+    write(arguments.output, result, "\n".join(parts))
     print(f"wrote {arguments.output} and .md")
 
 

@@ -95,9 +95,25 @@ def test_a_bad_wheel_is_refused(tmp_path):
     assert f"at most {release.MOST_KIB} KiB" in wrong
     assert "must hold hf_linear_attn/evaluation/report.css" in wrong
     assert "must not hold tests" in wrong
+    assert "must not hold hf_linear_attn/big, which the repository has not" in wrong
     assert "py.typed" not in wrong
     with pytest.raises(SystemExit, match="must hold one wheel and one source"):
         release.main([str(tmp_path)])
+
+
+def test_a_wheel_is_all_in_the_table_of_its_sizes(tmp_path):
+    wheel = tmp_path / "hf_linear_attn-0-py3-none-any.whl"
+    documented = ROOT / "hf_linear_attn/errors.py"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(documented, "hf_linear_attn/errors.py")
+        archive.writestr("hf_linear_attn/ops/step/api.py", "def step():\n    return 1\n")
+        archive.writestr("hf_linear_attn-0.dist-info/RECORD", "a list\n" * 99)
+    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in release.sizes(wheel).splitlines()[2:]}
+    assert rows.keys() == {"modules beside them", "ops/step", "recipes, licence and list of files", "**all**"}
+    assert float(rows["modules beside them"][2]) > 0.3 * float(rows["modules beside them"][1])
+    assert float(rows["ops/step"][2]) == 0.0
+    # But for the 22 bytes at its end.
+    assert float(rows["**all**"][4].rstrip(" |")) == pytest.approx(wheel.stat().st_size / 1024, abs=0.1)
 
 
 def test_optional_extras_are_pinned():

@@ -40,3 +40,14 @@ def test_pictures_hold_every_line_and_its_name(results):
         names = len([None for svg in root.iter("{http://www.w3.org/2000/svg}svg") if svg.get("class") == "swatch"])
         assert len(paths) == lines + names
         assert "prefers-color-scheme: dark" in picture
+
+
+def test_a_cache_is_that_of_one_sequence_however_many_were_measured(results):
+    cpu, study, demo = results
+    more = copy.deepcopy(demo)
+    more["args"]["batch_size"] += 1
+    for row in more["latency"]:
+        if row["status"] == "ok":
+            row |= {"batch_size": 3 * row["batch_size"], "cache_bytes": 3 * row["cache_bytes"]}
+    assert front.draw_cost(cpu, more) == front.draw_cost(cpu, demo)
+    assert front.table(study, more) == front.table(study, demo)

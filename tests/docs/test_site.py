@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("patching", "ops", "feature_maps", "distill", "evaluation", "evaluation.tasks", "diagnostics")
+PUBLIC = (
+    "patching",
+    "ops",
+    "feature_maps",
+    "distill",
+    "evaluation",
+    "evaluation.tasks",
+    "diagnostics",
+    "parallel",
+    "serving.vllm",
+)
 REFERENCE = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
 
 
@@ -27,6 +37,13 @@ def test_every_public_name_is_in_the_reference():
     for name in shown - {"hf_linear_attn.errors"}:
         place, _, public = name.rpartition(".")
         assert hasattr(importlib.import_module(place), public), f"{name} is gone"
+
+
+def test_what_pages_import_is_in_the_reference():
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE)}
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for names in re.findall(r"^ *from hf_linear_attn[\w.]* import ([\w, ]+)$", page.read_text(), re.MULTILINE):
+            assert set(names.split(", ")) <= shown, page
 
 
 def test_every_error_is_in_the_reference():
