@@ -35,7 +35,10 @@ ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 ONE_FACTOR: dict[str, dict[str, Any]] = {
     "recommended": {},
     "rotation kept": {"rotary": "keep"},
+    "128 features": {"feature_map_options": {"num_features": 128}},
     "decay": {"update_rule": "decay"},
+    "decay, one length": {"update_rule": "decay", "length_factors": [1]},
+    "decay, calibrated": {"update_rule": "decay", "calibration_batches": 4},
     "delta": {"update_rule": "delta"},
     "gated delta": {"update_rule": "gated_delta"},
     "gated delta, calibrated": {"update_rule": "gated_delta", "calibration_batches": 4},
@@ -63,7 +66,11 @@ LONGER = 4
 """At so many times the length of a sequence students are measured as well."""
 WINDOW, LOLCATS = "window alone", "lolcats"
 WINDOW_TEXT = "window alone, text only"
-NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, ELU_LONG)
+LARGER = "128 features"
+WINDOW_LARGER = f"window alone, of the bytes of {LARGER}"
+WINDOWS = {WINDOW: "recommended", WINDOW_TEXT: "recommended", WINDOW_LARGER: LARGER}
+"""Windows alone, and the recipe whose cache each is as large as."""
+NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, WINDOW_LARGER, ELU_LONG)
 
 
 def parser() -> Parser:
@@ -133,7 +140,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         length = factor * arguments.block_tokens
         return recall_accuracy(model, tokenizer, pairs=4, length=length, max_depth=MAX_DEPTH, **questions)
 
-    window = equal_cache_window(patched(teacher, recommended))
+    @cache
+    def window_of(name: str) -> int:
+        return equal_cache_window(patched(teacher, settings_of(arguments, WINDOWS.get(name, "recommended"), 0, 1)))
+
+    window = window_of("recommended")
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items())))
     # Where Accelerate trains.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -155,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return json.loads(path.read_text())
 
     def settings_with_folder(name: str, seed: int) -> DistillationSettings:
-        settings = settings_of(arguments, name, seed, window)
+        settings = settings_of(arguments, name, seed, window_of(name))
         return settings.with_changes(output_dir=str(folder / f"run-{name.replace(' ', '-')}-{seed}"))
 
     def run(name: str, seed: int) -> dict[str, Any]:
@@ -201,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             key = f"{name} {seed}"
             if arguments.finished_only and not path_of(key).exists():
                 continue
-            start = settings_of(arguments, name, 0, window)
+            start = settings_of(arguments, name, 0, window_of(name))
             results["patched"][name] = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
             found = once(key, lambda name=name, seed=seed: run(name, seed))
             found["figures"] = once(f"figures {key}", lambda name=name, seed=seed: figures(student_of(name, seed)))
@@ -275,7 +286,7 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
         longer = {"window": None, "length_factors": [1], "distill_steps": 7 * arguments.distill_steps}
         longer["transfer_steps"] = 7 * arguments.transfer_steps
         settings = DistillationSettings.from_preset("elu", **(common | longer))
-    elif name in (WINDOW, WINDOW_TEXT):
+    elif name in WINDOWS:
         changes = {"mix": "window", "window": window, "window_dropout": 0.0, "stages": ["distill"]}
         if name == WINDOW_TEXT:
             changes["recall_share"] = 0.0
