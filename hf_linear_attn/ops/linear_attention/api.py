@@ -97,8 +97,7 @@ def linear_attention(
             ``"reference"`` (float64, quadratic). A backend asked for by name is used or refused.
         positions: ``[B, T]`` int64 token positions, for position-dependent feature maps.
         log_decay: ``[B, HKV, S]``, <= 0, any floating dtype: by whose exponential the sums fade when a key comes; None
-            where they do not, and where not causal. Masked keys fade nothing. No kernel computes it yet: ``"auto"`` is
-            PyTorch, and ``"triton"`` is refused.
+            where they do not, and where not causal. Masked keys fade nothing.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype, and with ``return_state`` the pair ``(o, state)``.
