@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
@@ -136,7 +137,10 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         cls, name = type(self), type(self).__name__.removeprefix("FSDP")
         if is_main_process:
             write_companions(self.config, name, Path(save_directory))
-        # Transformers writes the class's name into the config while it saves, and uploads it at once.
+        # Transformers writes the class's name into the config while it saves, and uploads it at once. By that name it
+        # also finds what tensors are called in files.
+        if (in_files := get_checkpoint_conversion_mapping(name)) is not None:  # type: ignore[no-untyped-call]
+            register_checkpoint_conversion_mapping(PREFIX + name, in_files, overwrite=True)
         self.__class__ = type(PREFIX + name, (cls,), {"__module__": cls.__module__})
         try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)

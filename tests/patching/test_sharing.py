@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -130,6 +131,20 @@ def test_auto_classes_of_other_tasks_load_it_patched(task, name, auto, cls, tmp_
     found = {name: x for name, x in loaded.state_dict().items() if "linear_attention" in name}
     assert len(found) == len(weights)
     assert all(any(name.endswith(end) and torch.equal(x, weights[end]) for end in weights) for name, x in found.items())
+
+
+def test_weights_are_saved_under_the_names_of_the_softmax_models(tmp_path):
+    # Transformers finds the names that files have, embed_out for this head, by the class's name.
+    model = tiny_model("causal", "gpt_neox")
+    model.save_pretrained(tmp_path / "softmax")
+    patch_model(model, "hedgehog").save_pretrained(tmp_path / "patched")
+    names, found = (set(load_file(tmp_path / kind / "model.safetensors")) for kind in ("softmax", "patched"))
+    assert "embed_out.weight" in names
+    assert {name for name in found if "linear_attention" not in name} == names
+    ids = Subject(model, "causal").tokens()
+    close(
+        Subject(from_pretrained(tmp_path / "patched"), "causal").logits(ids), Subject(model, "causal").logits(ids), ""
+    )
 
 
 def test_a_map_of_the_user_has_to_be_registered_first(users_map, tmp_path):
