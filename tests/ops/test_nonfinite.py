@@ -92,7 +92,8 @@ SHOWN = {
     (sums, "torch"): (WITHIN, WITHIN),
     # What nobody looks at: docs/kernels.md says how far it reaches.
     **{(linear, "traced"): (AFTER, CHUNK), (decay, "traced"): (AFTER, CHUNK), (delta, "traced"): (CHUNK, CHUNK)},
-    **{(linear, "triton"): (AFTER, CHUNK), (decay, "triton"): (AFTER, CHUNK), (delta, "triton"): (CHUNK, CHUNK), (near, "triton"): (WITHIN, CHUNK)},
+    **{(linear, "triton"): (AFTER, CHUNK), (decay, "triton"): (AFTER, CHUNK), (delta, "triton"): (CHUNK, CHUNK)},
+    (near, "triton"): (WITHIN, CHUNK),
 }  # fmt: skip
 ALL = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in SHOWN]
 

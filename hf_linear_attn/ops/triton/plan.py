@@ -141,7 +141,7 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
     kind = KINDS[dtype]
     # A value wider or narrower than the head has no row of its own: the larger of both decides.
     larger = max(bucket(D), bucket(V))
-    keys = (
+    keys: tuple[Key, ...] = (
         (target.arch, kind, role, bucket(D), bucket(V), group),
         (target.arch, kind, role, bucket(D), bucket(V), 0),
         (target.arch, kind, role, larger, larger, 0),
