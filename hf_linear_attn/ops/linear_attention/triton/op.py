@@ -91,8 +91,9 @@ def triton_forward(
 
 @planned
 def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
-    *of_problem, eps, log_decay = inputs
-    return forward_launches(_problem(q, *of_problem, log_decay), eps)
+    *before, eps, log_decay = inputs
+    of_problem = [*before, log_decay]
+    return forward_launches(_problem(q, *of_problem), eps)
 
 
 @triton_forward.register_fake
@@ -139,7 +140,8 @@ def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) 
 
 def _derived(*inputs: Any) -> tuple[Problem, Saved, Wanted]:
     """Sort what the backward is given."""
-    return _problem(*inputs[:7], *inputs[11:14], inputs[19]), Saved(*inputs[7:11]), Wanted(*inputs[14:19])
+    of_problem = [*inputs[:7], *inputs[11:14], inputs[19]]
+    return _problem(*of_problem), Saved(*inputs[7:11]), Wanted(*inputs[14:19])
 
 
 @triton_backward.register_fake
