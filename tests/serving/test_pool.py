@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.layers import pool as module
 from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.ops.step import hybrid_step_
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
 LAYERS = {
@@ -170,3 +172,23 @@ def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
             torch.testing.assert_close(found.tensors[name], x, atol=1e-5, rtol=1e-5, equal_nan=True)
         untouched = [p for p in range(PLACES) if p not in done]
         assert torch.equal(found.tensors[name][untouched].isnan(), x[untouched].isnan())
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rows": torch.tensor([4])}, "`rows` must have shape (2,)"),
+        ({"place": torch.tensor(3)}, "`place` must have shape (2,)"),
+        ({"key_mask": torch.ones(2, 1, dtype=torch.bool)}, "`key_mask` must be None in a pool"),
+        ({"z": torch.zeros(PLACES, HKV, 1, D)}, f"`z` must have shape ({PLACES}, {HKV}, {D})"),
+    ],
+)
+def test_the_kernel_refuses_what_does_not_fit(changes, word, monkeypatch):
+    layer, found = build(window=3, feature_map="elu", backend="triton"), []
+    pool, rows = pool_of(layer), Rows(torch.tensor([4, 1]), torch.tensor([5, 9]))
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole: found.append(whole) or whole.q)
+    q, k, v = (torch.cat([draw(place, 1)[i] for place in (4, 1)]) for i in range(3))
+    step_rows_(layer, q, k, v, pool, rows)
+    with pytest.raises(ArgumentError) as error:
+        hybrid_step_(found[0]._replace(**changes))
+    assert word in str(error.value)
