@@ -158,8 +158,10 @@ def segment_scan_kernel(
             # [to, from, between], added up anew for each pair: differences would lose what follows a strong decay.
             between = (on[None, :, None] < on[None, None, :]) & (on[None, None, :] <= on[:, None, None])
             left = tl.exp2(tl.sum(tl.where(between, total[None, None, :], 0.0), 2))
-            x = exact(tl.where(on[:, None] >= on[None, :], left, 0.0), x, PRECISION)
-            x += tl.exp2(tl.cumsum(total, 0))[:, None] * acc[None, :]
+            # 0, or NaN where a sum is not finite: it would be in segments before its own, multiplied by 0.
+            odd = x - x
+            x = exact(tl.where(on[:, None] >= on[None, :], left, 0.0), tl.where(odd == 0, x, 0.0), PRECISION)
+            x += tl.cumsum(odd, 0) + tl.exp2(tl.cumsum(total, 0))[:, None] * acc[None, :]
         if STARTS != "none":
             y = x if FADED else acc[None, :] + tl.cumsum(x, 0)
             row = (i * HKV + i_h)[:, None]
