@@ -81,6 +81,8 @@ def fade_back_kernel(
     i_hk = (pid % HKV).to(tl.int64)
     i_s = (pid // HKV).to(tl.int64)
     n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    if start >= end:
+        return
     oe = tl.arange(0, BE)
     od = tl.arange(0, BD)
     ot = tl.arange(0, BT)
