@@ -168,7 +168,9 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, log_decay = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], needs[11])
+    # The dispatcher passes on no argument that has its default.
+    of_decay = log_decay is not None and needs[11]
+    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], of_decay)
     if (do is None and dkv is None and dz is None) or not any(wanted):
         return (None,) * 12
     if do is None:
