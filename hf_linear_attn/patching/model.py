@@ -6,13 +6,12 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.context import Context, ContextCache, mask_after
 from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
-from hf_linear_attn.patching.saving import PREFIX, write_companions
+from hf_linear_attn.patching.saving import PREFIX, register_names_in_files, write_companions
 
 
 class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -137,10 +136,8 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         cls, name = type(self), type(self).__name__.removeprefix("FSDP")
         if is_main_process:
             write_companions(self.config, name, Path(save_directory))
-        # Transformers writes the class's name into the config while it saves, and uploads it at once. By that name it
-        # also finds what tensors are called in files.
-        if (in_files := get_checkpoint_conversion_mapping(name)) is not None:  # type: ignore[no-untyped-call]
-            register_checkpoint_conversion_mapping(PREFIX + name, in_files, overwrite=True)
+        # Transformers writes the class's name into the config while it saves, and uploads it at once.
+        register_names_in_files(name)
         self.__class__ = type(PREFIX + name, (cls,), {"__module__": cls.__module__})
         try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)

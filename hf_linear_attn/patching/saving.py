@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 
 CODE_FILE = "modeling_linear_attention.py"
@@ -54,6 +55,17 @@ or with `{auto}.from_pretrained("this/folder", trust_remote_code=True)`.
 {settings}
 ```
 """
+
+
+def register_names_in_files(name: str) -> None:
+    """Let what looks by a converted class's name find what tensors of its softmax kin are called in files.
+
+    Args:
+        name: The softmax class's name.
+    """
+    in_files = get_checkpoint_conversion_mapping(name)  # type: ignore[no-untyped-call]
+    if in_files is not None:
+        register_checkpoint_conversion_mapping(PREFIX + name, in_files, overwrite=True)
 
 
 def write_companions(config: PreTrainedConfig, name: str, folder: Path) -> None:

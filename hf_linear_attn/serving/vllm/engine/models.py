@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.patching.saving import PREFIX, register_names_in_files
 from hf_linear_attn.serving.vllm.checks import check_attention, settings_of
 from hf_linear_attn.serving.vllm.engine.layer import ConvertedAttention, converted_layers
 from hf_linear_attn.serving.vllm.layer_types import own_layer_types
@@ -37,6 +38,7 @@ def convert(base: type[nn.Module], name: str) -> type[nn.Module]:
 
         def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
             config = vllm_config.model_config.hf_config
+            register_names_in_files(name.removeprefix(PREFIX))
             with own_layer_types(config):
                 super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
             replace_attention(self, settings_of(config, str(vllm_config.model_config.model)), vllm_config)
