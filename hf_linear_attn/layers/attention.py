@@ -149,8 +149,7 @@ class LinearAttention(nn.Module):
                 where=self.name,
             )
         if self.window is None and call.rotation is not None and self.undoes:
-            backend = self.settings.backend
-            q, k = call.rotation.undo(q, backend), call.rotation.undo(k, backend)
+            q, k = (call.rotation.undo(x, self.settings.backend) for x in (q, k))
         if self.window is None or not self.undoes:
             call = call._replace(rotation=None)
         if self.shard is None and call.state is not None and steps(self, q, call):
@@ -204,9 +203,7 @@ class LinearAttention(nn.Module):
 
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
-        if not self.learned_by_rule:
-            return None
-        return self.rule.gates(k, v, self.rule_weights())
+        return self.rule.gates(k, v, self.rule_weights()) if self.learned_by_rule else None
 
     def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call reads side by side: all of it is one piece."""
@@ -222,9 +219,7 @@ class LinearAttention(nn.Module):
         number, past = None, tokens.k.shape[2] - q.shape[2]
         if self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
-            counts = tokens.counts
-            if counts is None:
-                counts = q.new_ones(q.shape[0], tokens.k.shape[2], dtype=torch.bool)
+            counts = tokens.counted()
             before = None
             if state is not None and seen is not None:
                 # All that were seen are beyond the window but for those that it holds, and the sinks.
@@ -281,9 +276,9 @@ class LinearAttention(nn.Module):
         """Read the linear branch: the keys that leave the window, which is where they begin a window earlier."""
         if self.window is None or piece.number is None or piece.key_positions is None:
             raise RuntimeError("there is no linear branch beside a window")
-        past = tokens.k.shape[2] - count
         # Keys that lag by the window lag by nothing where they begin a window earlier.
-        delay, left = self.window.size - past, max(tokens.k.shape[2] - self.window.size, 0)
+        left = tokens.k.shape[2] - self.window.size
+        delay, left = count - left, max(left, 0)
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
         of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
         if of_q is not None and of_k is not None and self._reads_plain():
@@ -302,9 +297,7 @@ class LinearAttention(nn.Module):
             delay=delay,
             with_mass="mass" in self.mix.needs,
         )
-        counts = tokens.counts
-        if counts is None:
-            counts = k.new_ones(k.shape[0], tokens.k.shape[2], dtype=torch.bool)
+        counts = tokens.counted()
         kept, sums = dict(found.state), None
         if self.mix.sums_keys:
             sums = None if carried is None else carried["far_keys"]

@@ -13,6 +13,7 @@ from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, constant, hybrid_obstacle, hybrid_step_
 
 if TYPE_CHECKING:
@@ -214,10 +215,7 @@ def _hybrid_(
         plain = gone_k
         if rotation is not None:
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
-            now = rotation.turns.expand(len(rows), rows.shape[2], -1)
-            both = rotation._replace(turns=torch.cat([_take(turns, 1, old), now], 1))
-            unturned = both.undo(torch.cat([gone_k, queries], 2), layer.settings.backend)
-            plain, queries = unturned[:, :, :1], unturned[:, :, 1:]
+            plain, queries = _plain(rotation, _take(turns, 1, old), gone_k, queries, layer.settings.backend)
             _put_(turns, 1, new, rotation.turns)
         far = read_far(layer, queries, plain, gone_v, counts, seen, position, tensors)
         if keys is not None:
@@ -248,6 +246,13 @@ def _hybrid_(
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+
+
+def _plain(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Return the key that leaves, of those turns, and the new token's queries, both with their rotation undone."""
+    now = rotation.turns.expand(len(q), q.shape[2], -1)
+    both = rotation._replace(turns=torch.cat([turns, now], 1)).undo(torch.cat([gone, q], 2), backend)
+    return both[:, :, :1], both[:, :, 1:]
 
 
 def _is_full(window: Window, state: State, real: Tensor | None) -> bool:

@@ -44,6 +44,12 @@ class Tokens(NamedTuple):
     sink_v: Tensor | None = None
     sink_place: Tensor | None = None
 
+    def counted(self) -> Tensor:
+        """Return :attr:`counts`, written out where all count."""
+        if self.counts is not None:
+            return self.counts
+        return self.k.new_ones(self.k.shape[0], self.k.shape[2], dtype=torch.bool)
+
     def sinks(self, start: int, end: int, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return keys, values and which query of ``[start, end)`` sees which, ``[B, T, N]``.
 
@@ -147,9 +153,7 @@ class Window:
         batch, heads, _, _ = tokens.k.shape
         # Places of the last tokens: they end before the one that comes next.
         places = self.sinks + (torch.arange(kept, device=tokens.k.device) - kept + new + state.length) % (self.size + 1)
-        mask = tokens.counts
-        if mask is None:
-            mask = tokens.k.new_ones(batch, past + new, dtype=torch.bool)
+        mask = tokens.counted()
         found = {}
         for name, x, sink in (("near_k", tokens.k, tokens.sink_k), ("near_v", tokens.v, tokens.sink_v)):
             circle = x.new_zeros(batch, heads, self.sinks + self.size + 1, x.shape[3])
