@@ -21,7 +21,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.errors import CheckpointError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching.convert import linear_attention_class
 
 from .zoo import VOCAB, tiny_config
@@ -159,7 +159,7 @@ def refused(test: Callable[[Any], None], kind: type[Exception], said: str, reaso
     return run
 
 
-def tests_of(mixin: Any, model_type: str, names: list[str]) -> type:
+def made_of(mixin: Any, model_type: str, names: list[str]) -> type:
     """Make the tests of an architecture."""
 
     def set_up(self: Any) -> None:
@@ -183,10 +183,15 @@ def tests_of(mixin: Any, model_type: str, names: list[str]) -> type:
     for kind, said, reason, tests in REFUSED:
         for name in (f"test_{test}" for test in tests.split()):
             members[name] = refused(getattr(mixin, name), kind, said, reason)
+    if model_type in ("mistral", "mixtral"):
+        # These give every layer a window of its own, which then stays as it is.
+        for name in (name for name in dir(mixin) if name.startswith("test_eager_matches_sdpa_inference")):
+            reason = "layers that are a window already are not converted"
+            members[name] = refused(getattr(mixin, name), ArgumentError, "`layers` must choose at least", reason)
     return type(f"Test{names[0].removesuffix('Model')}", (mixin, unittest.TestCase), members)
 
 
 for _type, _names in MODELS.items():
-    _tests = tests_of(transformers_mixin(), _type, _names.split())
+    _tests = made_of(transformers_mixin(), _type, _names.split())
     globals()[_tests.__name__] = _tests
 del _tests
