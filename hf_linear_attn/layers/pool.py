@@ -10,7 +10,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far
+from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far, turned_back
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
@@ -216,10 +216,7 @@ def _with_window_(
         asked, plain = queries if wants_kernels(backend, q.device) else wide, gone_k
         if rotation is not None:
             turns = pool.tensors["near_turns"][..., : rotation.turns.shape[2]]
-            now = rotation.turns.expand(len(q), asked.shape[2], -1)
-            both = rotation._replace(turns=torch.cat([turns[places, circle.old][:, None], now], 1))
-            unturned = both.undo(torch.cat([gone_k, asked], 2), backend)
-            plain, asked = unturned[:, :, :1], unturned[:, :, 1:]
+            plain, asked = turned_back(rotation, turns[places, circle.old][:, None], gone_k, asked, backend)
             turns[places, circle.new] = rotation.turns[:, 0].to(turns.dtype)
         # The one that leaves came W tokens before.
         left = rows.lengths - window.size if layer.feature_map.positional else rows.lengths

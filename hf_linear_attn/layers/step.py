@@ -215,7 +215,7 @@ def _hybrid_(
         plain = gone_k
         if rotation is not None:
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
-            plain, queries = _plain(rotation, _take(turns, 1, old), gone_k, queries, layer.settings.backend)
+            plain, queries = turned_back(rotation, _take(turns, 1, old), gone_k, queries, layer.settings.backend)
             _put_(turns, 1, new, rotation.turns)
         far = read_far(layer, queries, plain, gone_v, counts, seen, position, tensors)
         if keys is not None:
@@ -248,8 +248,19 @@ def _hybrid_(
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
 
 
-def _plain(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """Return the key that leaves, of those turns, and the new token's queries, both with their rotation undone."""
+def turned_back(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Undo the rotation of the key that leaves a window and of the new token's queries.
+
+    Args:
+        rotation: That of the new tokens.
+        turns: Those of the key ``[B, 1, R]``.
+        gone: The key ``[B, HKV, 1, D]``.
+        q: Queries ``[B, HKV, G, D]``.
+        backend: As in :func:`linear_attention`.
+
+    Returns:
+        The key and the queries.
+    """
     now = rotation.turns.expand(len(q), q.shape[2], -1)
     both = rotation._replace(turns=torch.cat([turns, now], 1)).undo(torch.cat([gone, q], 2), backend)
     return both[:, :, :1], both[:, :, 1:]

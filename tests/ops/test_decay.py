@@ -135,6 +135,12 @@ def of_sums(b, T, base, start, c, end, ot):
 
 
 @triton.jit
+def of_chunks(b, T, c, start, end, ot, BT):
+    """Tell of a chunk that all of it is left."""
+    return tl.full(ot.shape, 1.0, tl.float32), 1.0
+
+
+@triton.jit
 def between_segments(a, b, PRECISION):
     """Sum up segments as if nothing faded."""
     return tl.cumsum(b, 0)
@@ -148,15 +154,17 @@ def between_segments(a, b, PRECISION):
         ("attend", within_a_chunk),
         ("sums_since", of_sums),
         ("sums_until", of_sums),
+        ("kept_by_chunk", of_chunks),
         ("exact", between_segments),
     ],
 )
-@pytest.mark.usefixtures("short_segments")
 def test_a_decay_left_out_anywhere_is_noticed(
-    name: str, broken: object, module: object, monkeypatch: pytest.MonkeyPatch
+    name: str, broken: object, module: object, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if not hasattr(module, name):
         pytest.skip("both scan alike")
+    # Backwards, walks that carry a state ask for whole chunks.
+    request.getfixturevalue("stored_states" if (name, module) == ("sums_until", backward) else "short_segments")
     case = Case(B=1, H=1, HKV=1, T=40, decay=0.5)
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(AssertionError, match="Case"):

@@ -33,6 +33,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     faded,
     fold,
+    kept_by_chunk,
     read,
     sums_since,
     sums_until,
@@ -201,9 +202,7 @@ def dq_kernel(
                 since = sums_since(b, T, c, start, c, end, ot)
                 acc *= tl.exp2(since)[:, None]
                 acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, since, since, FADED)
-                stop = tl.minimum(c + BT, end)
-                kept = tl.exp2(sums_until(b, T, stop, start, c, end, ot))
-                left = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+                kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
                 s = fold(vv, faded(fk, kept, PRECISION), s * left, PRECISION)
                 z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
             else:
@@ -287,9 +286,8 @@ def dk_kernel(
         if FADED:
             since = sums_since(b, T, c, start, c, end, ot)
             left = tl.exp2(since)
-            stop = tl.minimum(c + BT, end)
-            acc *= tl.exp2(sums_until(b, T, stop, start, c, end, ot))[:, None]
-            whole = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+            kept, whole = kept_by_chunk(b, T, c, start, end, ot, BT)
+            acc *= kept[:, None]
             r *= whole
             rz *= whole
         if CAUSAL:
@@ -386,9 +384,9 @@ def dv_kernel(
         if FADED:
             since = sums_since(b, T, c, start, c, end, ot)
             left = tl.exp2(since)
-            stop = tl.minimum(c + BT, end)
-            acc *= tl.exp2(sums_until(b, T, stop, start, c, end, ot))[:, None]
-            r *= tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+            kept, whole = kept_by_chunk(b, T, c, start, end, ot, BT)
+            acc *= kept[:, None]
+            r *= whole
         if CAUSAL:
             for g in range(G):
                 i_h = (i_hk * G + g).to(tl.int64)

@@ -30,6 +30,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     faded,
     fold,
     guarded,
+    kept_by_chunk,
     read,
     sums_since,
     sums_until,
@@ -258,9 +259,7 @@ def forward_kernel(
             total *= left
             acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, since, since, FADED)
             total += tl.sum(p, 1)
-            stop = tl.minimum(c + BT, end)
-            kept = tl.exp2(sums_until(b, T, stop, start, c, end, ot))
-            left = tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+            kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
             s = fold(fk, faded(vv, kept, PRECISION), s * left, PRECISION)
             z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
         elif CAUSAL:

@@ -90,6 +90,14 @@ def sums_until(b, T, base, start, c, end, ot):
 
 
 @triton.jit
+def kept_by_chunk(b, T, c, start, end, ot, BT: tl.constexpr):
+    """Return what the chunk of BT rows at ``c`` leaves: of each row at its end, and of what stood before it."""
+    stop = tl.minimum(c + BT, end)
+    kept = tl.exp2(sums_until(b, T, stop, start, c, end, ot))
+    return kept, tl.exp2(sums_since(b, T, c, start, stop - 1, end, 0))
+
+
+@triton.jit
 def faded(x, left, PRECISION: tl.constexpr):
     """Return rows times what is left of them, as products take them."""
     return operand(x.to(tl.float32) * left[:, None], x.dtype, PRECISION)
