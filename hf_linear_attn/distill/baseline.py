@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
@@ -40,7 +39,9 @@ def equal_cache_window(model: PreTrainedModel) -> int:
         )
 
     def size(*names: str) -> int:
-        return sum(_bytes(layer[name]) for layer in layers for name in names if name in layer)
+        # What layers hold together counts once.
+        held = {id(layer[name]): layer[name] for layer in layers for name in names if name in layer}
+        return sum(x.nbytes for x in held.values())
 
     # The window, its sinks, and the slot where the next token goes.
     places = layers[0]["near_k"].shape[2]
@@ -48,7 +49,3 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     # The angles of the window's tokens are kept for the linear branch alone.
     far, near = size("kv", "z", "far_keys", "near_turns"), size("near_k", "near_v")
     return int((settings.window or 0) + math.ceil(far * places / near))
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

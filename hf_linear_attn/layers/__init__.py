@@ -6,11 +6,12 @@ from hf_linear_attn.layers.attention import Branch, Call, LinearAttention, Shard
 from hf_linear_attn.layers.mixes import MIXES
 from hf_linear_attn.layers.registry import lookup
 from hf_linear_attn.layers.rules import RULES, Sizes
-from hf_linear_attn.layers.state import Slot, State
+from hf_linear_attn.layers.state import Common, Slot, State
 
 __all__ = [
     "Branch",
     "Call",
+    "Common",
     "LinearAttention",
     "LinearAttentionConfig",
     "Shard",

@@ -43,7 +43,7 @@ def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Cal
         at = place.clamp(max=q.shape[2] - 1)
         rows = [x[0, :, at].transpose(0, 1) for x in (q, k, v)]
         mask = None if call.key_mask is None else call.key_mask[0, at] & real
-        rotation = None if call.rotation is None else call.rotation._replace(turns=call.rotation.turns[0, at])
+        rotation = None if call.rotation is None else call.rotation.of_others(call.rotation.turns[0, at])
         own = alone._replace(key_mask=mask, rotation=rotation)
         outputs.append(layer.attend(rows[0], rows[1], rows[2], own).transpose(1, 2)[real])
         places.append(place[real])

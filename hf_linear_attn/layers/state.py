@@ -1,11 +1,15 @@
 """What a converted layer remembers of the tokens it has read: named tensors, described by slots."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError
 
 Kind = Literal["sum", "token"] | torch.dtype
 
@@ -19,11 +23,13 @@ class Slot:
         kind: Its dtype: ``"sum"`` is fp32 (fp64 for fp64 tokens), ``"token"`` is that of keys and values.
         copies: Copies that lie in a dimension of their own behind the heads, all equal: programs of a kernel that
             share a head each update one. None for a tensor without that dimension.
+        common: Whether it may be the same in several layers, and then be held once.
     """
 
     shape: tuple[int, ...]
     kind: Kind = "sum"
     copies: int | None = None
+    common: bool = False
 
     def zeros(self, batch: int, like: Tensor) -> Tensor:
         """Allocate the tensor for ``batch`` rows, for tokens of the dtype and device of ``like``."""
@@ -35,6 +41,75 @@ class Slot:
         if self.kind == "sum":
             return torch.float64 if token == torch.float64 else torch.float32
         return token if self.kind == "token" else self.kind
+
+
+class Common:
+    """What layers of one cache hold together: a tensor that all of them make of the same parts is made once.
+
+    The angles of a window's tokens are the same in every layer of most models. Layers whose states have one object in
+    common find here what another one has made. A step changes such a tensor in place: each layer puts the same where
+    the next token goes, and none reads there.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[tuple[Any, ...], weakref.ref[Tensor]]] = {}
+        self._stepped: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+
+    def once(self, name: str, parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Return what was made last by that name if it was made of the same parts, else make it.
+
+        Args:
+            name: The tensor's name.
+            parts: Of what it is made: tensors, which are the same where they are one object, and other values.
+            make: Makes it.
+        """
+        if name in self._made:
+            before, held = self._made[name]
+            made = held()
+            if made is not None and len(before) == len(parts) and all(map(_is_part, before, parts)):
+                return made
+        made = make()
+        kept = tuple(weakref.ref(x) if isinstance(x, Tensor) else x for x in parts)
+        self._made[name] = kept, weakref.ref(made)
+        return made
+
+    def check(self, name: str, held: Tensor, length: int, *, steps: bool) -> None:
+        """Refuse a layer that lags behind another one, which has overwritten what it would read.
+
+        Args:
+            name: The tensor's name.
+            held: The tensor.
+            length: Tokens that the layer has read.
+            steps: Whether the layer takes the next token in place.
+
+        Raises:
+            ArgumentError: If another layer has taken more tokens in place.
+        """
+        if name in self._stepped:
+            other, stepped = self._stepped[name]
+            if other() is held and length < stepped + (not steps):
+                raise ArgumentError(
+                    "past_key_values",
+                    "be read by all layers of the model, token by token",
+                    f"a cache of which one layer has read {length} tokens and another one {stepped + 1}",
+                    "Give a model that leaves out layers a cache of its own.",
+                )
+        if steps:
+            self._stepped[name] = weakref.ref(held), length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Common":
+        """Return one that has made nothing: copies of layers have it in common, too."""
+        return Common()
+
+    def __reduce__(self) -> tuple[type["Common"], tuple[()]]:
+        """Pickle as one that has made nothing."""
+        return Common, ()
+
+
+def _is_part(before: Any, part: Any) -> bool:
+    if isinstance(before, weakref.ref):
+        return before() is part
+    return not isinstance(part, Tensor) and bool(before == part)
 
 
 class State:
@@ -49,6 +124,7 @@ class State:
         slots: What each of them is.
         first_read: Whether the first tokens of every row, which are kept for ever, have all been read.
         padded: Whether some of the tokens read may have been masked.
+        common: What the layer holds together with others; None where it holds all for itself, as a static state does.
     """
 
     def __init__(self, *, static: bool = False) -> None:
@@ -57,6 +133,7 @@ class State:
         self.tensors: dict[str, Tensor] = {}
         self.slots: Mapping[str, Slot] = {}
         self.first_read = self.padded = False
+        self.common: Common | None = None
 
     def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor) -> None:
         """Begin with zeros; nothing happens where there are tensors already."""
@@ -87,9 +164,28 @@ class State:
         else:
             self.length += tokens
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor, as where rows are selected or repeated."""
-        self.tensors = {name: function(x) for name, x in self.tensors.items()}
+    def once(self, name: str, parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that layers may have in common; see :meth:`Common.once`."""
+        if self.common is None or torch.compiler.is_compiling():
+            return make()
+        return self.common.once(name, parts, make)
+
+    def check_common(self, name: str, *, steps: bool) -> None:
+        """Refuse to go on where layers that hold a tensor together have gone on; see :meth:`Common.check`."""
+        if self.common is not None and isinstance(self.length, int) and not torch.compiler.is_compiling():
+            self.common.check(name, self.tensors[name], self.length, steps=steps)
+
+    def apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
+        """Replace every tensor, as where rows are selected or repeated.
+
+        Args:
+            function: Returns the new tensor.
+            by: What it selects or repeats by.
+        """
+        self.tensors = {
+            name: self.once(name, (x, by), partial(function, x)) if self.slots[name].common else function(x)
+            for name, x in self.tensors.items()
+        }
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what :meth:`restore` needs to come back to this moment, if nothing is changed in place until then."""

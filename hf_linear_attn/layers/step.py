@@ -46,6 +46,8 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     if state is None:
         raise RuntimeError("there is no state to step")
     seen = state.tensors["seen"]
+    if call.rotation is not None:
+        state.check_common("near_turns", steps=True)
     whole = None if window is None else for_kernel(layer, window, q, k, v, call, state.tensors, seen, state.length)
     if whole is not None:
         o = hybrid_step_(whole)
@@ -262,7 +264,7 @@ def turned_back(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, back
         The key and the queries.
     """
     now = rotation.turns.expand(len(q), q.shape[2], -1)
-    both = rotation._replace(turns=torch.cat([turns, now], 1)).undo(torch.cat([gone, q], 2), backend)
+    both = rotation.of_others(torch.cat([turns, now], 1)).undo(torch.cat([gone, q], 2), backend)
     return both[:, :, :1], both[:, :, 1:]
 
 

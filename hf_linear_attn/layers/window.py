@@ -82,8 +82,8 @@ class Window:
             "near_mask": Slot((places,), torch.bool),
         }
         if turned:
-            # All heads turn alike.
-            found["near_turns"] = Slot((places, head_dim), "token")
+            # All heads turn alike, and most often all layers.
+            found["near_turns"] = Slot((places, head_dim), "token", common=True)
         return found
 
     def open(
@@ -131,6 +131,7 @@ class Window:
             old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
             old_mask = held["near_mask"].index_select(1, self.sinks + order)
             if rotation is not None:
+                state.check_common("near_turns", steps=False)
                 old_turns = held["near_turns"].index_select(1, self.sinks + order)
         if rotation is not None:
             new_turns = rotation.turns.expand(k.shape[0], -1, -1)
@@ -162,14 +163,28 @@ class Window:
                 circle[:, :, : self.sinks] = sink.detach()
             found[name] = circle
         if tokens.rotation is not None:
-            turns = tokens.rotation.turns[:, past + new - kept :].detach()
-            circle = tokens.k.new_zeros(batch, self.sinks + self.size + 1, tokens.k.shape[3])
-            circle[..., : turns.shape[2]].index_copy_(1, places, turns.to(circle.dtype).expand(batch, -1, -1))
-            found["near_turns"] = circle
+            found["near_turns"] = self._turns(tokens.rotation, tokens.k, kept, places, new, state)
         held = mask.new_zeros(batch, self.sinks + self.size + 1).index_copy_(1, places, mask[:, past + new - kept :])
         if tokens.sink_place is not None:
             held[:, : self.sinks] = tokens.sink_place < NOWHERE
         return found | {"near_mask": held}
+
+    def _turns(self, rotation: Rotation, k: Tensor, kept: int, places: Tensor, new: int, state: State) -> Tensor:
+        """Return the circle of angles of the last tokens; layers that turn alike get the same one."""
+        shape = len(k), self.sinks + self.size + 1, k.shape[3]
+
+        def circle() -> Tensor:
+            turns = rotation.turns[:, rotation.turns.shape[1] - kept :].detach()
+            found = k.new_zeros(shape)
+            found[..., : turns.shape[2]].index_copy_(1, places, turns.to(k.dtype).expand(len(k), -1, -1))
+            return found
+
+        if rotation.source is None or state.common is None:
+            return circle()
+        # Layers turn alike where they go on from the same circle, by cosines that are one object.
+        before = state.tensors["near_turns"] if state.length else None
+        parts = before, rotation.source, rotation.layout, state.length, new, shape, k.dtype, k.device
+        return state.once("near_turns", parts, circle)
 
     def begin(self, past: Tokens, state: State) -> dict[str, Tensor]:
         """Return the tensors after ``state.length`` tokens of which only the last W, and the sinks, are at hand.

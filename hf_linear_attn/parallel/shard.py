@@ -223,7 +223,7 @@ class Shard:
         counts = layout.tail_real & (layout.tail_numbers >= window.sinks)
         counts = F.pad(counts[:, places], (pad, 0))
         k, v = found["k"], found["v"]
-        past = Tokens(k, v, counts, counts, rotation and rotation._replace(turns=found["turns"][:, 0]))
+        past = Tokens(k, v, counts, counts, rotation and rotation.of_others(found["turns"][:, 0]))
         if window.sinks:
             come = torch.arange(window.sinks, device=counts.device) < layout.seen[:, None]
             past = past._replace(
@@ -249,7 +249,7 @@ class Shard:
         mask = by_rank(layout.tail_real & (layout.tail_numbers >= window.sinks))
         mask = mask & by_rank(left.to(mask.device).expand(batch, -1))
         rows = {name: x[:ranks].flatten(0, 1) for name, x in tail.items()}
-        turned = rotation and rotation._replace(turns=rows["turns"][:, 0])
+        turned = rotation and rotation.of_others(rows["turns"][:, 0])
         found = _sums(layer, rows["k"], rows["v"], numbers, mask, turned)
         return {name: torch.unflatten(x, 0, (ranks, batch)) for name, x in found.items()}
 
@@ -353,7 +353,7 @@ def _sums(
     backend = layer.settings.backend
 
     def read(k: Tensor, v: Tensor, numbers: Tensor, mask: Tensor | None, turns: Tensor | None) -> Sums:
-        phi_k = k if rotation is None or turns is None else rotation._replace(turns=turns).undo(k, backend)
+        phi_k = k if rotation is None or turns is None else rotation.of_others(turns).undo(k, backend)
         gates, kernel = layer.gates(phi_k, v), layer.feature_map.kernel if layer.rule.maps else None
         if kernel is None:
             phi_k = features_of(layer.feature_map, phi_k, "k", numbers, backend)

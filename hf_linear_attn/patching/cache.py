@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
-from hf_linear_attn.layers import State
+from hf_linear_attn.layers import Common, State
 
 
 class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         """Return the layer for the attention call of that number, from 0, in one forward of the module."""
         while len(self.others) < number:
             other = LinearAttentionCacheLayer(self.max_length if self.static else None)
-            other.record_past = self.record_past
+            other.record_past, other.state.common = self.record_past, self.state.common
             self.others.append(other)
         return self.others[number - 1] if number else self
 
@@ -111,12 +111,12 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         """Return the length of the cache that this layer replaced, -1 where it had no limit."""
         return self.max_length
 
-    def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.state.apply(function)
+    def _apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
+        self.state.apply(function, by)
         for held in (self.recent, self.unread, self.base or {}):
             held.update({name: function(x) for name, x in held.items()})
         for other in self.others:
-            other._apply(function)
+            other._apply(function, by)
 
     def reset(self) -> None:
         """Forget every token."""
@@ -127,15 +127,15 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows, as beam search does."""
-        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)), beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._apply(lambda x: x.repeat_interleave(repeats, dim=0), repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``."""
-        self._apply(lambda x: x[indices])
+        self._apply(lambda x: x[indices], indices)
 
     def activate_past_recording(self) -> None:
         """Keep the tokens read from now on, so that :meth:`crop` can drop the last of them."""
@@ -255,7 +255,7 @@ def cache_layer(
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
     while shares_keys and len(cache.layers) <= index:
-        cache.layers.append(LinearAttentionCacheLayer(_static_length(cache)))
+        cache.layers.append(_with_others(cache, LinearAttentionCacheLayer(_static_length(cache))))
     if index >= len(cache.layers):
         raise ArgumentError(
             "past_key_values",
@@ -285,8 +285,16 @@ def cache_layer(
     else:
         ours = LinearAttentionCacheLayer(_static_length(cache) if isinstance(layer, StaticLayer) else None)
         ours.record_past = getattr(layer, "record_past", False)
-    cache.layers[index] = ours
+    cache.layers[index] = _with_others(cache, ours)
     return ours
+
+
+def _with_others(cache: Cache, layer: LinearAttentionCacheLayer) -> LinearAttentionCacheLayer:
+    """Let a layer hold in common with the others what is the same in all of them."""
+    if not layer.static:
+        held = (x.state.common for x in cache.layers if isinstance(x, LinearAttentionCacheLayer))
+        layer.state.common = next((x for x in held if x is not None), None) or Common()
+    return layer
 
 
 # What a tracer asks of this is its answer: an error of its own it could not raise.

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCache
 from hf_linear_attn.patching.first_contexts import in_circles
 from hf_linear_attn.patching.hook import convert_cache, part_of
 
-CONTEXT_FORMAT_VERSION = 2
+CONTEXT_FORMAT_VERSION = 3
 """Version of the file; raised when older code could not read it."""
 
 SAMPLES = 64
@@ -117,8 +118,9 @@ class Context:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
-        return sum(x.nbytes for x in _tensors(self._cache).values())
+        """The size of all tensors, each counted once."""
+        tensors = _tensors(self._cache)
+        return sum(tensors[name].nbytes for name in tensors.keys() - _same(tensors).keys())
 
     def copy(self, repeats: int = 1) -> ContextCache:
         """Return a cache for one call of ``generate(new_ids, past_key_values=...)``, which goes on writing to it.
@@ -144,13 +146,16 @@ class Context:
         Raises:
             CheckpointError: If it cannot be written.
         """
-        tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(self._cache).items()}
+        tensors = _tensors(self._cache)
+        same = _same(tensors)
+        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if name not in same}
         about = {
             "format": "hf_linear_attn.context",
             "format_version": CONTEXT_FORMAT_VERSION,
             "fingerprint": self.fingerprint,
             "checksum": _checksum(tensors),
             "length": len(self),
+            "same": same,
         }
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -298,6 +303,8 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
         )
     length = int(about["length"])
     tensors = tensors if version > 1 else in_circles(tensors, length)
+    for name, first in about.get("same", {}).items():
+        tensors[name] = tensors[first]
     return Context.of_tensors(model, tensors, length, fingerprint)
 
 
@@ -345,13 +352,20 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
     return tensors
 
 
+def _same(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Name, for a tensor that layers hold together, the first of its names by each of the others."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(x), name) for name, x in tensors.items()}
+    return {name: other for name, other in names.items() if name != other}
+
+
 def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], length: int) -> None:
-    device = None if module is None else next(module.parameters()).device
-    tensors = {name: x.to(device) for name, x in tensors.items()}
+    device = torch.device("cpu") if module is None else next(module.parameters()).device
     if not isinstance(layer, LinearAttentionCacheLayer):
         if tensors:
-            layer.lazy_initialization(tensors["keys"], tensors["values"])
-            layer.keys, layer.values = tensors["keys"], tensors["values"]
+            keys, values = (tensors[name].to(device) for name in ("keys", "values"))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = length
         return
@@ -363,10 +377,17 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
     for call, held in calls.items():
         state = layer.of_call(call).state
         if part is not None:
-            values = held["near_v"] if "near_v" in held else held["kv"]
-            state.allocate(part.slots(values.shape[-1], values.device), len(values), values)
+            values = (held["near_v"] if "near_v" in held else held["kv"]).to(device)
+            state.allocate(part.slots(values.shape[-1], device), len(values), values)
             # A file's tensors lie anywhere. Copies begin where fresh ones do: sums have the same order, to the bit.
-            state.write({name: x.clone() for name, x in held.items()})
+            copies = {name: partial(x.to, device, copy=True) for name, x in held.items()}
+            slots = state.slots
+            state.write(
+                {
+                    name: state.once(name, (held[name], device), copy) if slots[name].common else copy()
+                    for name, copy in copies.items()
+                }
+            )
         state.length = length
         if part is not None:
             # A step takes another way once it knows that every sink was read, as it does after the text itself.

@@ -16,7 +16,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
-from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, with_angles
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, source_of, with_angles
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -100,10 +100,12 @@ def _rotation(
     layout = part.layout
     if layout is None and not has_values(angles[0]):
         # Whatever it is, it takes as much memory and time.
-        return Rotation.of(*angles, Layout("half"))
-    if layout is None:
+        layout = Layout("half")
+    elif layout is None:
         layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
-    return None if layout is None or layout.pairs == "none" else Rotation.of(*angles, layout)
+    if layout is None or layout.pairs == "none":
+        return None
+    return Rotation.of(*angles, layout, source_of(args, kwargs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -306,7 +308,7 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
         rotation = call.rotation
         if rotation is not None:
-            rotation = rotation._replace(turns=unread["turns"])
+            rotation = rotation.of_others(unread["turns"])
         part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=rotation))
     if layer.record_past:
         mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask

@@ -74,9 +74,7 @@ def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     Raises:
         UnknownRotationError: If they have another form.
     """
-    value = kwargs.get(ARGUMENT)
-    if value is None:
-        value = next((x for x in args if _is_rotation(x)), None)
+    value = _given(args, kwargs)
     if value is None:
         return None
     if not _is_rotation(value):
@@ -89,6 +87,18 @@ def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if cos.ndim != 3:
         raise _unknown(name, f"angles have the shape {tuple(cos.shape)}")
     return cos, sin
+
+
+def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the tensor among a module's arguments that tells its rotation from others: its cosines, or both."""
+    value = _given(args, kwargs)
+    found: Tensor = value if isinstance(value, Tensor) else value[0]
+    return found
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    value = kwargs.get(ARGUMENT)
+    return next((x for x in args if _is_rotation(x)), None) if value is None else value
 
 
 def _is_rotation(value: Any) -> bool:

@@ -69,15 +69,21 @@ class Rotation(NamedTuple):
     Attributes:
         turns: Cosines of the pairs and then their sines, times the factor ``[B or 1, T, R]``, for R entries.
         layout: Which entries those are.
+        source: The cosines that all of it was made of, by which layers of a model know that they turn alike.
     """
 
     turns: Tensor
     layout: Layout
+    source: Tensor | None = None
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor, layout: Layout) -> "Rotation":
+    def of(cls, cos: Tensor, sin: Tensor, layout: Layout, source: Tensor | None = None) -> "Rotation":
         """Take cosines and sines ``[B or 1, T, *]`` as a model hands them to its layers."""
-        return cls(torch.cat([layout.by_pair(cos), layout.by_pair(sin)], -1), layout)
+        return cls(torch.cat([layout.by_pair(cos), layout.by_pair(sin)], -1), layout, source)
+
+    def of_others(self, turns: Tensor) -> "Rotation":
+        """Return the rotation of other tokens."""
+        return Rotation(turns, self.layout)
 
     def fits(self, x: Tensor) -> bool:
         """Tell whether there are angles for the tokens, and entries for the angles, of queries or keys."""
@@ -105,15 +111,15 @@ class Rotation(NamedTuple):
 
     def cut(self, start: int, end: int) -> "Rotation":
         """Return the rotation of the tokens ``[start, end)``."""
-        return self._replace(turns=self.turns[:, start:end])
+        return self.of_others(self.turns[:, start:end])
 
     def row(self, row: int) -> "Rotation":
         """Return the rotation of one row."""
-        return self if len(self.turns) == 1 else self._replace(turns=self.turns[row : row + 1])
+        return self if len(self.turns) == 1 else self.of_others(self.turns[row : row + 1])
 
     def flat(self, batch: int) -> "Rotation":
         """Return the rotation of rows that are laid end to end."""
-        return self._replace(turns=self.turns.expand(batch, -1, -1).flatten(0, 1)[None])
+        return self.of_others(self.turns.expand(batch, -1, -1).flatten(0, 1)[None])
 
     def _back(self) -> tuple[Tensor, Tensor]:
         turns = upcast(self.turns)

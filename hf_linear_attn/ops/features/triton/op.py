@@ -23,7 +23,7 @@ from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_
 def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
     refuse_functional("triton", x, pair.weight, pair.power)
-    turns, layout = (None, Layout("half")) if rotation is None else rotation
+    turns, layout = (None, Layout("half")) if rotation is None else rotation[:2]
     settings = pair.name, pair.factor, pair.sharpness, layout.pairs, layout.at_end
     o: Tensor = _compute(x, turns, pair.weight, pair.power, *settings)
     return o
