@@ -1,7 +1,6 @@
 """A long document, read once and kept as a file: linear attention's state has the same size whatever its length."""
 
 import copy
-import hashlib
 import inspect
 import json
 from functools import partial
@@ -16,16 +15,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
-from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
+from hf_linear_attn.patching.fingerprint import checksum, model_fingerprint
 from hf_linear_attn.patching.first_contexts import in_circles
 from hf_linear_attn.patching.hook import convert_cache, part_of
 
 CONTEXT_FORMAT_VERSION = 3
 """Version of the file; raised when older code could not read it."""
-
-SAMPLES = 64
-"""Values of each weight that enter a model's fingerprint."""
 
 
 class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
@@ -153,7 +149,7 @@ class Context:
             "format": "hf_linear_attn.context",
             "format_version": CONTEXT_FORMAT_VERSION,
             "fingerprint": self.fingerprint,
-            "checksum": _checksum(tensors),
+            "checksum": checksum(tensors),
             "length": len(self),
             "same": same,
         }
@@ -289,7 +285,8 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
             "Update hf_linear_attn to read this context.",
             where=str(path),
         )
-    if about.get("checksum") != _checksum(tensors):
+    same = about.get("same", {})
+    if about.get("checksum") != checksum(tensors) or not all(first in tensors for first in same.values()):
         raise CheckpointError(
             "path", "hold the tensors that were saved", str(path), "It was changed; encode the text again."
         )
@@ -303,26 +300,8 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
         )
     length = int(about["length"])
     tensors = tensors if version > 1 else in_circles(tensors, length)
-    for name, first in about.get("same", {}).items():
-        tensors[name] = tensors[first]
+    tensors |= {name: tensors[first] for name, first in same.items()}
     return Context.of_tensors(model, tensors, length, fingerprint)
-
-
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """Return a hash of a patched model's settings and of values of each of its weights.
-
-    Raises:
-        ArgumentError: If the model is not patched.
-    """
-    settings = getattr(model.config, "linear_attention", None)
-    if settings is None or not any(isinstance(module, LinearAttention) for module in model.modules()):
-        raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
-    text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double().cpu()
-        text.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
-    return text.hexdigest()
 
 
 def empty_cache(model: PreTrainedModel) -> ContextCache:
@@ -398,13 +377,3 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
 def _mask(seen: Tensor, length: int) -> Tensor:
     """Return the mask ``[B, length]`` of texts padded on the left, from their numbers of tokens."""
     return (torch.arange(length) >= length - seen[:, None]).long()
-
-
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        # A copy: a lone element may have any stride, contiguous or not.
-        x = tensors[name].clone(memory_format=torch.contiguous_format)
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -20,10 +20,10 @@ from hf_linear_attn.patching.context import (
     Context,
     ContextCache,
     empty_cache,
-    model_fingerprint,
     read_context,
     read_piece,
 )
+from hf_linear_attn.patching.fingerprint import model_fingerprint
 
 logger = getLogger(__name__)
 

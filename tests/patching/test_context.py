@@ -184,7 +184,11 @@ def test_damaged_files_are_refused(plain, tmp_path):
         about = json.loads(file.metadata()["about"]) | {"format_version": 99}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, path, metadata={"about": json.dumps(about)})
-    with pytest.raises(CheckpointError, match=r"`format_version` must be at most 2, got 99"):
+    with pytest.raises(CheckpointError, match=r"`format_version` must be at most 3, got 99"):
+        load_context(path, plain.model)
+    about |= {"format_version": 3, "same": {"layers.1.0.near_turns": "layers.0.0.near_turns"}}
+    save_file(tensors, path, metadata={"about": json.dumps(about)})
+    with pytest.raises(CheckpointError, match=r"`path` must hold the tensors that were saved"):
         load_context(path, plain.model)
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"`path` must hold a saved context"):
