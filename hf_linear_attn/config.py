@@ -59,9 +59,9 @@ class LinearAttentionConfig:
         rotary: How the linear branch reads queries and keys that the model rotates by their positions: ``"keep"``, as
             they are; ``"undo"``, with the rotation undone, so that feature maps know nothing of positions and none is
             new to them. Window and sinks read them rotated, and so does the own key's score of ``mix="key"``; a window
-            then holds its tokens' angles, too, once for all layers that turn alike. Models without a rotation have none to undo.
-            ``"auto"``: undone beside a window wherever it can be told how a model rotates, and kept elsewhere; the
-            patched model's config says which.
+            then holds its tokens' angles, too, once for all layers that turn alike. Models without a rotation have none
+            to undo. ``"auto"``: undone beside a window wherever it can be told how a model rotates, and kept elsewhere;
+            the patched model's config says which.
         eps: Added to the normaliser, 1e-37..1e37.
         backend: As in :func:`linear_attention`.
         allow_approximate: Drop what linear attention cannot honour (score soft-caps, attention biases, learned
