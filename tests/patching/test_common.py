@@ -122,21 +122,20 @@ def test_a_rollback_parts_and_goes_on(model, ids):
     close(read(model, cache, ids[:, 6:], [1, 2, 1, 10]), model(ids).logits[:, -1], "after a rollback")
 
 
-@pytest.mark.parametrize("more", [1, 2])
-def test_a_layer_that_lags_is_refused(model, ids, more):
+@pytest.mark.parametrize(("taken", "more"), [(2, 1), (1, 2)])
+def test_a_layer_that_lags_is_refused(model, ids, taken, more):
     """Its angles were overwritten: the layer before it has read tokens that it has not."""
     cache = DynamicCache(config=model.config)
     read(model, cache, ids, [6])
-    first = model.model.layers[0]
+    first, second = model.model.layers
     hidden, angles = model.model.embed_tokens(ids[:, 6:8]), model.model.rotary_emb(ids.float(), torch.tensor([[6, 7]]))
     with torch.no_grad():
-        for place in range(2):
-            here = [x[:, place : place + 1] for x in angles]
-            first(hidden[:, place : place + 1], past_key_values=cache, position_embeddings=tuple(here))
-        with pytest.raises(ArgumentError, match=r"of which one layer has read 6 tokens and another one 8"):
-            model.model.layers[1](
-                hidden[:, :more], past_key_values=cache, position_embeddings=tuple(x[:, :more] for x in angles)
-            )
+        for place in range(taken):
+            here = tuple(x[:, place : place + 1] for x in angles)
+            first(hidden[:, place : place + 1], past_key_values=cache, position_embeddings=here)
+        here = tuple(x[:, :more] for x in angles)
+        with pytest.raises(ArgumentError, match=rf"of which one layer has read 6 tokens and another one {6 + taken}"):
+            second(hidden[:, :more], past_key_values=cache, position_embeddings=here)
 
 
 def test_what_is_made_of_the_same_parts_is_made_once():
