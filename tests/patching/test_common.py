@@ -87,20 +87,34 @@ def test_a_file_of_each_ones_own_is_read_still(model, ids, tmp_path):
     close(read(model, cache, ids[:, 9:], [1, 6, 4]), model(ids).logits[:, -1], "each its own")
 
 
-def test_layers_of_other_angles_hold_their_own(model, ids):
-    layer = model.model.layers[1].self_attn
+def turn_otherwise(model):
+    """Let one layer turn by other angles than the others."""
 
     def other(_module, args, kwargs):
         cos, sin = kwargs["position_embeddings"]
         # A quarter turn more is as good a rotation.
         return args, kwargs | {"position_embeddings": (-sin, cos)}
 
-    layer.register_forward_pre_hook(other, with_kwargs=True, prepend=True)
+    return model.model.layers[1].self_attn.register_forward_pre_hook(other, with_kwargs=True, prepend=True)
+
+
+def test_layers_of_other_angles_hold_their_own(model, ids):
+    turn_otherwise(model)
     cache = DynamicCache(config=model.config)
     found = read(model, cache, ids, [6, 1, 1, 5, 1, 6])
     assert not together(cache)
     assert not torch.equal(*circles(cache))
     close(found, model(ids, use_cache=False).logits[:, -1], "read in pieces")
+
+
+def test_what_differed_once_stays_apart(model, ids):
+    cache = DynamicCache(config=model.config)
+    hook = turn_otherwise(model)
+    read(model, cache, ids, [6])
+    hook.remove()
+    read(model, cache, ids[:, 6:], [2])
+    assert not together(cache)
+    assert not torch.equal(*circles(cache))
 
 
 def test_static_states_hold_their_own(model, ids):
@@ -110,16 +124,35 @@ def test_static_states_hold_their_own(model, ids):
     close(found, model(ids, use_cache=False).logits[:, -1], "static")
 
 
-def test_a_rollback_parts_and_goes_on(model, ids):
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_a_rollback_parts_and_goes_on(model, ids, otherwise):
+    if otherwise:
+        turn_otherwise(model)
     cache = DynamicCache(config=model.config)
     read(model, cache, ids[:, :6], [6])
     for layer in cache.layers:
         layer.activate_past_recording()
-    read(model, cache, ids[:, 6:10].flip(1), [1, 3])
+    # Of what is drafted, two tokens are kept and read again.
+    read(model, cache, torch.cat([ids[:, 6:8], ids[:, 3:5]], 1), [1, 3])
     for layer in cache.layers:
-        layer.crop(-4)
+        layer.crop(-2)
         layer.record_past = False
-    close(read(model, cache, ids[:, 6:], [1, 2, 1, 10]), model(ids).logits[:, -1], "after a rollback")
+    close(read(model, cache, ids[:, 8:], [1, 2, 1, 8]), model(ids).logits[:, -1], "after a rollback")
+
+
+def test_what_differed_in_what_is_read_again_stays_apart(model, ids):
+    cache = DynamicCache(config=model.config)
+    read(model, cache, ids, [6])
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    hook = turn_otherwise(model)
+    read(model, cache, ids[:, 6:], [3])
+    hook.remove()
+    for layer in cache.layers:
+        layer.crop(-1)
+        layer.record_past = False
+    read(model, cache, ids[:, 8:], [1])
+    assert not torch.equal(*circles(cache))
 
 
 @pytest.mark.parametrize(("taken", "more"), [(2, 1), (1, 2)])
