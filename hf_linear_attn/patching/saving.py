@@ -105,8 +105,8 @@ def auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:
 def takes(cls: type, config: PreTrainedConfig) -> bool:
     """Return whether a model's class is built of a config: of its own kind, or of one that it is registered for.
 
-    InternLM3 is a config without a class of its own: Llama's are registered for it. A class of a part, like a multimodal
-    model's decoder, is registered for the whole, and takes the part's config.
+    InternLM3 is a config without a class of its own: Llama's are registered for it. A class of a part, like a
+    multimodal model's decoder, is registered for the whole, and takes the part's config.
     """
     own = getattr(cls, "config_class", None)
     if own is None or isinstance(config, own):
