@@ -233,9 +233,9 @@ def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
     yield from forward
     yield from delta_backward.backward_launches(d, torch.empty_like(out.o), None if p.kv0 is None else out.kv)[1]
     if config.kind != "packed":
-        tokens = (x[:, :, :1] for x in (d.q, d.k, d.v, d.beta, d.log_decay))
+        tokens = {name: getattr(d, name)[:, :, :1] for name in ("q", "k", "v", "beta", "log_decay")}
         mask = None if d.mask is None else d.mask[:, :1]
-        yield step_launch(d.target, *tokens, out.kv, mask, d.l2norm)[1]
+        yield step_launch(d._replace(**tokens, mask=mask), out.kv)[1]
 
 
 def signature(launch: Launch) -> ASTSource:

@@ -16,6 +16,9 @@ if not torch.cuda.is_available():
     # Without a GPU the kernels are tested in Triton's interpreter, which has to be chosen before the first import.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Where there is no network Transformers tries for half a minute, where there is one a hub would have a say.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the sweep convert otherwise than it does by default."""

@@ -14,7 +14,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 from hf_linear_attn.folder import HUB_OPTIONS, check_folder, why_not_loaded
 from hf_linear_attn.patching.convert import linear_attention_class
-from hf_linear_attn.patching.saving import PREFIX
+from hf_linear_attn.patching.saving import PREFIX, takes
 
 __all__ = ["from_pretrained", "linear_attention_class"]
 
@@ -97,7 +97,7 @@ def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise CheckpointError(
             "architectures", "name a model's class of the installed transformers", names, "Update transformers."
         )
-    if not isinstance(config, getattr(base, "config_class", None) or ()):
+    if not takes(base, config):
         raise CheckpointError(
             "architectures", f"name a class that takes a {type(config).__name__}", name, "Save the model again."
         )

@@ -95,14 +95,36 @@ def auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for auto in modeling_auto.__all__:
         mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
-        classes: Any = None if mapping is None else mapping.get(type(config), None)
-        # A class of a part, like a multimodal model's decoder, has another config.
-        names = [
-            cls.__name__
-            for cls in (classes if isinstance(classes, (list, tuple)) else [classes])
-            if isinstance(config, getattr(cls, "config_class", ()) or ())
-        ]
+        names = [cls.__name__ for cls in _registered(mapping, config) if takes(cls, config)]
         if names:
             found[auto] = name if name in names else names[0]
     order = sorted(found, key=lambda auto: (found[auto] != name, auto in LESS_TELLING))
     return {auto: found[auto] for auto in order}
+
+
+def takes(cls: type, config: PreTrainedConfig) -> bool:
+    """Return whether a model's class is built of a config: of its own kind, or of one that it is registered for.
+
+    InternLM3 is a config without a class of its own: Llama's are registered for it. A class of a part, like a
+    multimodal model's decoder, is registered for the whole, and takes the part's config.
+    """
+    own = getattr(cls, "config_class", None)
+    if own is None or isinstance(config, own):
+        return own is not None
+    mappings = (getattr(getattr(modeling_auto, auto), "_model_mapping", None) for auto in modeling_auto.__all__)
+    registered = any(cls in _registered(mapping, config) for mapping in mappings)
+    return registered and own not in _parts(type(config))
+
+
+def _registered(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
+    """Return the classes that an Auto class's mapping, if it has one, names for a config."""
+    classes = None if mapping is None else mapping.get(type(config), None)
+    return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
+
+
+def _parts(config: type[PreTrainedConfig]) -> set[type]:
+    """Return the classes of a config's parts, and of theirs."""
+    found: set[type] = set()
+    for part in config.sub_configs.values():
+        found |= {part} | _parts(part)
+    return found

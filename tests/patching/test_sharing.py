@@ -97,6 +97,8 @@ def test_folders_of_the_first_form_load(patched, tmp_path):
     [
         ("causal", "gpt2", AutoModelForCausalLM, WINDOW),
         ("causal", "llama", AutoModelForCausalLM, {"feature_map": "elu", "layers": [1]}),
+        # Its config has no class of its own: Llama's is registered for it.
+        ("causal", "internlm3", AutoModelForCausalLM, {"feature_map": "elu"}),
         ("masked", "bert", AutoModelForMaskedLM, {"feature_map": "hedgehog"}),
         ("seq2seq", "bart", AutoModelForSeq2SeqLM, {"feature_map": "elu"}),
     ],

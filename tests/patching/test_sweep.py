@@ -45,6 +45,7 @@ KNOWN_LIMITS: dict[tuple[Task, str], dict[str, str]] = {
 
 HANDFUL = [
     ("causal", "gemma3_text"),
+    ("causal", "internlm3"),
     ("causal", "phi3"),
     ("masked", "roberta"),
     ("seq2seq", "marian"),

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.checks import check_type
-from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
+from hf_linear_attn.ops.delta_rule.checks import check_call
+from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import broken_keys, see, unmasked, without
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
 
 
 @overload
@@ -115,69 +115,55 @@ def delta_rule(
     """
     for name, flag in (("return_state", return_state), ("l2norm", l2norm)):
         check_type(name, flag, bool)
-    check_types(q, k, v, beta, log_decay, key_mask, cu_seqlens, state)
-    check_qkv(q, k, v, True)
-    check_masks(q, k, True, key_mask, cu_seqlens, delay)
-    check_gates(k, beta, log_decay, key_mask)
-    check_state(q, k, v, cu_seqlens, state)
+    call = DeltaCall(q, k, v, beta, log_decay, key_mask, cu_seqlens, state, delay, l2norm)
+    check_call(call)
     # States have a precision of their own, whatever products around them are cast to.
     with own_precision(q.device):
-        function, is_kernel = _backend(backend, q, k, v)
-        broken = None if is_kernel else _broken(k, v, beta, log_decay)
+        function, is_kernel = _backend(backend, call)
+        broken = None if is_kernel else _broken(call)
         if broken is not None:
             k, v, beta = without(k, broken), without(v, broken), beta.masked_fill(broken, 0)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
+            call = call._replace(k=k, v=v, beta=beta, log_decay=log_decay)
         elif not is_kernel:
             k, v = unmasked(k, v, key_mask)
-        o, final = function(
-            q,
-            k,
-            v,
-            beta,
-            log_decay,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            state=state,
-            delay=delay,
-            l2norm=l2norm,
-        )
+            call = call._replace(k=k, v=v)
+        o, final = function(call)
         if broken is not None:
             broken = broken if key_mask is None else broken & key_mask[:, None]
-            o, final = _with_broken(o, final, broken, cu_seqlens, delay)
+            o, final = _with_broken(o, final, broken, call)
     return (o, final) if return_state else o
 
 
-def _broken(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor | None:
+def _broken(call: DeltaCall) -> Tensor | None:
     """Tell which keys, values or gates are not finite, ``[B, HKV, S]`` bool; None where all are."""
-    broken = broken_keys(k, v)
+    broken = broken_keys(call.k, call.v)
     # A decay to nothing is one.
-    for gate in (beta,) if log_decay is None else (beta, log_decay.clamp(min=-80)):
+    for gate in (call.beta,) if call.log_decay is None else (call.beta, call.log_decay.clamp(min=-80)):
         odd = broken_keys(gate[..., None], gate[..., None])
         if odd is not None:
             broken = odd if broken is None else broken | odd
     return broken
 
 
-def _with_broken(
-    o: Tensor, state: DeltaRuleState, broken: Tensor, cu_seqlens: Tensor | None, delay: int
-) -> tuple[Tensor, DeltaRuleState]:
+def _with_broken(o: Tensor, state: DeltaRuleState, broken: Tensor, call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
     """Put broken keys ``[B, HKV, S]`` back into what sees them: queries, and states, one for each packed sequence."""
-    bounds = [0, broken.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
+    bounds = [0, broken.shape[2]] if call.cu_seqlens is None else call.cu_seqlens.tolist()
     seen, kept = [], []
     for a, b in pairwise(bounds):
-        read = broken[:, :, a : max(b - delay, a)]
+        read = broken[:, :, a : max(b - call.delay, a)]
         seen.append(F.pad(read.cummax(2)[0] if read.shape[2] else read, (b - a - read.shape[2], 0)))
         kept.append(read.any(2))
     spoilt = torch.where(torch.cat(kept), torch.nan, 0.0).to(state.kv.dtype)
     return see(o, torch.cat(seen, 2)), DeltaRuleState(state.kv + spoilt[..., None, None])
 
 
-Backend = Callable[..., tuple[Tensor, DeltaRuleState]]
+Backend = Callable[[DeltaCall], tuple[Tensor, DeltaRuleState]]
 
 
-def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
+def _backend(backend: str, call: DeltaCall) -> tuple[Backend, bool]:
     """Return the backend's function, and whether it is the kernels'."""
-    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.delta_rule.triton.op import delta_rule_triton

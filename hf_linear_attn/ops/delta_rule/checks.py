@@ -1,41 +1,50 @@
 """What the delta rule asks of its arguments beyond what linear attention does."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.linear_attention.checks import FLOATING
+from hf_linear_attn.ops.linear_attention.checks import FLOATING, check_masks, check_qkv
 from hf_linear_attn.ops.state import LinearAttentionState
 
 LARGEST_BETA = 2
 """Beyond it a state grows by being written to: a key is erased more than once over."""
 
 
-def check_types(
-    q: object,
-    k: object,
-    v: object,
-    beta: object,
-    log_decay: object,
-    key_mask: object,
-    cu_seqlens: object,
-    state: object,
-) -> None:
-    """Check types."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta)):
-        if not isinstance(x, Tensor):
+def check_call(call: DeltaCall) -> None:
+    """Check everything that a call is made of.
+
+    Raises:
+        ArgumentError: If a shape, device or number does not fit.
+        ArgumentTypeError: If a type does not.
+    """
+    _check_types(call)
+    check_qkv(call.q, call.k, call.v, True)
+    check_masks(call.q, call.k, True, call.key_mask, call.cu_seqlens, call.delay)
+    _check_gates(call)
+    _check_state(call)
+
+
+def _check_types(call: DeltaCall) -> None:
+    for name in ("q", "k", "v", "beta"):
+        if not isinstance(x := getattr(call, name), Tensor):
             raise ArgumentTypeError(name, "be a tensor", type(x).__name__, "Use torch.as_tensor.")
-    for name, x in (("log_decay", log_decay), ("key_mask", key_mask), ("cu_seqlens", cu_seqlens)):
-        if not isinstance(x, Tensor | None):
+    for name in ("log_decay", "key_mask", "cu_seqlens"):
+        if not isinstance(x := getattr(call, name), Tensor | None):
             raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
+    state: Any = call.state
     if not isinstance(state, DeltaRuleState | LinearAttentionState | None):
         raise ArgumentTypeError("state", "be a DeltaRuleState or None", type(state).__name__, "Use DeltaRuleState(kv).")
 
 
-def check_gates(k: Tensor, beta: Tensor, log_decay: Tensor | None, key_mask: Tensor | None) -> None:
+def _check_gates(call: DeltaCall) -> None:
     """Check what says how much is written and kept."""
-    for name, x in (("beta", beta), ("log_decay", log_decay)):
+    k = call.k
+    for name, x in (("beta", call.beta), ("log_decay", call.log_decay)):
         if x is None:
             continue
         if x.shape != k.shape[:3]:
@@ -46,9 +55,9 @@ def check_gates(k: Tensor, beta: Tensor, log_decay: Tensor | None, key_mask: Ten
             raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it.")
         if x.device != k.device:
             raise ArgumentError(name, f"be on k's device {k.device}", str(x.device), f"Move {name}.")
-    _check_range("beta", beta, 0, LARGEST_BETA, key_mask, "Use a sigmoid, or twice that.")
-    if log_decay is not None:
-        _check_range("log_decay", log_decay, None, 0, key_mask, "It is a logarithm: use -softplus(x).")
+    _check_range("beta", call.beta, 0, LARGEST_BETA, call.key_mask, "Use a sigmoid, or twice that.")
+    if call.log_decay is not None:
+        _check_range("log_decay", call.log_decay, None, 0, call.key_mask, "It is a logarithm: use -softplus(x).")
 
 
 def _check_range(name: str, x: Tensor, low: float | None, high: float, key_mask: Tensor | None, remedy: str) -> None:
@@ -69,17 +78,17 @@ def _check_range(name: str, x: Tensor, low: float | None, high: float, key_mask:
         torch._assert_async(~wrong.any(), f"`{name}` must {rule}. {remedy}")
 
 
-def check_state(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: DeltaRuleState | LinearAttentionState | None
-) -> None:
+def _check_state(call: DeltaCall) -> None:
     """Check a state against keys and values."""
+    # Of linear attention, it may have a normaliser.
+    state: DeltaRuleState | LinearAttentionState | None = call.state
     if state is None:
         return
     if state.z is not None:
         raise ArgumentError("state.z", "be None", tuple(state.z.shape), "The delta rule has no normaliser.")
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    q, k, v, kv = call.q, call.k, call.v, state.kv
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shape, kv = (rows, k.shape[1], k.shape[3], v.shape[3]), state.kv
+    shape = (call.rows, k.shape[1], k.shape[3], v.shape[3])
     if kv.shape != shape:
         raise ArgumentError("state.kv", f"have shape {shape}", tuple(kv.shape), "Pass this layer's state.")
     if kv.dtype != dtype:

@@ -8,12 +8,12 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.ops.chunks import split
 from hf_linear_attn.ops.delta_rule.api import delta_rule
-from hf_linear_attn.ops.delta_rule.checks import check_gates, check_state, check_types
+from hf_linear_attn.ops.delta_rule.checks import check_call
+from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
-from hf_linear_attn.ops.linear_attention.checks import check_masks, check_qkv
 
 
 @torch.no_grad()
@@ -53,11 +53,8 @@ def delta_step_(
         ArgumentTypeError: If a dtype does not fit.
         BackendError: If the backend asked for cannot run here.
     """
-    check_types(q, k, v, beta, log_decay, key_mask, None, state)
-    check_qkv(q, k, v, True)
-    check_masks(q, k, True, key_mask, None, 0)
-    check_gates(k, beta, log_decay, key_mask)
-    check_state(q, k, v, None, state)
+    call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, state, 0, l2norm)
+    check_call(call)
     kv = state.kv
     if not kv.is_contiguous():
         raise ArgumentError("state.kv", "be contiguous, to be updated in place", kv.stride(), "Clone it.")
@@ -65,7 +62,7 @@ def delta_step_(
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.delta_rule.triton.op import delta_step_triton_
 
-        return delta_step_triton_(q, k, v, beta, log_decay, kv, key_mask=key_mask, l2norm=l2norm)
+        return delta_step_triton_(call)
     if q.shape[2] == 1:
         by_group = split(q[:, :, 0], 1, k.shape[1])
         o = overwrite_and_read_(by_group, k, v, beta, log_decay, kv, key_mask, l2norm)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
+from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
@@ -49,23 +50,10 @@ SPAN = 128
 """Tokens per span; so many that calls are few, so few that a span stays in a core's cache."""
 
 
-def delta_rule_chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: DeltaRuleState | None,
-    delay: int,
-    l2norm: bool,
-) -> tuple[Tensor, DeltaRuleState]:
-    """Compute the delta rule chunk by chunk; arguments as in :func:`delta_rule_reference`."""
-    kv0 = None if state is None else state.kv
-    refuse_functional("torch", q, k, v, beta, log_decay, kv0)
-    o, kv = delta_forward(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+def delta_rule_chunked(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
+    """Compute the delta rule chunk by chunk."""
+    refuse_functional("torch", call.q, call.k, call.v, call.beta, call.log_decay, call.kv0)
+    o, kv = delta_forward(*call.inputs())
     return o, DeltaRuleState(kv)
 
 
@@ -178,43 +166,24 @@ class _Span:
         return states, missing, written
 
 
-def _tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    where: tuple[slice, int],
-    l2norm: bool,
-) -> _Tokens:
+def _tokens(call: DeltaCall, at: slice, lead: int) -> _Tokens:
     """Put the queries of a sequence beside the last key that each sees; the first ``lead`` see none."""
-    at, lead = where
-    near = slice(at.start, at.stop - lead)
-    mask = None if key_mask is None else key_mask[:, None, near, None].expand(-1, k.shape[1], -1, -1)
-    gate = None if log_decay is None else log_decay[:, :, near, None]
-    later = slice(at.start + lead, at.stop)
-    return _Tokens(q[:, :, later], k[:, :, near], v[:, :, near], beta[:, :, near, None], gate, mask, l2norm)
+    q, k, v, beta = call.q, call.k, call.v, call.beta
+    near, later = slice(at.start, at.stop - lead), slice(at.start + lead, at.stop)
+    mask = None if call.key_mask is None else call.key_mask[:, None, near, None].expand(-1, k.shape[1], -1, -1)
+    gate = None if call.log_decay is None else call.log_decay[:, :, near, None]
+    return _Tokens(q[:, :, later], k[:, :, near], v[:, :, near], beta[:, :, near, None], gate, mask, call.l2norm)
 
 
-@torch.library.custom_op("hf_linear_attn::delta_forward", mutates_args=())
-def delta_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    delay: int,
-    l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("hf_linear_attn::delta_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+def delta_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``o [B, H, T, V]`` and the final ``kv``."""
-    o, kv = _allocate(q, k, v, cu_seqlens)
-    for rows, at, _ in sequences(q.shape[2], k.shape[2], cu_seqlens):
-        lead = min(delay, at.stop - at.start)
-        tokens = _tokens(q, k, v, beta, log_decay, key_mask, (at, lead), l2norm)
+    call = DeltaCall.of(*inputs)
+    q, kv0 = call.q, call.kv0
+    o, kv = _allocate(call)
+    for rows, at, _ in sequences(q.shape[2], q.shape[2], call.cu_seqlens):
+        lead = min(call.delay, at.stop - at.start)
+        tokens = _tokens(call, at, lead)
         state = _start(kv, None if kv0 is None else kv0[rows], rows)
         far, o_far, o_near = q[:, :, at][:, :, :lead], o[:, :, at][:, :, :lead], o[:, :, at][:, :, lead:]
         for span in pieces(lead, SPAN):
@@ -241,47 +210,27 @@ def _start(kv: Tensor, kv0: Tensor | None, rows: slice) -> Tensor:
     return (torch.zeros_like(kv[rows]) if kv0 is None else kv0.clone()).flatten(0, 1)
 
 
-def _allocate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _allocate(call: DeltaCall) -> tuple[Tensor, Tensor]:
+    q, k, v = call.q, call.k, call.v
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    kv = torch.empty(rows, k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=q.device)
+    kv = torch.empty(call.rows, k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=q.device)
     return empty_like_tokens(q, v.shape[3]), kv
 
 
 @delta_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *others: Any,
-) -> tuple[Tensor, Tensor]:
-    return _allocate(q, k, v, cu_seqlens)
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _allocate(DeltaCall.of(*inputs))
 
 
-@torch.library.custom_op("hf_linear_attn::delta_backward", mutates_args=())
-def delta_backward(
-    do: Tensor,
-    dkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    delay: int,
-    l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op("hf_linear_attn::delta_backward", mutates_args=(), schema=GRADIENTS)
+def delta_backward(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log decay (of nothing where there is none) and of the initial ``kv``."""
-    dq, dk, dv, dbeta, dg, dkv0 = _gradients(dkv, q, k, v, beta, log_decay)
-    for rows, at, _ in sequences(q.shape[2], k.shape[2], cu_seqlens):
-        lead = min(delay, at.stop - at.start)
-        tokens = _tokens(q, k, v, beta, log_decay, key_mask, (at, lead), l2norm)
+    call = DeltaCall.of(*inputs)
+    q, kv0 = call.q, call.kv0
+    dq, dk, dv, dbeta, dg, dkv0 = _gradients(dkv, call)
+    for rows, at, _ in sequences(q.shape[2], q.shape[2], call.cu_seqlens):
+        lead = min(call.delay, at.stop - at.start)
+        tokens = _tokens(call, at, lead)
         near = slice(at.start, at.stop - lead)
         unread = slice(near.stop, at.stop)
         for x in (dk, dv, dbeta, dg):
@@ -371,19 +320,15 @@ def _span_backward(
     return _unit_gradient(dq, q, q_scale), dk, dv, dbeta, dg
 
 
-def _gradients(
-    dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in (q, k, v))
-    dg = torch.zeros_like(beta) if log_decay is None else torch.empty_like(log_decay)
-    return dq, dk, dv, torch.empty_like(beta), dg, torch.empty_like(dkv)
+def _gradients(dkv: Tensor, call: DeltaCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in (call.q, call.k, call.v))
+    dg = torch.zeros_like(call.beta) if call.log_decay is None else torch.empty_like(call.log_decay)
+    return dq, dk, dv, torch.empty_like(call.beta), dg, torch.empty_like(dkv)
 
 
 @delta_backward.register_fake
-def _(
-    do: Tensor, dkv: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, *others: Any
-) -> tuple[Tensor, ...]:
-    return _gradients(dkv, q, k, v, beta, log_decay)
+def _(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return _gradients(dkv, DeltaCall.of(*inputs))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.triton.backward import Backward, allocate_backward, backward_launches
 from hf_linear_attn.ops.delta_rule.triton.forward import Forward, allocate_forward, forward_launches
@@ -17,84 +18,44 @@ from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
 
 
-def delta_rule_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    *,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: DeltaRuleState | None,
-    delay: int,
-    l2norm: bool,
-) -> tuple[Tensor, DeltaRuleState]:
-    """Compute the delta rule with Triton kernels; see :func:`delta_rule_reference`."""
-    kv0 = None if state is None else state.kv
-    refuse_functional("triton", q, k, v, beta, log_decay, kv0)
-    o, kv = _attend(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
+    """Compute the delta rule with Triton kernels."""
+    refuse_functional("triton", call.q, call.k, call.v, call.beta, call.log_decay, call.kv0)
+    o, kv = _attend(*call.inputs())
     return o, DeltaRuleState(kv)
 
 
-def delta_step_triton_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor,
-    *,
-    key_mask: Tensor | None,
-    l2norm: bool,
-) -> Tensor:
+def delta_step_triton_(call: DeltaCall) -> Tensor:
     """Run one step in place; see :func:`hf_linear_attn.ops.delta_rule.step.delta_step_`."""
-    o: Tensor = _overwrite(q, k, v, beta, log_decay, key_mask, kv, l2norm)
+    tokens = call.q, call.k, call.v, call.beta, call.log_decay, call.key_mask
+    o: Tensor = _overwrite(*tokens, call.kv0, call.l2norm)
     return o
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    delay: int,
-    l2norm: bool,
-) -> DeltaProblem:
+def _problem(*inputs: Any) -> DeltaProblem:
+    call = DeltaCall.of(*inputs)
+    mask, bounds = call.key_mask, call.cu_seqlens
     return DeltaProblem(
-        target_for(q.device),
-        readable(q),
-        readable(k),
-        readable(v),
-        beta,
-        log_decay,
-        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        None if cu_seqlens is None else as_int64(cu_seqlens),
-        contiguous(kv0),
-        delay,
-        l2norm,
+        target_for(call.q.device),
+        readable(call.q),
+        readable(call.k),
+        readable(call.v),
+        call.beta,
+        call.log_decay,
+        None if mask is None else mask.contiguous().view(torch.uint8),
+        None if bounds is None else as_int64(bounds),
+        contiguous(call.kv0),
+        call.delay,
+        call.l2norm,
     )
 
 
-@torch.library.custom_op("hf_linear_attn::triton_delta_forward", mutates_args=())
-def triton_delta_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    delay: int,
-    l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "hf_linear_attn::triton_delta_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)"
+)
+def triton_delta_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return o and the final ``kv``."""
-    return _forward(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+    return _forward(*inputs)
 
 
 @planned
@@ -107,23 +68,12 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     return allocate_forward(_problem(*inputs))
 
 
-@torch.library.custom_op("hf_linear_attn::triton_delta_backward", mutates_args=())
+@torch.library.custom_op("hf_linear_attn::triton_delta_backward", mutates_args=(), schema=GRADIENTS)
 def triton_delta_backward(
-    do: Tensor,
-    dkv: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    delay: int,
-    l2norm: bool,
+    do: Tensor, dkv: Tensor | None, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, the log decay and the initial ``kv``."""
-    return _gradients(do, dkv, q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
+    return _gradients(do, dkv, *inputs)
 
 
 @planned
@@ -177,28 +127,18 @@ def triton_delta_step_(
     return _step(q, k, v, beta, log_decay, key_mask, kv, l2norm)
 
 
-def _changing(q: Tensor, *inputs: Any) -> Tensor:
+def _changing(*inputs: Any) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
-    o, kv = _step(q, *inputs), inputs[5]
+    o, kv = _step(*inputs), inputs[6]
     if not kv.is_inference():
         increment_version([kv])
     return o
 
 
 @planned
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    key_mask: Tensor | None,
-    kv: Tensor,
-    l2norm: bool,
-) -> tuple[Tensor, list[Launch]]:
-    mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    tokens = readable(q), readable(k), readable(v)
-    o, launch = step_launch(target_for(q.device), *tokens, beta, log_decay, kv, mask, l2norm)
+def _step(*inputs: Any) -> tuple[Tensor, list[Launch]]:
+    *tokens, kv, l2norm = inputs
+    o, launch = step_launch(_problem(*tokens, None, kv, 0, l2norm), kv)
     return o, [launch]
 
 

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import length_scale
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
+from hf_linear_attn.ops.triton.plan import Launch, padded, strides, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay
 
 
@@ -61,35 +62,19 @@ def step_kernel(
     tl.store(state, s, mask=in_state)
 
 
-def step_launch(
-    target: Target,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    kv: Tensor,
-    mask: Tensor | None,
-    l2norm: bool,
-) -> tuple[Tensor, Launch]:
+def step_launch(p: DeltaProblem, kv: Tensor) -> tuple[Tensor, Launch]:
     """Plan one step.
 
     Args:
-        target: The device.
-        q: Queries ``[B, H, T, F]``.
-        k: Keys ``[B, HKV, T, F]``.
-        v: Values ``[B, HKV, T, V]``.
-        beta: ``[B, HKV, T]``.
-        log_decay: ``[B, HKV, T]``, or None.
-        kv: State ``[B, HKV, F, V]``, contiguous.
-        mask: ``[B, T]`` uint8, or None.
-        l2norm: Whether queries and keys are divided by their lengths.
+        p: Its tokens; they are one sequence per row, without a delay.
+        kv: State ``[B, HKV, F, V]``, contiguous, changed in place.
 
     Returns:
         The output, allocated, and the launch.
     """
+    q, k, v, beta, log_decay, mask = p.q, p.k, p.v, p.beta, p.log_decay, p.mask
     (B, HKV, F, V), o = kv.shape, empty_like_tokens(q, v.shape[3])
-    chosen = tile(target, q.dtype, "decode", F, V, q.shape[1] // HKV)
+    chosen = tile(p.target, q.dtype, "decode", F, V, q.shape[1] // HKV)
     arguments = {
         **{"q": q, "k": k, "v": v, "beta": beta, "g": log_decay, "mask": mask, "o": o, "kv": kv, "T": q.shape[2]},
         **strides("q", q),
@@ -99,7 +84,7 @@ def step_launch(
         **strides("g", beta if log_decay is None else log_decay),
         **strides("o", o),
         **{"HKV": HKV, "G": q.shape[1] // HKV, "F": F, "V": V, "BD": padded(F), "BV": chosen.width},
-        **{"m_b": 0 if mask is None else mask.stride(0), "GATED": log_decay is not None, "NORM": l2norm},
+        **{"m_b": 0 if mask is None else mask.stride(0), "GATED": log_decay is not None, "NORM": p.l2norm},
         "MASKED": mask is not None,
     }
     programs = B * HKV * -(-V // chosen.width)
