@@ -123,3 +123,21 @@ def test_gives_what_the_general_path_gives(name: str, monkeypatch: pytest.Monkey
     wanted, expected = read(case, "torch")
     for x, y in zip((*found, *state.values()), (*wanted, *(expected[name] for name in state)), strict=True):
         assert_close(x, y, TOLERANCE[case.dtype])
+
+
+@pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
+def test_a_compiled_layer_reads_it_too() -> None:
+    case = Case(lengths=(20,))
+    layer, (text, call) = case.layer("triton"), case.call(20, 0)
+    with torch.no_grad():
+        wanted = case.layer("torch")(*text, call)
+        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(*text, call)
+    torch.compiler.reset()
+    assert_close(found, wanted, TOLERANCE[case.dtype])
+
+
+def test_who_asks_for_gradients_gets_them() -> None:
+    case = Case(lengths=(20,))
+    layer, (text, call) = case.layer("triton"), case.call(20, 0)
+    layer(*text, call).sum().backward()
+    assert all(x.grad is not None for x in layer.parameters())

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
@@ -102,12 +103,19 @@ def prefill_obstacle(q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int) -
         return reason
     if not computes_features(q, of_q):
         return "no kernel computes the map's features here"
-    target, features = target_of(q.device), 2 * int(of_q.weight.shape[2])
-    if target is None or not has_tile(target, q.dtype, "prefill", features, int(v.shape[3])):
-        return f"there is no tile for {features} features on this device"
+    features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
+    if not _has_tile(q.device, q.dtype, features, dim):
+        return f"there is no tile for {features} features and values of {dim} on this device"
     if k.shape[2] <= window:
         return "no key leaves the window"
     return None
+
+
+# As for obstacles of a device, torch.compile need not look into this.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim: int) -> bool:
+    target = target_of(device)
+    return target is not None and has_tile(target, dtype, "prefill", features, value_dim)
 
 
 def prefill(call: Prefill) -> Prefilled:
