@@ -39,7 +39,7 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, window_problem
+from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, prefill_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -49,6 +49,7 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.prefill.triton.kernels import prefill_launches
 from hf_linear_attn.ops.rotation.triton import turn_launch
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
@@ -225,6 +226,9 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         x, turns, pairs, at_end = of_features.x, of_features.turns, of_features.pairs, of_features.at_end
         if turns is not None:
             yield turn_launch(p.target, x, turns, pairs, at_end=at_end, derive=True)[1]
+    of_text = prefill_problem(p)
+    if of_text is not None:
+        yield prefill_launches(p.target, of_text)[1][-1]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
@@ -270,7 +274,9 @@ def gpu_target(arch: str) -> GPUTarget:
 UNCOUNTED = ("scan", "key_scan", "delta", "fade", "fade_back", "decode", "hybrid", "hybrid_rows", "key_sums")
 """Kernels whose clocks are few."""
 
-MULTIPLIES = re.compile(r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|delta_(?!step|inverse)")
+MULTIPLIES = re.compile(
+    r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse)"
+)
 """Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
 
 

@@ -5,8 +5,9 @@ import torch
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
+from hf_linear_attn.ops.prefill import Prefill
 from hf_linear_attn.ops.step import HybridStep
-from hf_linear_attn.ops.triton.plan import Problem, tile
+from hf_linear_attn.ops.triton.plan import Problem, has_tile, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.kernels import WindowProblem
 
@@ -58,6 +59,46 @@ def feature_problem(p: Problem) -> FeatureProblem | None:
     power = torch.full((heads,), 3.0, device=p.q.device)
     turns = torch.randn(1, p.q.shape[2], D, device=p.q.device, dtype=p.q.dtype)
     return FeatureProblem(p.target, p.q, turns, weight, power, "norm_preserving", 1.0, D**-0.25, "half", at_end=False)
+
+
+def prefill_problem(p: Problem) -> Prefill | None:
+    """Return the whole layer over the same text, from a state and with padding; None where no tile holds it."""
+    of_window, of_features = window_problem(p), feature_problem(p)
+    if of_window is None or of_features is None or of_window.codes is None:
+        return None
+    (batch, _, tokens, D), kv_heads, V, device = p.q.shape, p.k.shape[1], p.v.shape[3], p.q.device
+    if not has_tile(p.target, p.q.dtype, "prefill", 2 * D, V):
+        return None
+    phi_k = torch.empty(batch, tokens, kv_heads, 2 * D, dtype=p.q.dtype, device=device).transpose(1, 2)
+    kv, z, far_keys = (torch.zeros(batch, kv_heads, *sizes, device=device) for sizes in ((2 * D, V), (2 * D,), (D,)))
+    return Prefill(
+        p.q,
+        p.k,
+        p.v,
+        phi_k,
+        of_window.codes,
+        of_window.codes >> 1,
+        of_window.sink_k,
+        of_window.sink_v,
+        of_window.seen,
+        of_window.number,
+        far_keys,
+        kv,
+        z,
+        of_features.turns,
+        of_features.weight,
+        of_features.power,
+        of_window.bias,
+        torch.zeros(p.q.shape[1], D, device=device),
+        of_features.name,
+        of_features.factor,
+        of_features.sharpness,
+        of_features.pairs,
+        of_features.at_end,
+        WINDOW,
+        of_window.scaling,
+        1e-6,
+    )
 
 
 def in_pool(step: HybridStep) -> HybridStep:

@@ -4,7 +4,8 @@
 
 Every operation that PyTorch dispatches, the package's kernels among them, counts what its arguments and results hold;
 views and allocations count nothing, nor do parameters, which are small at the lengths of real text. The unit is U, the
-bytes of q. No time is measured, so it runs on any machine; without a GPU in Triton's interpreter.
+bytes of q. No time is measured, and no kernel runs: their results are only allocated. So it takes seconds on any
+machine; without a GPU the kernels have to be allowed as for Triton's interpreter.
 """
 
 import argparse
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from harness import Parser, facts_line, markdown, provenance, write
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import BackendError
@@ -63,9 +65,11 @@ class Counter(TorchDispatchMode):
         self.parameters = {x.untyped_storage().data_ptr() for x in module.parameters()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
-        found = function(*args, **(kwargs or {}))
+        """Run an operation, or allocate what a kernel would give, and count it."""
         name = function.overloadpacket.__name__
+        kernel = function.namespace == "hf_linear_attn" and name.startswith("triton")
+        kwargs = kwargs or {}
+        found = allocated(function, args, kwargs) if kernel else function(*args, **kwargs)
         views = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
         if views or name.startswith(FREE):
             return found
@@ -78,6 +82,18 @@ class Counter(TorchDispatchMode):
         storage = x.untyped_storage()
         # An expanded tensor is as large as what it repeats.
         return 0 if storage.data_ptr() in self.parameters else min(x.nbytes, storage.nbytes())
+
+
+def allocated(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return zeros in place of an operation's results."""
+    with FakeTensorMode() as mode:
+        args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+        found = function(*args, **kwargs)
+
+    def real(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+
+    return tree_map_only(Tensor, real, found)
 
 
 def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> dict[str, Any]:
@@ -101,8 +117,10 @@ def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> 
         layer(*leaves, alone).backward(torch.randn_like(q))
     row["forward and backward, U"] = found.bytes / q.nbytes
     call = alone._replace(state=State())
-    with torch.no_grad():
+    # Counted too, so that no kernel runs.
+    with torch.no_grad(), Counter(layer):
         layer(q, k, v, call)
+    with torch.no_grad():
         call = call._replace(rotation=Rotation(turns[:, :1], Layout("half", "pair")))
         for _ in range(2):
             with Counter(layer) as found:

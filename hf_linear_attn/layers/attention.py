@@ -13,6 +13,7 @@ from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.prefill import read_in_one
 from hf_linear_attn.layers.rules import RULES, Gates, Sizes
 from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
@@ -257,9 +258,12 @@ class LinearAttention(nn.Module):
                 causal=piece.causal,
             )
             return found.o, found.state
+        in_one = read_in_one(self, piece, carried)
+        if in_one is not None:
+            return in_one
         tokens, count = piece.tokens, piece.q.shape[2]
-        sinks = None if "sinks" in self.disabled else piece.sinks(self.window.size)
         size, backend = self.window.size, self.settings.backend
+        sinks = None if "sinks" in self.disabled else piece.sinks(size)
         near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend)
         if not self.mix.has_far:
             return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
@@ -330,9 +334,8 @@ class LinearAttention(nn.Module):
 
     def _carried(self, state: State | None) -> dict[str, Tensor] | None:
         """Return what the linear branch carries over from a state."""
-        if state is None or not state.tensors:
-            return None
-        return {name: x for name, x in state.read().items() if not name.startswith(("near_", "seen"))}
+        held = {} if state is None else state.read()
+        return {name: x for name, x in held.items() if not name.startswith(("near_", "seen"))} or None
 
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""

@@ -114,7 +114,17 @@ class Window:
                 is_sink = numbers < self.sinks
                 is_sink = is_sink if mask is None else is_sink & mask
                 counts = ~is_sink if mask is None else mask & ~is_sink
-                sinks = self._collect(k, v, numbers, is_sink, held)
+                if (
+                    mask is None
+                    and held is None
+                    and not isinstance(k.shape[2], torch.SymInt)
+                    and k.shape[2] > self.sinks
+                ):
+                    # A text's first tokens are the first ones here.
+                    place = torch.arange(self.sinks, device=k.device).expand(k.shape[0], -1)
+                    sinks = (k[:, :, : self.sinks], v[:, :, : self.sinks], place)
+                else:
+                    sinks = self._collect(k, v, numbers, is_sink, held)
             elif held is not None:
                 place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
                 sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)

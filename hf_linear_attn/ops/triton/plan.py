@@ -154,6 +154,11 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
     return found
 
 
+def has_tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int) -> bool:
+    """Tell whether the table has a tile for a kernel that not every size has; arguments as of :func:`tile`."""
+    return (target.arch, KINDS[dtype], role, bucket(D), bucket(V), 0) in tile_table()
+
+
 @dataclass(frozen=True)
 class Segments:
     """Sequences cut into pieces that are walked side by side.
@@ -317,8 +322,7 @@ class Problem(NamedTuple):
 
     def has(self, role: str) -> bool:
         """Tell whether the table has a tile for a kernel that not every size has."""
-        D, V = bucket(int(self.k.shape[3])), bucket(int(self.v.shape[3]))
-        return (self.target.arch, KINDS[self.q.dtype], role, D, V, 0) in tile_table()
+        return has_tile(self.target, self.q.dtype, role, int(self.k.shape[3]), int(self.v.shape[3]))
 
     def segments(self, tokens: int, length: int) -> Segments:
         """Cut the sequences into segments of so many tokens."""

@@ -276,6 +276,11 @@ def forward_cut(p: Problem) -> Cut:
     return best(p, Costs(p).forward, cuts(p, int(p.q.shape[2]), "forward"))
 
 
+def stored_cut(p: Problem) -> Cut:
+    """Cut sequences for a forward that reads its states."""
+    return best(p, Costs(p).forward, (cut for cut in cuts(p, int(p.q.shape[2]), "forward") if cut.stored))
+
+
 def dq_cut(p: Problem) -> Cut:
     """Cut sequences for dq."""
     return best(p, Costs(p).dq, cuts(p, int(p.q.shape[2]), "dq"))

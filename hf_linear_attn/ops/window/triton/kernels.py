@@ -127,44 +127,27 @@ def sees_sink(seen, queries, os, rows, SINKS: tl.constexpr):
     return tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
-def window_kernel(
-    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, o, lse, score,
-    T, S, P, W, NB, scaling, H, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
-    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def attend_near(
+    x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
+    sink_k, sink_v, seen,
+    D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
-    EXACT_D: tl.constexpr = D == BD
-    EXACT_V: tl.constexpr = V == BV
-    pid = tl.program_id(0)
-    i_h = pid % H
-    i_t = (pid // H) % tl.cdiv(T, BT)
-    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
-    i_hk = i_h // G
-    c = i_t.to(tl.int64) * BT
-    od = tl.arange(0, BD)
-    ov = tl.arange(0, BV)
-    ot = tl.arange(0, BT)
-    on = tl.arange(0, BN)
-    rows = ot < (T - c).to(tl.int32)
-    kv_head = i_b * (H // G) + i_hk
-    row = (i_b * H + i_h) * T + c + ot
-    k += i_b * k_b + i_hk.to(tl.int64) * k_h
-    v += i_b * v_b + i_hk.to(tl.int64) * v_h
-    if MASKED:
-        codes += i_b * c_b
-    # [BT, BD]
-    q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    """Attend from the queries ``x [BT, BD]`` to the tiles of keys from ``start`` on, and to the sinks.
+
+    Returns:
+        Each row's largest score in base 2, the sums of weights and of weighted values relative to it, and where OWN the
+        sum of products with the keys of these tiles that are out of sight and count.
+    """
+    BT: tl.constexpr = x.shape[0]
+    BN: tl.constexpr = on.shape[0]
+    BV: tl.constexpr = ov.shape[0]
     base2 = scaling * LOG2E
     m = tl.full([BT], float("-inf"), tl.float32)
     mass = tl.zeros([BT], tl.float32)
     acc = tl.zeros([BT, BV], tl.float32)
     products = tl.zeros([BT], tl.float32)
-    start = first_key(c, P, W, BLOCK)
     for j in range(start, P + c + BT, BN):
         _, code = key_codes(codes, j, on, S, MASKED)
         # [BN, BD] and [BN, BV]
@@ -203,15 +186,62 @@ def window_kernel(
         mass = mass * old + tl.sum(p, 1)
         acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
         m = largest
+    return m, mass, acc, products
+
+
+@triton.jit
+def own_score(x, products, n, keys, bias, weight, od, scaling, D: tl.constexpr):
+    """Return the scores of the queries' own keys in base 2, which stand for n keys each; -inf where n is 0."""
+    y = x.to(tl.float32)
+    u = tl.load(weight + od, mask=od < D, other=0.0).to(tl.float32)
+    before = tl.load(keys + od, mask=od < D, other=0.0)
+    some = tl.maximum(n, 1.0)
+    e = (products + tl.sum(y * before[None, :], 1)) * (scaling / some) + tl.log(some)
+    e += tl.load(bias).to(tl.float32) + tl.sum(y * u[None, :], 1)
+    return tl.where(n > 0, e * LOG2E, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
+def window_kernel(
+    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, o, lse, score,
+    T, S, P, W, NB, scaling, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(T, BT)
+    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
+    i_hk = i_h // G
+    c = i_t.to(tl.int64) * BT
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    rows = ot < (T - c).to(tl.int32)
+    kv_head = i_b * (H // G) + i_hk
+    row = (i_b * H + i_h) * T + c + ot
+    k += i_b * k_b + i_hk.to(tl.int64) * k_h
+    v += i_b * v_b + i_hk.to(tl.int64) * v_h
+    if MASKED:
+        codes += i_b * c_b
+    # [BT, BD]
+    q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    start = first_key(c, P, W, BLOCK)
+    m, mass, acc, products = attend_near(
+        x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
+        sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, MASKED, OWN, PRECISION,
+    )  # fmt: skip
     if OWN:
-        y = x.to(tl.float32)
-        u = tl.load(weight + i_h * D + od, mask=od < D, other=0.0).to(tl.float32)
-        keys = tl.load(prefix + (kv_head * NB + start // BLOCK) * D + od, mask=od < D, other=0.0)
         n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
-        some = tl.maximum(n, 1.0)
-        e = (products + tl.sum(y * keys[None, :], 1)) * (scaling / some) + tl.log(some)
-        e += tl.load(bias + i_h).to(tl.float32) + tl.sum(y * u[None, :], 1)
-        e = tl.where(n > 0, e * LOG2E, float("-inf"))
+        keys = prefix + (kv_head * NB + start // BLOCK) * D
+        e = own_score(x, products, n, keys, bias + i_h, weight + i_h * D, od, scaling, D)
         largest = tl.maximum(m, e)
         w = tl.exp2(e - largest)
         old = tl.exp2(m - largest)

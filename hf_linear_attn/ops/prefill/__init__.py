@@ -1,0 +1,129 @@
+"""Text that a layer with a window reads without gradients: queries' features, both branches and their join in one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.features import computes_features
+from hf_linear_attn.ops.triton.plan import has_tile, target_of
+from hf_linear_attn.ops.window.api import window_obstacle
+
+
+class Prefill(NamedTuple):
+    """Some tokens of a layer of the additive rule with a window, whose linear branch is a key of its softmax.
+
+    Attributes:
+        q: Queries ``[B, H, T, D]``, as the model made them.
+        k: Keys ``[B, HKV, P + T, D]``: P keys from before the first query, at most W, then its own.
+        v: Values ``[B, HKV, P + T, V]``.
+        phi_k: Features of the first T keys ``[B, HKV, T, F]``; :func:`features_of` computes them.
+        key_mask: ``[B, P + T]`` bool, True = a key that the window shows; None where all are, then also ``counts``.
+        counts: ``[B, P + T]`` bool, True = a key that counts in the linear branch once it has left the window.
+        sink_k: Keys of the sinks ``[B, HKV, N, D]``; None without sinks.
+        sink_v: Their values ``[B, HKV, N, V]``.
+        seen: Which query sees which ``[B, T, N]`` bool.
+        number: Keys beyond each query's window ``[B, T]`` int64.
+        far_keys: Sum of those that ``k`` does not hold ``[B, HKV, D]`` fp32; None where there are none.
+        kv: The linear branch's state before these tokens ``[B, HKV, F, V]`` fp32; None where there is none.
+        z: Its normaliser ``[B, HKV, F]`` fp32.
+        turns: By which queries are turned, cosines and then sines ``[B or 1, T, R]``, where their features are those of
+            what they were before; None where they are not.
+        weight: W of the map for queries ``[H or 1, D, F / 2]``.
+        power: Its power ``[H or 1]``; None where it has none.
+        bias: The mix's ``[H]``.
+        direction: The mix's weight ``[H, D]``.
+        name: The map.
+        factor: On ``x W``.
+        sharpness: By which a query's power grows with its length.
+        pairs: Which entries are turned together, ``"half"`` or ``"next"``.
+        at_end: Whether the last R entries are turned, rather than the first.
+        window: W.
+        scaling: Factor on ``q.k``.
+        eps: Added to the normaliser, away from 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    phi_k: Tensor
+    key_mask: Tensor | None
+    counts: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    seen: Tensor | None
+    number: Tensor
+    far_keys: Tensor | None
+    kv: Tensor | None
+    z: Tensor | None
+    turns: Tensor | None
+    weight: Tensor
+    power: Tensor | None
+    bias: Tensor
+    direction: Tensor
+    name: str
+    factor: float
+    sharpness: float
+    pairs: str
+    at_end: bool
+    window: int
+    scaling: float
+    eps: float
+
+
+class Prefilled(NamedTuple):
+    """What such tokens give.
+
+    Attributes:
+        o: Outputs ``[B, H, T, V]``.
+        kv: The linear branch's state after them ``[B, HKV, F, V]``, fp32.
+        z: Its normaliser ``[B, HKV, F]``, fp32.
+        far_keys: Sum of the keys that count and have left the window ``[B, HKV, D]``, fp32.
+    """
+
+    o: Tensor
+    kv: Tensor
+    z: Tensor
+    far_keys: Tensor
+
+
+def prefill_obstacle(q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int) -> str | None:
+    """Say why the kernels cannot read such tokens in one, or None where they can.
+
+    Args:
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, P + T, D]``.
+        v: Values ``[B, HKV, P + T, V]``.
+        of_q: The map of queries.
+        window: W.
+    """
+    reason = window_obstacle(q, k, v)
+    if reason is not None:
+        return reason
+    if not computes_features(q, of_q):
+        return "no kernel computes the map's features here"
+    features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
+    if not _has_tile(q.device, q.dtype, features, dim):
+        return f"there is no tile for {features} features and values of {dim} on this device"
+    if k.shape[2] <= window:
+        return "no key leaves the window"
+    return None
+
+
+# As for obstacles of a device, torch.compile need not look into this.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim: int) -> bool:
+    target = target_of(device)
+    return target is not None and has_tile(target, dtype, "prefill", features, value_dim)
+
+
+def prefill(call: Prefill) -> Prefilled:
+    """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
+
+    The kernels are the only implementation: what is computed is said by the general path of a layer.
+    """
+    # Imported here so that the package needs neither Triton nor a GPU.
+    from hf_linear_attn.ops.prefill.triton.op import prefill_triton
+
+    return prefill_triton(call)

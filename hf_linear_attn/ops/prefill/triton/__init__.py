@@ -1,0 +1,1 @@
+"""Whole texts of layers with a window, in Triton."""

@@ -1,0 +1,305 @@
+"""The kernel that reads text without gradients: the queries' features, both branches and their join.
+
+A program takes BT queries of one head. From the rows of q, turned back, it computes their features as two halves, reads
+the state at the start of their segment and the segment's keys (`stored_forward` of linear attention, F = 2 M), and
+divides: that is f, the value of a key of each query's own. Then it takes the same rows, as they are, through the keys
+in their sight, the sinks and that key (`window`). Neither features of queries nor f cross memory.
+
+Features of keys are computed before, once for all heads of a group; segments are summed and scanned as for linear
+attention, and keys summed up by blocks as for the window.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
+from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
+from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
+from hf_linear_attn.ops.prefill import Prefill, Prefilled
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, precision, strides, tile, walk
+from hf_linear_attn.ops.triton.primitives import (
+    dot,
+    key_rows,
+    load_operand,
+    load_plain,
+    load_tile,
+    operand,
+    product,
+    rows_before,
+    segment_bounds,
+    store_tile,
+)
+from hf_linear_attn.ops.window.triton.kernels import (
+    BLOCK,
+    attend_near,
+    first_key,
+    key_scan_kernel,
+    key_sums_kernel,
+    own_score,
+)
+
+LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def project_halves(
+    q, q_t, turns, weight, w_d, ot, om, rows, factor,
+    D: tl.constexpr, R: tl.constexpr, M: tl.constexpr, kind: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return ``factor x W`` of rows turned back, whose first half is turned with the second, or of rows as they are.
+
+    In halves no entry is loaded twice, and half of W is held at a time.
+    """
+    HALF: tl.constexpr = D // 2
+    oh = tl.arange(0, HALF)
+    # [BT, HALF] twice
+    a = load_tile(q, ot[:, None] * q_t + oh[None, :], rows, oh < HALF, True)
+    b = load_tile(q + HALF, ot[:, None] * q_t + oh[None, :], rows, oh < HALF, True)
+    if R > 0:
+        cos = tl.load(turns + ot[:, None] * R + oh[None, :], mask=rows[:, None], other=1.0).to(tl.float32)
+        sin = tl.load(turns + HALF + ot[:, None] * R + oh[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
+        square = 1.0 / tl.maximum(cos * cos + sin * sin, LEAST_NORMAL)
+        cos *= square
+        sin *= square
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        a, b = (wide_a * cos + wide_b * sin).to(a.dtype), (wide_b * cos - wide_a * sin).to(a.dtype)
+    if q.dtype.element_ty == tl.float32:
+        a, b = operand(a, tl.float32, PRECISION), operand(b, tl.float32, PRECISION)
+    # [HALF, BM]
+    w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+    y = product(a, w, PRECISION)
+    if SPLIT:
+        y = dot(a, rest, y, PRECISION)
+    w, rest = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+    y = dot(b, w, y, PRECISION)
+    if SPLIT:
+        y = dot(b, rest, y, PRECISION)
+    return y * factor
+
+
+@triton.jit
+def attend_far(
+    above, below, phi_k, v, mask, starts, parts, sh, c, start, end, first, delay, eps, ot, on, om, ov, f_t, v_t,
+    M: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, EXACT_V: tl.constexpr,
+    MASKED: tl.constexpr, DELAYED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return what linear attention gives to rows whose features are ``above`` and ``below`` side by side."""
+    EXACT_M: tl.constexpr = M == BM
+    # [BM, BV], of the first half and of the second
+    state = starts + sh * (2 * M * V)
+    s = load_tile(state, om[:, None] * V + ov[None, :], om < M, ov < V, EXACT_V)
+    acc = product(above, s, PRECISION)
+    s = load_tile(state + M * V, om[:, None] * V + ov[None, :], om < M, ov < V, EXACT_V)
+    acc = dot(below, s, acc, PRECISION)
+    # [BM, 16], of which three have z
+    o3 = tl.arange(0, 16)
+    z = load_tile(parts + sh * (2 * M * 4), om[:, None] * 4 + o3[None, :], om < M, o3 < 3, False)
+    mass = product(above, z, PRECISION)
+    z = load_tile(parts + sh * (2 * M * 4) + M * 4, om[:, None] * 4 + o3[None, :], om < M, o3 < 3, False)
+    total = tl.sum(dot(below, z, mass, PRECISION), 1)
+    for j in range(start, tl.minimum(c + ot.shape[0], end), on.shape[0]):
+        _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
+        # [BN, BM] twice, and [BN, BV]
+        fk = load_operand(phi_k + j * f_t, on[:, None] * f_t + om[None, :], counts, om < M, EXACT_M, PRECISION)
+        p = product(above, tl.trans(fk), PRECISION)
+        fk = load_operand(phi_k + j * f_t + M, on[:, None] * f_t + om[None, :], counts, om < M, EXACT_M, PRECISION)
+        p = dot(below, tl.trans(fk), p, PRECISION)
+        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        p = tl.where((c - j).to(tl.int32) + ot[:, None] >= on[None, :], p, 0.0)
+        acc = dot(operand(p, vv.dtype, PRECISION), vv, acc, PRECISION)
+        total += tl.sum(p, 1)
+    return acc * (1.0 / (total + eps))[:, None]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
+    ]
+)  # fmt: skip
+def prefill_kernel(
+    q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
+    weight, power, bias, direction, o, table,
+    T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
+    D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of BT queries."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    kind: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float16 else q.dtype.element_ty
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    i_hk = i_h // G
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
+    c = start + i_t * BT
+    if c >= end:
+        return
+    od = tl.arange(0, BD)
+    om = tl.arange(0, BM)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    rows = rows_before(end, c, ot)
+    q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    v += row * v_b + i_hk.to(tl.int64) * v_h
+    phi_k += row * f_b + i_hk.to(tl.int64) * f_h
+    far_v = v
+    if CODED:
+        codes += row * c_b
+    if MASKED:
+        mask += row * m_b
+    if R > 0:
+        turns += row * t_b + c * R
+    if DELAYED:
+        phi_k -= delay.to(tl.int64) * f_t
+        far_v -= delay.to(tl.int64) * v_t
+        if MASKED:
+            mask -= delay
+    weight += i_h.to(tl.int64) * w_h
+    # [BT, BM]
+    if EXACT_D and D >= 32 and (R == 0 or (R == D and PAIRS == "half")):
+        y = project_halves(q, q_t, turns, weight, w_d, ot, om, rows, factor, D, R, M, kind, PRECISION, SPLIT)
+    else:
+        w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
+        x = load_plain(q, q_t, turns, ot, od, rows, D, R, PAIRS, AT_END, EXACT_D, PRECISION)
+        y = project(x, w, rest, factor, PRECISION, SPLIT)
+    a = 0.0
+    if MAP == "norm_preserving":
+        a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
+    above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, q.dtype.element_ty)
+    above, below = operand(above, kind, PRECISION), operand(below, kind, PRECISION)
+    sh = i_s.to(tl.int64) * (H // G) + i_hk
+    f = attend_far(
+        above, below, phi_k, far_v, mask, starts, parts, sh, c, start, end, first, delay, eps, ot, on, om, ov, f_t, v_t,
+        M, V, BM, EXACT_V, MASKED, DELAYED, PRECISION,
+    )  # fmt: skip
+    # As rounded as where it crosses memory, and half as many registers.
+    f = f.to(q.dtype.element_ty)
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    kv_head = row * (H // G) + i_hk
+    begin = first_key(c, P, W, BLOCK)
+    m, mass, acc, products = attend_near(
+        x, k, v, codes, begin, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, row,
+        sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, CODED, True, PRECISION,
+    )  # fmt: skip
+    n = tl.load(number + row * T + c + ot, mask=rows, other=0).to(tl.float32)
+    keys = prefix + (kv_head * NB + begin // BLOCK) * D
+    e = own_score(x, products, n, keys, bias + i_h, direction + i_h * D, od, scaling, D)
+    largest = tl.maximum(m, e)
+    own = tl.exp2(e - largest)
+    old = tl.exp2(m - largest)
+    acc = acc * old[:, None] + own[:, None] * f.to(tl.float32)
+    o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
+    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / (mass * old + own)[:, None], rows, ov < V, EXACT_V)
+
+
+def linear_problem(target: Target, p: Prefill) -> Problem:
+    """Return the linear branch, but for its queries' features."""
+    count = p.q.shape[2]
+    delay = p.window - (p.k.shape[2] - count)
+    return Problem(target, p.q, p.phi_k, p.v[:, :, :count], p.counts, None, p.kv, p.z, "identity", True, delay)
+
+
+def allocate_prefill(p: Prefill) -> Prefilled:
+    """Allocate the results."""
+    (B, HKV, _, F), D, V = p.phi_k.shape, p.k.shape[3], p.v.shape[3]
+
+    def sums(*sizes: int) -> Tensor:
+        return torch.empty(B, HKV, *sizes, dtype=torch.float32, device=p.q.device)
+
+    return Prefilled(empty_like_tokens(p.q, V), sums(F, V), sums(F), sums(D))
+
+
+def key_launches(target: Target, p: Prefill, total: Tensor) -> tuple[Tensor, list[Launch]]:
+    """Plan the sums of keys before each block, of those that leave the window, and that of all.
+
+    Args:
+        target: The device.
+        p: The call, laid out as :func:`prefill_launches` asks.
+        total: Where the last is written ``[B, HKV, D]``.
+
+    Returns:
+        Sums before blocks ``[B, HKV, blocks, D]``, and the launches.
+    """
+    B, HKV, S, D = p.k.shape
+    gone = S - p.window
+    # One more than there are whole ones: what comes after the last is before it, too.
+    blocks = gone // BLOCK + 1
+    sums, prefix = (torch.empty(B, HKV, blocks, D, dtype=torch.float32, device=p.q.device) for _ in range(2))
+    adding, scanning = (tile(target, p.q.dtype, role, D, p.v.shape[3], 0) for role in ("key_sums", "key_scan"))
+    width = min(scanning.width, padded(D))
+    of_blocks = {
+        **{"k": p.k, "codes": p.key_mask, "sums": sums, "S": gone, "N": blocks, "HKV": HKV, "c_b": S},
+        **strides("k", p.k),
+        **{"D": D, "BD": padded(D), "BLOCK": BLOCK, "MASKED": p.key_mask is not None},
+    }
+    before = {
+        **{"x": sums, "before": p.far_keys, "out": prefix, "total": total, "N": blocks, "G": 1},
+        **{"D": D, "BD": width, "BN": scanning.tokens, "INITIAL": p.far_keys is not None, "REVERSE": False},
+    }
+    return prefix, [
+        Launch("key_sums", key_sums_kernel, B * HKV * blocks, of_blocks, adding, (p.k,), (sums,)),
+        Launch("key_scan", key_scan_kernel, B * HKV * -(-D // width), before, scanning, (sums,), (prefix,)),
+    ]
+
+
+def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch]]:
+    """Plan the reading of some tokens.
+
+    Args:
+        target: The device.
+        p: The call, with inputs in the layout that kernels read: all but q, k, v and their features contiguous, masks
+            as uint8, and as the key mask the codes of keys, bit 0 for those that the window shows and bit 1 for those
+            that count.
+
+    Returns:
+        The results, allocated but not computed, and the launches that compute them, in order.
+    """
+    out, linear = allocate_prefill(p), linear_problem(target, p)
+    (_, H, T, D), S, V, (copies, _, M) = p.q.shape, p.k.shape[2], p.v.shape[3], p.weight.shape
+    chosen = linear.tile("prefill")
+    cut = stored_cut(linear)
+    segments = linear.segments(T, cut.length)
+    sums = state_launch(linear, segments)
+    starts, launches = summed(linear, sums, segments, (p.kv, p.z), (out.kv, out.z), reverse=False, stored=True)
+    prefix, of_keys = key_launches(target, p, out.far_keys)
+    sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
+    arguments: dict[str, Any] = {
+        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.phi_k, "o": out.o},
+        **{"sink_k": p.sink_k, "sink_v": p.sink_v, "seen": p.seen, "number": p.number, "prefix": prefix},
+        **{"starts": starts.states, "parts": starts.parts, "weight": p.weight, "power": p.power},
+        **{"bias": p.bias, "direction": p.direction, "codes": p.key_mask, "CODED": p.key_mask is not None},
+        **{"T": T, "S": S, "P": S - T, "W": p.window, "NB": prefix.shape[2], "eps": p.eps, "scaling": p.scaling},
+        **{"factor": p.factor, "sharpness": p.sharpness, "H": H, "G": linear.group},
+        **linear.keys(),
+        **walk(segments),
+        **strides("q", p.q),
+        **strides("k", p.k),
+        **strides("v", p.v),
+        **strides("f", p.phi_k),
+        **strides("o", out.o),
+        **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
+        **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power is None or len(p.power) == 1 else 1},
+        **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": padded(V)},
+        **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
+        **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
+        **{"MAP": p.name, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
+        "PRECISION": precision(target, p.q.dtype, max(2 * M, V)),
+    }
+    programs = segments.count * -(-cut.length // chosen.tokens) * H
+    reads = (p.q, p.k, p.v, p.phi_k, *(() if p.turns is None else (p.turns,)))
+    last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
+    return out, [*launches, *of_keys, last]

@@ -1,0 +1,143 @@
+"""Text read by one kernel without gradients gives what the layer's general path gives."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, prefill
+from hf_linear_attn.ops.rotation import Layout, Rotation
+from tests.ops.oracle import DEVICE
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""By norm, as for the window's kernels."""
+
+
+TURNED = Layout("half", "pair")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and text for it."""
+
+    heads: tuple[int, int] = (2, 1)
+    head_dim: int = 16
+    value_dim: int = 16
+    lengths: tuple[int, ...] = (36,)
+    window: int = 7
+    sinks: int = 2
+    feature_map: str = "norm_preserving"
+    layout: Layout | None = TURNED
+    turned: int = 16
+    masked: bool = False
+    packed: bool = False
+    rows: int = 1
+    dtype: torch.dtype = torch.float32
+
+    def layer(self, backend: str) -> LinearAttention:
+        torch.manual_seed(0)
+        config = LinearAttentionConfig(
+            feature_map=self.feature_map, rotary="undo", window=self.window, sinks=self.sinks, mix="key",
+            backend=backend,
+        )  # fmt: skip
+        sizes = Sizes(self.head_dim, *self.heads, self.head_dim**-0.5, self.value_dim)
+        layer = LinearAttention(config, sizes, "layer", rotated=self.layout is not None)
+        with torch.no_grad():
+            for x in layer.parameters():
+                x.add_(0.2 * torch.randn_like(x))
+        return layer.to(DEVICE)
+
+    def call(self, tokens: int, seed: int) -> tuple[tuple[Tensor, Tensor, Tensor], Call]:
+        g = torch.Generator().manual_seed(seed)
+        batch = 1 if self.packed else self.rows
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=g).to(DEVICE, self.dtype)
+
+        dims = (self.heads[0], self.head_dim), (self.heads[1], self.head_dim), (self.heads[1], self.value_dim)
+        q, k, v = (draw(batch, tokens, *dim).transpose(1, 2) for dim in dims)
+        call = Call()
+        if self.masked:
+            mask = torch.ones(batch, tokens, dtype=torch.bool)
+            mask[0, : tokens // 3] = False
+            call = call._replace(key_mask=mask.to(DEVICE))
+        if self.packed:
+            bounds = torch.tensor([0, tokens // 2, tokens // 2 + 5, tokens], device=DEVICE)
+            call = call._replace(cu_seqlens=bounds)
+        if self.layout is not None:
+            call = call._replace(rotation=Rotation(draw(1, tokens, self.turned), self.layout))
+        return (q, k, v), call
+
+
+CASES = {
+    "plain": Case(layout=None, lengths=(24,)),
+    "turned, by halves": Case(head_dim=32, turned=32),
+    "neighbours, in part, at the end": Case(layout=Layout("next", "pair", at_end=True), turned=10, lengths=(20,)),
+    "more heads and rows": Case(heads=(4, 2), lengths=(18,), sinks=0, rows=2),
+    "in pieces": Case(lengths=(20, 1, 18), masked=True, rows=2),
+    "pieces within the window": Case(lengths=(3, 2, 18), masked=True),
+    "packed": Case(packed=True, lengths=(40,)),
+    "hedgehog": Case(feature_map="hedgehog", lengths=(20,)),
+    "sizes that no tile fits": Case(head_dim=20, value_dim=12, turned=20, lengths=(20,)),
+    "a window over blocks": Case(window=70, lengths=(90,), heads=(1, 1)),
+    "bf16": Case(dtype=torch.bfloat16, lengths=(18, 18), head_dim=32, turned=32),
+    "fp16": Case(dtype=torch.float16, lengths=(20,)),
+}
+
+
+def read(case: Case, backend: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Read the case's pieces one after the other; return what each gives, and the state where it is kept."""
+    layer, state, outputs = case.layer(backend), None if case.packed else State(), []
+    with torch.no_grad():
+        for n, tokens in enumerate(case.lengths):
+            text, call = case.call(tokens, n)
+            o = layer(*text, call._replace(state=state, in_place=False))
+            if call.key_mask is not None:
+                o = o * call.key_mask[:, None, :, None]
+            outputs.append(o)
+    return outputs, {} if state is None else state.read()
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Compare by norm."""
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-3)
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gives_what_the_general_path_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, calls = CASES[name], 0
+    one = prefill.prefill
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return one(*arguments)
+
+    monkeypatch.setattr(prefill, "prefill", counted)
+    found, state = read(case, "triton")
+    assert calls
+    wanted, expected = read(case, "torch")
+    for x, y in zip((*found, *state.values()), (*wanted, *(expected[name] for name in state)), strict=True):
+        assert_close(x, y, TOLERANCE[case.dtype])
+
+
+@pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
+def test_a_compiled_layer_reads_it_too() -> None:
+    case = Case(lengths=(20,))
+    layer, (text, call) = case.layer("triton"), case.call(20, 0)
+    with torch.no_grad():
+        wanted = case.layer("torch")(*text, call)
+        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(*text, call)
+    torch.compiler.reset()
+    assert_close(found, wanted, TOLERANCE[case.dtype])
+
+
+def test_who_asks_for_gradients_gets_them() -> None:
+    case = Case(lengths=(20,))
+    layer, (text, call) = case.layer("triton"), case.call(20, 0)
+    layer(*text, call).sum().backward()
+    assert all(x.grad is not None for x in layer.parameters())
