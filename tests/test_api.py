@@ -39,11 +39,14 @@ assert hf_linear_attn.linear_attention(q, k, v, return_state=False).shape == (1,
 def test_importing_is_quick_where_transformers_is_there():
     code = """
 import sys, time
+began = time.process_time()
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-before, start = set(sys.modules), time.process_time()
+before, theirs = set(sys.modules), time.process_time()
 import hf_linear_attn
 from hf_linear_attn import from_pretrained, linear_attention, patch_model
-assert time.process_time() - start < 0.3
+took, compared = time.process_time() - theirs, theirs - began
+# On a busy machine everything takes more: a share of what Transformers took does not.
+assert took < 0.08 * compared, f"{took:.2f} s, and Transformers {compared:.2f} s"
 print(*{name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

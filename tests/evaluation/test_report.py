@@ -367,7 +367,7 @@ def look(report, tmp_path, width, dark, *, printed=False):
             f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000", "--enable-logging=stderr",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", page.as_uri(),
         ],
-        capture_output=True, text=True, timeout=240, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     probe = re.search(r'<pre id="probe">(.*?)</pre>', found.stdout, flags=re.DOTALL)
     assert probe, found.stderr[-2000:]

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -30,11 +29,12 @@ from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suites.latency import Latency
 from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 from tests.evaluation.workers import LM_EVAL, run, settings
+from tests.processes import launch
 
 ROOT = Path(__file__).parents[2]
 
 # Children that import everything anew take their time on a busy machine.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def uninterrupted(tmp_path_factory):
     return folder, run(folder)
 
 
-def child(*arguments, **environment):
+def child(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "tests.evaluation.workers", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stderr=subprocess.PIPE,
     )
@@ -161,15 +161,9 @@ def test_killed_in_the_harness_and_resumed_the_results_are_byte_identical(tmp_pa
     assert comparable(tmp_path / "killed") == comparable(tmp_path / "whole")
 
 
-def test_two_processes_find_what_one_finds(uninterrupted, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    processes = [child(tmp_path, "run", RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
-    for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors.decode()[-2000:]
+def test_two_processes_find_what_one_finds(uninterrupted, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launch(2, "tests.evaluation.workers", tmp_path, "run")
     assert comparable(tmp_path) == comparable(uninterrupted[0])
     assert [path.name for path in tmp_path.glob("samples*")] == ["samples.jsonl"]
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from datetime import timedelta
 
 import pytest
@@ -15,6 +14,9 @@ from hf_linear_attn.parallel import context_parallel
 from tests.parallel.cases import RECOMMENDED, batch_of, compare, model_of, packed, padded, run, run_part
 
 TOLERANCE = 1e-5
+
+PATIENCE = timedelta(minutes=10)
+"""How long processes wait for each other where none is lost: on a busy machine one may start a minute after another."""
 
 PLAIN = batch_of(2, 150)
 BATCHES = {
@@ -38,8 +40,8 @@ def same(group, lengths):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    rank = dist.get_rank()
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     even, uneven = dict.fromkeys((2, 4)), {2: [31, 119], 4: [3, 100, 40, 7]}
     for lengths in (even, uneven):
         same(None, lengths)
@@ -53,13 +55,16 @@ def main():
         with pytest.raises(ArgumentError, match="hold this process"), context_parallel(model_of(), outside):
             pass
     model = model_of(**RECOMMENDED)
-    with context_parallel(model, dist.new_group(timeout=timedelta(seconds=2))) as context:
+    with context_parallel(model, dist.new_group(timeout=timedelta(seconds=4))) as context:
         part = context.split(PLAIN)
+        # Together, so that rank 1 alone is behind.
+        dist.barrier()
         if rank == 1:
-            time.sleep(8)
+            store.wait(["blamed by 0", "blamed by 2", "blamed by 3"], PATIENCE)
         else:
             with pytest.raises(TrainingError, match="`group` must be alive and in step, got 'rank 1 of 4 behind'"):
                 model(**part, use_cache=False)
+            store.set(f"blamed by {rank}", "")
     with context_parallel(model) as context:
         part = context.split(PLAIN)
         dist.barrier()

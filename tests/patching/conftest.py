@@ -40,15 +40,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     changes = [f"--{name} {value}" for name, value, usual in
                (("update-rule", rule, "additive"), ("rotary", rotary, "keep")) if value != usual]  # fmt: skip
     name = "-".join(["architectures", *(change.split()[1] for change in changes)])
-    (RESULTS / f"{name}.md").write_text(_page(counts, " ".join(changes)))
+    (RESULTS / f"{name}.md").write_text(_page(counts, changes))
     if not changes and any(counts[task]["converted"] < least for task, least in LEAST.items()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _page(counts: dict[str, Counter[str]], changes: str) -> str:
-    command = f'make sweep SWEEP="{changes}"' if changes else "make sweep"
+def _page(counts: dict[str, Counter[str]], changes: list[str]) -> str:
+    command = f'make sweep SWEEP="{" ".join(changes)}"' if changes else "make sweep"
+    settings = [change.removeprefix("--").replace("-", "_").replace(" ", "=") for change in changes]
     lines = [
-        "# Architectures",
+        "# Architectures" + (" with " + " and ".join(settings) if settings else ""),
         "",
         "Every configuration that Transformers registers for a language task, converted as a tiny model in fp32.",
         f"`{command}` writes this page.",
