@@ -20,6 +20,12 @@ from hf_linear_attn.ops.window.triton.kernels import (
     window_launches,
 )
 
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? codes, Tensor? sink_k, Tensor? sink_v, Tensor? seen, Tensor? f, "
+    "Tensor? number, Tensor? before, Tensor? bias, Tensor? weight, SymInt window, float scaling"
+)
+"""What both operators take; see :class:`WindowProblem`."""
+
 
 def window_attention_triton(
     q: Tensor,
@@ -45,22 +51,8 @@ def window_attention_triton(
     return o
 
 
-def _window_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    sink_k: Tensor | None,
-    sink_v: Tensor | None,
-    seen: Tensor | None,
-    f: Tensor | None,
-    number: Tensor | None,
-    before: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int,
-    scaling: float,
-) -> WindowProblem:
+def _window_problem(*inputs: Any) -> WindowProblem:
+    q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight, window, scaling = inputs
     return WindowProblem(
         target_for(q.device),
         readable(q),
@@ -80,26 +72,12 @@ def _window_problem(
     )
 
 
-@torch.library.custom_op("hf_linear_attn::triton_window", mutates_args=())
-def triton_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    sink_k: Tensor | None,
-    sink_v: Tensor | None,
-    seen: Tensor | None,
-    f: Tensor | None,
-    number: Tensor | None,
-    before: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hf_linear_attn::triton_window", mutates_args=(), schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 4)})"
+)
+def triton_window(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
-    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    return _forward(*inputs, window, scaling)
+    return _forward(*inputs)
 
 
 @planned
@@ -112,34 +90,17 @@ def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return allocate_window(_window_problem(q, *inputs))
 
 
-@torch.library.custom_op("hf_linear_attn::triton_window_backward", mutates_args=())
+@torch.library.custom_op(
+    "hf_linear_attn::triton_window_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor o, Tensor lse, Tensor score, Tensor prefix, {INPUTS}, bool of_q, bool of_kv, "
+    f"bool of_sinks) -> ({', '.join(['Tensor'] * 9)})",
+)
 def triton_window_backward(
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Tensor,
-    prefix: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    codes: Tensor | None,
-    sink_k: Tensor | None,
-    sink_v: Tensor | None,
-    seen: Tensor | None,
-    f: Tensor | None,
-    number: Tensor | None,
-    before: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int,
-    scaling: float,
-    of_q: bool,
-    of_kv: bool,
-    of_sinks: bool,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what :class:`WindowBackward` holds."""
-    inputs = q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight
-    return _gradients(do, o, lse, score, prefix, *inputs, window, scaling, of_q, of_kv, of_sinks)
+    return _gradients(*inputs)
 
 
 @planned
