@@ -1,6 +1,7 @@
 """One new token: what leaves the window is folded into the linear branch, and every tensor is updated where it lies."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,8 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
         _count_(seen, real)
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
+    elif _is_full(window, state, real):
+        o = _full_(layer, window, q, k, v, state, call)
     else:
         o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
@@ -202,13 +205,12 @@ def _hybrid_(
     tensors, (new, old) = state.tensors, window.places(state)
     near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
     keys, far = tensors.get("far_keys"), None
-    number: Tensor | int | None = None
-    full = _is_full(window, state, real)
+    number = None
     rows = grouped(q, near_k.shape[1])
     wide = upcast(rows)
     if layer.mix.has_far:
         gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
-        counts = None if full else _take(mask, 1, old)
+        counts = _take(mask, 1, old)
         position = seen
         if layer.feature_map.positional and layer.feature_map.kernel is None:
             # Those that are in the circle came last, and the one that leaves is the first of them.
@@ -222,10 +224,7 @@ def _hybrid_(
         far = read_far(layer, queries, plain, gone_v, counts, seen, position, tensors)
         if keys is not None:
             gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
-            if counts is None:
-                keys.add_(gone)
-            else:
-                keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
+            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
     _put_(mask, 1, new, _enter_(window, k, v, real, state))
     _put_(mask, 1, old, False)
     if far is None:
@@ -236,21 +235,67 @@ def _hybrid_(
     _put_(near_v, 2, new, v)
     _count_(seen, real)
     scores = rows @ near_k.mT
-    if full:
-        number = state.length + 1 - window.size - window.sinks
-        scores = scores.to(wide.dtype).mul_(scaling)
-        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
-    else:
-        if far is not None:
-            number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
-        hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-        scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
+    if far is not None:
+        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
+    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
+    scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
 
 
-def turned_back(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def _full_(
+    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, state: State, call: "Call"
+) -> Tensor:
+    """Step a layer whose window is full: all numbers but those of tensors are known, and operations are fewest."""
+    scaling, rotation, backend = layer.scaling(call), call.rotation, layer.settings.backend
+    tensors, (new, old) = state.tensors, window.places(state)
+    near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
+    keys, far, number = tensors.get("far_keys"), None, None
+    rows = grouped(q, near_k.shape[1])
+    wide, gone_k, gone_v = upcast(rows), near_k.narrow(2, old, 1), near_v.narrow(2, old, 1)
+    yes, no = _flags(mask.device)
+    slots = [near_k.narrow(2, new, 1), near_v.narrow(2, new, 1), mask.narrow(1, new, 1), mask.narrow(1, old, 1)]
+    values = [k, v, yes.expand(len(mask), 1), no.expand(len(mask), 1)]
+    if layer.mix.has_far:
+        kernels = wants_kernels(backend, q.device)
+        plain, queries = gone_k, rows if kernels else wide
+        if rotation is not None:
+            turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
+            plain, queries = turned_back(rotation, turns.narrow(1, old, 1), plain, queries, backend, known=not kernels)
+            slots.append(turns.narrow(1, new, 1))
+            values.append(rotation.turns.expand(len(mask), -1, -1))
+        # Those that are in the circle came last, and the one that leaves is the first of them.
+        position = seen - window.size if layer.feature_map.positional and layer.feature_map.kernel is None else seen
+        far = read_far(layer, queries, plain, gone_v, None, seen, position, tensors)
+        number = state.length + 1 - window.size - window.sinks
+        if keys is not None:
+            keys.add_(gone_k[:, :, 0] if keys.ndim == 3 else gone_k)
+    if far is None or layer.mix.takes_slot:
+        # Nothing shows what has left, and 0 times a NaN is one.
+        slots.append(gone_v)
+        values.append(constant(0.0, near_v).expand_as(gone_v))
+    torch._foreach_copy_(slots, values)
+    _count_(seen, None)
+    scores = torch.baddbmm(constant(0.0, rows), rows.flatten(0, 1), near_k.flatten(0, 1).mT, beta=0, alpha=scaling)
+    scores = scores.view(*rows.shape[:3], -1).to(wide.dtype)
+    if not layer.mix.takes_slot:
+        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
+    if keys is not None and keys.ndim == 4:
+        keys = keys[:, :, 0]
+    free = old if layer.mix.takes_slot else None
+    return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling, free), layer.weights())
+
+
+@cache
+def _flags(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return true and false as tensors ``[1, 1]``."""
+    return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.bool, device=device)
+
+
+def turned_back(
+    rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str, *, known: bool = False
+) -> tuple[Tensor, Tensor]:
     """Undo the rotation of the key that leaves a window and of the new token's queries.
 
     Args:
@@ -259,12 +304,15 @@ def turned_back(rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, back
         gone: The key ``[B, HKV, 1, D]``.
         q: Queries ``[B, HKV, G, D]``.
         backend: As in :func:`linear_attention`.
+        known: Whether there is such a key in every row.
 
     Returns:
         The key and the queries.
     """
     now = rotation.turns.expand(len(q), q.shape[2], -1)
-    both = rotation.of_others(torch.cat([turns, now], 1)).undo(torch.cat([gone, q], 2), backend)
+    turns, both = torch.cat([turns, now], 1), torch.cat([gone, q], 2)
+    others = rotation.of_others(turns)
+    both = others.divide(both) if known and turns.shape[2] == q.shape[3] else others.undo(both, backend)
     return both[:, :, :1], both[:, :, 1:]
 
 

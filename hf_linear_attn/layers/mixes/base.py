@@ -94,6 +94,7 @@ class LastToken(NamedTuple):
             their number itself.
         keys: Their sum ``[B, HKV, D]``; None where the mix keeps none.
         scaling: Factor on ``q.k``.
+        free: A slot that is nobody's, with a value of 0, whose score may be anything; given to a mix that takes it.
     """
 
     q: Tensor
@@ -103,6 +104,7 @@ class LastToken(NamedTuple):
     number: Tensor | int | None
     keys: Tensor | None
     scaling: float
+    free: int | None = None
 
     @property
     def far(self) -> tuple[Tensor, Tensor | int]:
@@ -134,6 +136,8 @@ class Mix(ABC):
     """Whether it reads the mean of the keys beyond the window."""
     steps: ClassVar[bool] = False
     """Whether it has :meth:`join_last`; without it a step is read as a call of one token."""
+    takes_slot: ClassVar[bool] = False
+    """Whether that puts a score of its own into :attr:`LastToken.free`."""
 
     def __init__(self, sizes: Sizes, eps: float) -> None:
         self.sizes, self.eps = sizes, eps

@@ -22,6 +22,7 @@ class Key(Mix):
     name: ClassVar[str] = "key"
     sums_keys: ClassVar[bool] = True
     steps: ClassVar[bool] = True
+    takes_slot: ClassVar[bool] = True
 
     @override
     def weights(self) -> dict[str, Tensor]:
@@ -46,6 +47,11 @@ class Key(Mix):
         else:
             direction = torch.add(learned, last.keys[:, :, None], alpha=last.scaling / number)
             base = bias + math.log(number)
-        own = (q * direction).sum(-1, keepdim=True).add_(base)
-        shares = torch.cat([last.scores, own], -1).softmax(-1)
-        return (shares[..., :-1].to(last.v.dtype) @ last.v).addcmul_(shares[..., -1:], o_far)
+        own = torch.bmm(q.reshape(-1, 1, q.shape[3]), direction.reshape(-1, q.shape[3], 1)).view(*q.shape[:3], 1)
+        if last.free is None:
+            shares = torch.cat([last.scores, own.add_(base)], -1).softmax(-1)
+            return (shares[..., :-1].to(last.v.dtype) @ last.v).addcmul_(shares[..., -1:], o_far)
+        place = last.free
+        torch.add(own, base, out=last.scores.narrow(3, place, 1))
+        shares = last.scores.softmax(-1)
+        return (shares.to(last.v.dtype) @ last.v).addcmul_(shares.narrow(3, place, 1), o_far)

@@ -109,6 +109,12 @@ class Rotation(NamedTuple):
             return turn(x, self.turns, self.layout.pairs, self.layout.at_end, derive=False)
         return self._turned(x, *self._back())
 
+    def divide(self, x: Tensor) -> Tensor:
+        """Undo the rotation of ``x``, all entries of which are turned, in few operations; no pair's angle may be 0."""
+        cos, sin = upcast(self.turns).chunk(2, -1)
+        plain = torch.view_as_real(torch.complex(*self.layout.pairs_of(upcast(x))) / torch.complex(cos, sin)[:, None])
+        return (plain.mT if self.layout.pairs == "half" else plain).flatten(-2).to(x.dtype)
+
     def cut(self, start: int, end: int) -> "Rotation":
         """Return the rotation of the tokens ``[start, end)``."""
         return self.of_others(self.turns[:, start:end])
