@@ -85,13 +85,16 @@ def test_commands_take_underscores_and_a_slip_is_understood(capsys):
     assert "Did you mean evaluate?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "said"), [("evaluate", "The same command goes on where it was."), ("maps", "")])
+GOES_ON = "The same command goes on where it was."
+
+
+@pytest.mark.parametrize(("command", "said"), [("distill", GOES_ON), ("evaluate", GOES_ON), ("maps", "")])
 def test_ctrl_c_is_one_line_and_status_130(command, said, monkeypatch, capsys):
     def stopped(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_linear_attn.evaluation.cli.main", stopped)
-    monkeypatch.setattr("hf_linear_attn.cli.list_maps", stopped)
+    for name in ("distill.cli.main", "evaluation.cli.main", "cli.list_maps"):
+        monkeypatch.setattr(f"hf_linear_attn.{name}", stopped)
     with pytest.raises(SystemExit) as stop:
         main([command])
     assert stop.value.code == 130

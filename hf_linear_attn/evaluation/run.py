@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -35,7 +36,16 @@ from hf_linear_attn.evaluation.subjects import (
     gather_subjects,
 )
 from hf_linear_attn.evaluation.suite import Plan, Suite, suites_of
-from hf_linear_attn.loading import Kind, load_tokenizer, load_users_maps, make_folder, process_state
+from hf_linear_attn.loading import (
+    Kind,
+    load_tokenizer,
+    load_users_maps,
+    make_folder,
+    process_state,
+    trained_positions,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -145,10 +155,26 @@ def _prepare(
     refusal = subjects[0].refusal(settings.lengths[0])
     if refusal is not None and kind == "causal":
         raise ArgumentError(refusal)
+    if kind == "causal" and process_state().is_main_process:
+        _name_unseen_positions(subjects, settings.lengths[-1])
     suites = [suite(settings, subjects, tokenizer) for suite in suites_of(settings)]
     for suite in suites:
         suite.check()
     return subjects, suites
+
+
+def _name_unseen_positions(subjects: Sequence[Subject], longest: int) -> None:
+    """Log which models read on beyond the positions that they were trained on; none says so itself."""
+    for subject in subjects:
+        positions = trained_positions(subject.model)
+        if positions is not None and longest > positions and subject.position_limit is None:
+            logger.warning(
+                "lengths of up to %d tokens reach beyond the %d positions that %s was trained on: what it says there "
+                "is not to be trusted",
+                longest,
+                positions,
+                subject.name,
+            )
 
 
 def kind_of(suites: Sequence[type[Suite]]) -> Kind:

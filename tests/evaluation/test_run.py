@@ -1,6 +1,7 @@
 """A run from end to end: what it writes, how it resumes, what it refuses, and several runs in one report."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from hf_linear_attn.evaluation import (
 from hf_linear_attn.evaluation import cost as cost_module
 from hf_linear_attn.evaluation.cli import compare as compare_command
 from hf_linear_attn.evaluation.cli import main
+from hf_linear_attn.evaluation.run import check_evaluation
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suites.latency import Latency
 from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
@@ -166,6 +168,17 @@ def test_two_processes_find_what_one_finds(uninterrupted, tmp_path, monkeypatch)
     launch(2, "tests.evaluation.workers", tmp_path, "run")
     assert comparable(tmp_path) == comparable(uninterrupted[0])
     assert [path.name for path in tmp_path.glob("samples*")] == ["samples.jsonl"]
+
+
+def test_lengths_beyond_the_trained_positions_are_named(caplog):
+    chosen = EvaluationSettings(suite=("retrieval",), tasks=("passkey",), lengths=(256, 512))
+    models = {"model": tiny_llama(max_position_embeddings=256), "teacher": tiny_llama(max_position_embeddings=512)}
+    with caplog.at_level(logging.WARNING, "hf_linear_attn"):
+        check_evaluation(chosen, **models, tokenizer=byte_tokenizer())
+    assert [record.getMessage() for record in caplog.records] == [
+        "lengths of up to 512 tokens reach beyond the 256 positions that model was trained on: what it says there is "
+        "not to be trusted"
+    ]
 
 
 def test_a_finished_run_resumes_without_computing_anything(uninterrupted, tmp_path, monkeypatch):

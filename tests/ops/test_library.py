@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn import LinearAttentionState, delta_rule, linear_attention
 from hf_linear_attn.errors import BackendError, HFLinearAttnError
 from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import op
@@ -238,7 +238,16 @@ def test_functional_derivatives_are_refused(backend: str, derivative) -> None:
         state = LinearAttentionState(x.mT @ v, x.sum(2))
         return linear_attention(q, k, v, state=state, return_state=False, backend=backend)
 
-    for f in (attend, attend_after):
+    def fade(x: Tensor) -> Tensor:
+        return linear_attention(q, k, v, log_decay=-x.square().mean(-1), return_state=False, backend=backend)
+
+    def overwrite(x: Tensor) -> Tensor:
+        return delta_rule(x, k, v, torch.ones(1, 2, 6), return_state=False, backend=backend)
+
+    def overwrite_more_or_less(x: Tensor) -> Tensor:
+        return delta_rule(q, k, v, x.sigmoid().mean(-1), return_state=False, backend=backend)
+
+    for f in (attend, attend_after, fade, overwrite, overwrite_more_or_less):
         with pytest.raises(BackendError, match=rf"`backend` must be 'reference' .*, got '{backend}'"):
             derivative(f, q)
 

@@ -361,7 +361,8 @@ def test_tensors_without_storage_give_shapes(model):
     assert (logits.shape, logits.device.type) == ((2, 9, model.config.vocab_size), "meta")
 
 
-def test_functional_derivatives_are_refused_or_right():
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_functional_derivatives_are_refused():
     model = patched(feature_map="elu")
     embeddings = model.get_input_embeddings()(prompt(6, 0)).detach()
 
@@ -370,6 +371,9 @@ def test_functional_derivatives_are_refused_or_right():
 
     with pytest.raises(BackendError, match=r"`backend` must be 'reference' under torch.func"):
         torch.func.grad(loss)(embeddings)
+    # Of torch's own, rules for forward mode are scripted.
+    with pytest.raises(BackendError, match=r"`backend` must be 'reference' for forward-mode"):
+        torch.func.jvp(loss, (embeddings,), (torch.ones_like(embeddings),))
 
 
 @pytest.mark.parametrize(
