@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
+from hf_linear_attn.ops.linear_attention.triton.mend import fresh, is_broken, mend
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
@@ -199,6 +200,7 @@ def forward_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V % BV == 0
+    given = q, k, v, mask, o, b
     pid = tl.program_id(0)
     i_v = pid % NV
     i_h = (pid // NV) % H
@@ -227,9 +229,9 @@ def forward_kernel(
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV] and [BD]
     if SOURCE == "segment":
-        states += (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
-        s = tl.load(states + o_state, mask=in_state, other=0.0)
-        z = tl.load(states + D * V + od, mask=od < D, other=0.0)
+        begins = states + (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
+        s = tl.load(begins + o_state, mask=in_state, other=0.0)
+        z = tl.load(begins + D * V + od, mask=od < D, other=0.0)
     elif SOURCE == "sequence":
         s = tl.load(kv0 + (n * (H // G) + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
         z = tl.load(z0 + (n * (H // G) + i_hk) * D + od, mask=od < D, other=0.0)
@@ -277,11 +279,29 @@ def forward_kernel(
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
+    if CAUSAL:  # noqa: SIM102
+        # The state has seen all values of the segment.
+        if is_broken(tl.sum(s, 1)):
+            if SOURCE == "segment":
+                from_s = states + (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
+                from_z = from_s + D * V
+            elif SOURCE == "sequence":
+                from_s = kv0 + (n * (H // G) + i_hk) * (D * V)
+                from_z = z0 + (n * (H // G) + i_hk) * D
+            else:
+                from_s = None
+                from_z = None
+            mend(
+                given, from_s, from_z, T, start, start, end, row, first, delay, eps, i_h, ov, H, G,
+                (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
+                D, V, BD, BT, MAP, SIGNED, "none" if SOURCE == "none" else "carried",
+                MASKED, DELAYED, FADED, PRECISION, PIN,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
 def stored_forward_kernel(
-    q, k, v, mask, o, den, starts, parts, table, b,
+    q, k, v, mask, o, den, sums, starts, parts, table, b,
     T, L, NSEG, delay, eps, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -291,6 +311,7 @@ def stored_forward_kernel(
     """Write the outputs and normalisers of BT queries, from their segment's start and its keys so far."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
+    given = q, k, v, mask, o, b
     pid = tl.program_id(0)
     i_h = pid % H
     i_t = (pid // H) % tl.cdiv(L, BT)
@@ -322,6 +343,8 @@ def stored_forward_kernel(
     # [BT, BD]
     fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
     sh = i_s.to(tl.int64) * (H // G) + i_hk
+    # Any row of what the segment's keys add to the state has seen all its values.
+    broken = is_broken(tl.load(sums + sh * (D * V + D) + ov, mask=ov < V, other=0.0))
     # [BD, BV]
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(fq, s, PRECISION)
@@ -352,6 +375,21 @@ def stored_forward_kernel(
     acc = acc * (1.0 / total)[:, None]
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
     tl.store(den + ot, total, mask=rows)
+    if broken:
+        zero = fresh(PIN)
+        pid = tl.program_id(0) + zero
+        i_h = pid % H
+        i_t = (pid // H) % tl.cdiv(L, BT)
+        i_s = pid // H // tl.cdiv(L, BT)
+        _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+        c = start + i_t * BT
+        sh = i_s.to(tl.int64) * (H // G) + i_h // G
+        mend(
+            given, starts + sh * (D * V), parts + sh * (D * 4),
+            T, start, c, tl.minimum(c + BT, end), row, first, delay, eps, i_h, tl.arange(0, BV) + zero, H, G,
+            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
+            D, V, BD, BT, MAP, SIGNED, "stored", MASKED, DELAYED, FADED, PRECISION, PIN,
+        )  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -508,8 +546,8 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     reads = (q, k, v) if p.causal else (q,)
     if cut.stored:
         chosen = p.tile("stored_forward")
-        arguments |= {"starts": starts.states, "parts": starts.parts, "BV": padded(v.shape[3])}
-        arguments |= {"BT": chosen.tokens, "BN": chosen.width}
+        arguments |= {"sums": sums.arguments["states"], "starts": starts.states, "parts": starts.parts}
+        arguments |= {"BV": padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
         last = Launch("stored_forward", stored_forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
         return out, [*launches, last]
