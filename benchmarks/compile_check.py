@@ -348,6 +348,13 @@ class Listing:
             return whole
         return whole - self.count(*loop) + trips[0] * self.executed(trips[1:], *loop)
 
+    def in_order(self, trips: Sequence[float]) -> float:
+        """Return the instructions that run, the longest loops outside of others as often as told, in their order."""
+        outer = [x for x in self.loops if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in self.loops)]
+        chosen = sorted(sorted(outer, key=lambda loop: loop[0] - loop[1])[: len(trips)])
+        lengths = [self.count(*loop) for loop in chosen]
+        return self.count() + sum(n * (trip - 1) for n, trip in zip(lengths, trips, strict=False))
+
 
 def issue(listing: Listing, launch: Launch, config: Config) -> float:
     """Return the clocks for issue per token and query head; 0 where there is no loop over tokens."""
@@ -356,6 +363,10 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     if tokens == 1 or loop is None or launch.role in UNCOUNTED:
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
+    if launch.role == "prefill":
+        # Through the segment's keys up to its own, then through those in sight; features and the rest come once.
+        wide, seen = launch.arguments["BN"], (launch.arguments["L"] + tokens) / 2
+        return listing.in_order((seen / wide, (tokens + launch.arguments["W"]) / wide + 0.5)) * clocks
     if launch.role.startswith("delta_"):
         # Only walks have a loop over tokens; the others loop over columns of one chunk.
         if launch.role not in ("delta_walk", "delta_back"):
