@@ -13,16 +13,12 @@ import torch
 from hf_linear_attn.arguments import CommandLine, Given, Setting, settings_of
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.models import fit_positions, load_teacher, model_name
-from hf_linear_attn.distill.plan import H100_TFLOPS, Plan, check_fits, recipes_for, recipes_table
+from hf_linear_attn.distill.plan import H100_TFLOPS, Plan
 from hf_linear_attn.distill.plan import plan as compute_plan
+from hf_linear_attn.distill.presets import available_presets, preset
+from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.run import DistillResult, distill
-from hf_linear_attn.distill.settings import (
-    CONVERSION,
-    DistillationSettings,
-    available_presets,
-    declared_settings,
-    preset,
-)
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, load_tokenizer, process_state

@@ -2,10 +2,8 @@
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from hf_linear_attn.distill.optimizer import moment_bytes
 from hf_linear_attn.distill.precision import raise_precision, raise_trained, resolve
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.run import prepare_stage
-from hf_linear_attn.distill.settings import QUANTISED, DistillationSettings, preset
+from hf_linear_attn.distill.settings import QUANTISED, DistillationSettings
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import Divergence, LiveTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence
@@ -40,30 +38,6 @@ WEIGHT_BYTES = {"int8": 1.0, "int4": 1.0 + 4 / 32, "nf4": 0.5 + 4 / 64}
 
 SLACK = 0.95
 """Share of a GPU's memory that is counted on: its allocator and its driver take some."""
-
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "recommended": ("recommended", {"gradient_checkpointing": True}),
-    "recommended, lean": (
-        "recommended",
-        {
-            "gradient_checkpointing": True,
-            "model_dtype": "bfloat16",
-            "optimizer": "adamw_8bit",
-            "master_weights": "compensated",
-        },
-    ),
-    "recommended, sharded": (
-        "recommended",
-        {"gradient_checkpointing": True, "mixed_precision": "bf16", "shard": True},
-    ),
-    "lolcats": ("lolcats", {"gradient_checkpointing": True, "model_dtype": "bfloat16"}),
-    "single_gpu": ("single_gpu", {}),
-    "single_gpu, nf4": ("single_gpu", {"model_dtype": "nf4"}),
-}
-"""What is looked through for a GPU: a preset, and what is changed in it."""
-
-MADE_BY = ("trainable", "model_dtype", "optimizer", "master_weights", "shard")
-"""Settings that make a recipe what it is."""
 
 
 @dataclass(frozen=True)
@@ -458,130 +432,3 @@ def check_machine(
     for name, value in numbers.items():
         if value is not None and (not value > 0 or (name == "utilisation" and value > 1)):
             raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
-
-
-def recipes_for(
-    config: PreTrainedConfig,
-    given: Mapping[str, Any],
-    gpu_memory: float,
-    *,
-    tokens: float | None = None,
-    gpus: int = 1,
-    tflops: float = H100_TFLOPS,
-    utilisation: float = 0.4,
-) -> dict[str, Plan]:
-    """Return the plans of recipes by name, those that fit and those that do not.
-
-    Args:
-        config: The softmax model's config.
-        given: Settings that all recipes have; one that is made by another value of them is left out.
-        gpu_memory: Memory of a GPU in GiB.
-        tokens: As for :func:`plan`, as the others.
-        gpus: GPUs.
-        tflops: A GPU's peak.
-        utilisation: Share of it that is reached.
-
-    Raises:
-        ArgumentError: If none of them fits, with what would.
-    """
-    check_machine(tokens, gpus, tflops, utilisation, gpu_memory)
-    flops = tflops * 1e12 * utilisation
-    planners = {
-        name: Planner(config, DistillationSettings(**{**recipe, **given}))
-        for name, recipe in recipes().items()
-        if all(given.get(key, recipe[key]) == recipe[key] for key in MADE_BY if key in recipe)
-        and (gpus > 1 or not recipe.get("shard"))
-    }
-    plans = {name: planner.plan(gpus, tokens, flops) for name, planner in planners.items()}
-    if any(found.fits(gpu_memory) for found in plans.values()):
-        return plans
-    name = min(plans, key=lambda name: plans[name].total_gib)
-    shorter = shorter_sequences(planners[name], gpu_memory)
-    remedy = (
-        f"{shorter} Its flags, beside yours: {flags_of(name)}."
-        if shorter
-        else _sharded(config, given, gpu_memory, gpus)
-    )
-    raise ArgumentError(
-        "gpu_memory",
-        f"hold the leanest recipe, {name!r}, which needs {plans[name].total_gib / SLACK:.1f} GiB on each GPU",
-        gpu_memory,
-        remedy,
-    )
-
-
-def recipes() -> dict[str, dict[str, Any]]:
-    """Return the settings of all recipes by name."""
-    return {name: {**preset(start), **changes} for name, (start, changes) in RECIPES.items()}
-
-
-def shorter_sequences(planner: Planner, gpu_memory: float) -> str | None:
-    """Say how short sequences have to be, or return None where that does not help."""
-    settings = planner.settings
-    fixed = min(sum(planner.memory(stage, 1).values()) - held.most for stage, (held, _) in planner.held.items())
-    if fixed > SLACK * gpu_memory * GIB:
-        return None
-    tokens, least = settings.block_tokens // 2, max(16, 2 * (settings.conversion.window or 8))
-    while tokens >= least:
-        shorter = Planner(planner.config, settings.with_changes(block_tokens=tokens), planner.device)
-        if shorter.plan(1, None, 1.0).fits(gpu_memory):
-            return f"Pass --block-tokens {tokens}."
-        tokens //= 2
-    return None
-
-
-def check_fits(config: PreTrainedConfig, settings: DistillationSettings, found: Plan, gpu_memory: float) -> None:
-    """Refuse a GPU memory that does not hold a plan.
-
-    Raises:
-        ArgumentError: If it does not, with what would fit.
-    """
-    if found.fits(gpu_memory):
-        return
-    remedy = None if found.sharded else shorter_sequences(Planner(config, settings), gpu_memory)
-    raise ArgumentError(
-        "gpu_memory",
-        f"hold this run, which needs {found.total_gib / SLACK:.1f} GiB on each GPU",
-        gpu_memory,
-        remedy or "Leave out recipe and preset: `plan` then looks for recipes that fit.",
-    )
-
-
-def _sharded(config: PreTrainedConfig, given: Mapping[str, Any], gpu_memory: float, gpus: int) -> str:
-    """Say over how many GPUs a model has to be sharded."""
-    other = {name: value for name, value in given.items() if name not in MADE_BY}
-    planner = Planner(config, DistillationSettings(**{**recipes()["recommended, sharded"], **other}))
-    for more in (gpus * 2**power for power in range(1, 9)):
-        if planner.plan(more, None, 1.0).fits(gpu_memory):
-            return (
-                f"Shard it over {more} GPUs (--shard --gradient-checkpointing --gpus {more}), or take a smaller model."
-            )
-    return "Take a smaller model."
-
-
-def recipes_table(plans: Mapping[str, Plan], gpu_memory: float) -> str:
-    """Return which recipes fit, and the flags of each, as a Markdown table."""
-    first = next(iter(plans.values()))
-    many = f"{first.gpus} GPUs" if first.gpus > 1 else "one GPU"
-    lines = [
-        f"{first.model}: {first.parameters / 1e9:.2f}B parameters, {many} of {gpu_memory:g} GiB",
-        "",
-        "| recipe | fits | GiB per GPU | by stage | tokens | hours | flags of distill |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, found in plans.items():
-        fits = "yes" if found.fits(gpu_memory) else "no"
-        by_stage = ", ".join(f"{stage.stage} {stage.total_gib:.1f}" for stage in found.stages)
-        tokens, hours = (sum(getattr(stage, key) for stage in found.stages) for key in ("tokens", "hours"))
-        flags = flags_of(name)
-        lines.append(
-            f"| {name} | {fits} | {found.total_gib:.1f} | {by_stage} | {tokens / 1e6:.1f}M | {hours:.2f} | `{flags}` |"
-        )
-    return "\n".join(lines)
-
-
-def flags_of(recipe: str) -> str:
-    """Return the flags with which `distill` runs a recipe."""
-    start, changes = RECIPES[recipe]
-    flags = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-    return " ".join([f"--preset {start}", *(flag if x is True else f"{flag} {x}" for flag, x in flags.items())])

@@ -40,11 +40,11 @@ from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_recall
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.sharding import is_sharded, reshard, shard
+from hf_linear_attn.distill.sharding import is_sharded, reshard, shard, whole
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers, whole
+from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import whole_folder, write_atomic

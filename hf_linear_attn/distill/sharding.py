@@ -1,7 +1,11 @@
-"""Sharding a model over processes with torch's ``fully_shard`` (FSDP2)."""
+"""Sharding a model over processes with torch's ``fully_shard`` (FSDP2), and what several processes hold together."""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -49,3 +53,84 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
+    """Average the gradients of replicated parameters over processes; sharded ones are averaged by torch already.
+
+    A parameter that took no part on any process keeps None, so that the optimiser leaves it alone.
+    """
+    if processes == 1:
+        return
+    replicated = [p for p in parameters if not isinstance(p, DTensor)]
+    used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.float32)
+    if not replicated:
+        return
+    used = used.to(replicated[0].device)
+    dist.all_reduce(used)
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, count in zip(replicated, used.tolist(), strict=True):
+        if count:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
+        dist.all_reduce(flat)
+        flat /= processes
+        start = 0
+        for parameter in group:
+            if parameter.grad is not None:
+                parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter.grad))
+                start += parameter.numel()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients down to a total norm of ``max_norm``; return the norm before."""
+    used = [p for p in parameters if p.grad is not None]
+    squares = []
+    for sharded in (False, True):
+        group = [p.grad for p in used if isinstance(p, DTensor) is sharded]
+        if group:
+            norm = torch.nn.utils.get_total_norm(group)  # type: ignore[arg-type]
+            squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
+    total = torch.stack(squares).sum().sqrt()
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in used:
+        parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
+    return total.item()
+
+
+def whole(x: Any, keep: bool) -> Any:
+    """Return a sharded tensor whole, on the CPU, where it is kept; every process must call it.
+
+    Gathered one by one, so that a device never holds more than one tensor that is whole.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    gathered = x.full_tensor()
+    return gathered.cpu() if keep else None
+
+
+def full_tensors(model: nn.Module, names: Iterable[str], keep: bool) -> dict[str, Tensor]:
+    """Return whole parameters by name, those of sharded ones where they are kept; every process must call it."""
+    parameters = dict(model.named_parameters())
+    return {name: whole(parameters[name].detach(), keep) for name in sorted(names) if name in parameters}
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
+    """Return an optimiser's state dict with whole tensors where they are kept; every process must call it."""
+    state = optimizer.state_dict()
+    state["state"] = {
+        index: {key: whole(x, keep) for key, x in values.items()} for index, values in state["state"].items()
+    }
+    return state
+
+
+def distributed_like(x: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``x`` sharded as ``parameter`` is, if it is."""
+    if not isinstance(parameter, DTensor):
+        return x
+    return torch.distributed.tensor.distribute_tensor(
+        x.to(parameter.device), parameter.device_mesh, parameter.placements
+    )

@@ -4,18 +4,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from hf_linear_attn.config import LATER
@@ -25,7 +23,14 @@ from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
 from hf_linear_attn.distill.optimizer import make_optimizer
 from hf_linear_attn.distill.precision import raise_trained
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.sharding import reshard
+from hf_linear_attn.distill.sharding import (
+    average_gradients,
+    clip_gradients,
+    distributed_like,
+    full_optimizer_state,
+    full_tensors,
+    reshard,
+)
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
@@ -385,87 +390,6 @@ def lr_share(step: int, steps: int, warmup_share: float) -> float:
     """
     warmup = max(1, round(warmup_share * steps))
     return min(1.0, (step + 1) / warmup) * (1 - step / steps)
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], processes: int) -> None:
-    """Average the gradients of replicated parameters over processes; sharded ones are averaged by torch already.
-
-    A parameter that took no part on any process keeps None, so that the optimiser leaves it alone.
-    """
-    if processes == 1:
-        return
-    replicated = [p for p in parameters if not isinstance(p, DTensor)]
-    used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.float32)
-    if not replicated:
-        return
-    used = used.to(replicated[0].device)
-    dist.all_reduce(used)
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter, count in zip(replicated, used.tolist(), strict=True):
-        if count:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-    for group in by_dtype.values():
-        flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
-        dist.all_reduce(flat)
-        flat /= processes
-        start = 0
-        for parameter in group:
-            if parameter.grad is not None:
-                parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter.grad))
-                start += parameter.numel()
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a total norm of ``max_norm``; return the norm before."""
-    used = [p for p in parameters if p.grad is not None]
-    squares = []
-    for sharded in (False, True):
-        group = [p.grad for p in used if isinstance(p, DTensor) is sharded]
-        if group:
-            norm = torch.nn.utils.get_total_norm(group)  # type: ignore[arg-type]
-            squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
-    total = torch.stack(squares).sum().sqrt()
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in used:
-        parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
-    return total.item()
-
-
-def whole(x: Any, keep: bool) -> Any:
-    """Return a sharded tensor whole, on the CPU, where it is kept; every process must call it.
-
-    Gathered one by one, so that a device never holds more than one tensor that is whole.
-    """
-    if not isinstance(x, DTensor):
-        return x
-    gathered = x.full_tensor()
-    return gathered.cpu() if keep else None
-
-
-def full_tensors(model: nn.Module, names: Iterable[str], keep: bool) -> dict[str, Tensor]:
-    """Return whole parameters by name, those of sharded ones where they are kept; every process must call it."""
-    parameters = dict(model.named_parameters())
-    return {name: whole(parameters[name].detach(), keep) for name in sorted(names) if name in parameters}
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any]:
-    """Return an optimiser's state dict with whole tensors where they are kept; every process must call it."""
-    state = optimizer.state_dict()
-    state["state"] = {
-        index: {key: whole(x, keep) for key, x in values.items()} for index, values in state["state"].items()
-    }
-    return state
-
-
-def distributed_like(x: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``x`` sharded as ``parameter`` is, if it is."""
-    if not isinstance(parameter, DTensor):
-        return x
-    return torch.distributed.tensor.distribute_tensor(
-        x.to(parameter.device), parameter.device_mesh, parameter.placements
-    )
 
 
 def peak_mib(device: torch.device) -> float:

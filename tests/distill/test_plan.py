@@ -11,7 +11,8 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill import trace as tracing
 from hf_linear_attn.distill.cli import plan as main
-from hf_linear_attn.distill.plan import GIB, RECIPES, plan, recipes
+from hf_linear_attn.distill.plan import GIB, plan
+from hf_linear_attn.distill.recipes import RECIPES, recipes
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_multimodal, tiny_teacher
 

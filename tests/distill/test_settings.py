@@ -6,7 +6,8 @@ import pytest
 
 from hf_linear_attn.distill import DistillationSettings, available_presets
 from hf_linear_attn.distill.cli import command_line, settings_from
-from hf_linear_attn.distill.settings import declared_settings, preset
+from hf_linear_attn.distill.presets import preset
+from hf_linear_attn.distill.settings import declared_settings
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
 from hf_linear_attn.distill.data import Data, Document, DocumentBlocks, RecallRows
-from hf_linear_attn.distill.trainer import full_tensors
+from hf_linear_attn.distill.sharding import full_tensors
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 

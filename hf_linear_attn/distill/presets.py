@@ -1,0 +1,82 @@
+"""Settings that go together, by name: what each changes in the defaults."""
+
+from typing import Any
+
+from hf_linear_attn.errors import ArgumentError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "recommended": {},
+    # Nothing is learned in phi, so there is nothing to transfer, and no window. All weights have to learn anew, and no
+    # step is spent on recall, of which it is hardly capable.
+    "elu": {
+        "feature_map": "elu",
+        "window": None,
+        "sinks": 0,
+        "stages": ["distill"],
+        "recall_share": 0.0,
+        "lr_factor": 4.0,
+        "rest_lr_share": 1.0,
+        "window_dropout": 0.0,
+    },
+    # Cross-entropy alone, on the user's own data.
+    "finetune": {
+        "stages": ["extend"],
+        "length_factors": [1],
+        "extend_factor": 1,
+        "extend_steps": 200,
+        "recall_share": 0.0,
+    },
+    # An encoder by its hidden states and embeddings. It has no window, since it sees both sides. Its attention starts
+    # near the teacher's, so gentle steps are enough (docs/results/encoders.md).
+    "encoder": {
+        "lr_factor": 0.25,
+        "window": None,
+        "sinks": 0,
+        "stages": ["transfer", "embed"],
+        "recall_share": 0.0,
+        "rows": 16,
+        "block_tokens": 32,
+        "length_factors": [1, 2, 4, 8],
+    },
+    # A model of 8B on a GPU of 40 GB and more: one copy of the frozen base serves student and teacher.
+    "single_gpu": {
+        "model_dtype": "bfloat16",
+        "trainable": "lora",
+        "gradient_checkpointing": True,
+        "block_tokens": 1024,
+    },
+    # Zhang et al., 2024, arXiv:2410.10254: one denominator, D features, then LoRA with cross-entropy on frozen maps.
+    "lolcats": {
+        "feature_map": "hedgehog",
+        "feature_map_options": {"num_features": "head_dim"},
+        "window": 64,
+        "sinks": 0,
+        "mix": "shared",
+        "rotary": "keep",
+        "length_factors": [1],
+        "transfer_loss": "output",
+        "map_lr": 1e-2,
+        "distill_loss": "ce",
+        "window_dropout": 0.0,
+        "trainable": "lora",
+        "train_feature_maps": False,
+        "lora_rank": 8,
+        "lora_alpha": 16.0,
+    },
+}
+
+
+def available_presets() -> tuple[str, ...]:
+    """Return the names of the presets, sorted."""
+    return tuple(sorted(PRESETS))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return what a preset changes in the defaults.
+
+    Raises:
+        ArgumentError: If there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ArgumentError("preset", "be a known preset", name, "Use one of those", available=available_presets())
+    return dict(PRESETS[name])
