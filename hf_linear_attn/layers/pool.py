@@ -159,8 +159,9 @@ def step_rows_(
 ) -> Tensor:
     """Read one more token of each of several texts; :func:`can_step` says of which layers.
 
-    Nothing is asked of the device. Where there is a kernel for all of a step, it reads and writes states where they
-    lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped and put back.
+    Nothing is asked of the device. Where there is a kernel for all of a step, or for a rule's, it reads and writes
+    states where they lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped
+    and put back.
 
     Args:
         layer: The layer.
@@ -181,15 +182,20 @@ def step_rows_(
         whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
         if whole is not None:
             return hybrid_step_(whole)
-    sums = {name: x.index_select(0, rows.places) for name, x in pool.tensors.items() if not name.startswith("near_")}
+    sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}
+    # What a rule's kernel reads and writes by itself.
+    by_rows = layer.rule.steps_rows and wants_kernels(layer.settings.backend, q.device)
+    stay = layer.rule.slots(1, 1, 1).keys() if by_rows else set()
+    taken = {name: x.index_select(0, rows.places) for name, x in sums.items() if name not in stay}
+    sums, at = sums | taken, rows.places if by_rows else None
     if layer.window is None:
         if rotation is not None:
             backend = layer.settings.backend
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
-        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums)
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
-        o = _with_window_(layer, layer.window, q, k, v, pool, sums, rows, rotation)
-    for name, x in sums.items():
+        o = _with_window_(layer, layer.window, q, k, v, pool, sums, at, rows, rotation)
+    for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
@@ -202,10 +208,11 @@ def _with_window_(
     v: Tensor,
     pool: Pool,
     sums: Mapping[str, Tensor],
+    at: Tensor | None,
     rows: Rows,
     rotation: Rotation | None,
 ) -> Tensor:
-    """Step the windows where they lie, and the rows' ``sums``; return ``o [B, HKV, G, V]``."""
+    """Step the windows where they lie, and ``sums``, of which the rule's may be a pool's; return ``[B, HKV, G, V]``."""
     places, backend, far, keys = rows.places, layer.settings.backend, None, sums.get("far_keys")
     near_k, near_v = pool.tensors["near_k"], pool.tensors["near_v"]
     queries = grouped(q, k.shape[1])
@@ -220,7 +227,7 @@ def _with_window_(
             turns[places, circle.new] = rotation.turns[:, 0].to(turns.dtype)
         # The one that leaves came W tokens before.
         left = rows.lengths - window.size if layer.feature_map.positional else rows.lengths
-        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums)
+        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums, at)
         if keys is not None:
             gone = gone_k[:, :, 0]
             keys.add_(gone if circle.counts is None else gone * circle.counts[:, :, None])

@@ -143,16 +143,46 @@ def test_a_layer_without_a_step_says_so():
 )
 def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
     """Texts are shorter than their sinks, shorter than the window, and longer; what is beside them stays as it was."""
+    served, step = [], module.hybrid_step_
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole: served.append(whole) or step(whole))
+    steps_alike(*(build(backend=backend, **settings) for backend in ("torch", "triton")))
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"feature_map": "elu"},
+        {"feature_map": "hedgehog", "update_rule": "decay"},
+        {"update_rule": "gated_delta", "rotary": "undo"},
+        {"window": 3, "sinks": 2, "update_rule": "delta"},
+    ],
+    ids=str,
+)
+def test_a_rules_kernel_steps_its_states_where_they_lie(settings, monkeypatch):
+    """There is no kernel for all of a step without a window, nor for the delta rules."""
     plain, fused = (build(backend=backend, **settings) for backend in ("torch", "triton"))
-    expected, found, served = pool_of(plain), pool_of(fused), []
+    step, seen = fused.rule.step_, []
+
+    def watched(*tokens, rows=None, **named):
+        seen.append((rows, tokens[3]))
+        return step(*tokens, rows=rows, **named)
+
+    monkeypatch.setattr(fused.rule, "step_", watched)
+    pool = steps_alike(plain, fused)
+    assert len(seen) == 3
+    assert all(rows is not None and tensors["kv"] is pool.tensors["kv"] for rows, tensors in seen)
+
+
+def steps_alike(plain, fused):
+    """Step a layer in PyTorch and by kernels, and compare what they give and keep; return the second one's pool."""
+    expected, found = pool_of(plain), pool_of(fused)
     done = {4: 1, 1: 3, 6: 12}
     for place, tokens in done.items():
         rotation = turning(0, tokens) if plain.undoes else None
         read_(plain, *draw(place, tokens), expected, place, 0, rotation)
     for name, x in expected.tensors.items():
         found.tensors[name].copy_(x)
-    step = module.hybrid_step_
-    monkeypatch.setattr(module, "hybrid_step_", lambda whole: served.append(whole) or step(whole))
     for number in range(3):
         q, k, v = (torch.cat([draw(place + 10 * number, 1)[i] for place in done]) for i in range(3))
         lengths = torch.tensor([tokens + number for tokens in done.values()])
@@ -166,12 +196,12 @@ def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
                 step_rows_(layer, q, k, v, pool, rows, rotation) for layer, pool in ((plain, expected), (fused, found))
             )
         torch.testing.assert_close(other, o, atol=1e-5, rtol=1e-5)
-    assert len(served) == 3
     for name, x in expected.tensors.items():
         if not name.startswith("near_"):
             torch.testing.assert_close(found.tensors[name], x, atol=1e-5, rtol=1e-5, equal_nan=True)
         untouched = [p for p in range(PLACES) if p not in done]
         assert torch.equal(found.tensors[name][untouched].isnan(), x[untouched].isnan())
+    return found
 
 
 @pytest.mark.parametrize(
