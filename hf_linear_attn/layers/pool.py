@@ -9,14 +9,15 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
 from hf_linear_attn.layers.mixes import LastToken
+from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far, turned_back
-from hf_linear_attn.layers.window import Window
+from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import hybrid_step_
 
-__all__ = ["Pool", "Rows", "can_step", "pool_slots", "read_", "step_rows_"]
+__all__ = ["Pool", "Rows", "Texts", "can_step", "pool_slots", "read_", "read_rows_", "step_rows_"]
 
 TOLD_BY_LENGTH = ("seen", "near_mask")
 """What a state holds and a pool does not: of a text without padding, its length says it."""
@@ -146,6 +147,128 @@ def read_(
         if found[name].data_ptr() != x[place].data_ptr():
             x[place].copy_(found[name][0])
     return o
+
+
+class Texts:
+    """More tokens of each of several texts, one a row: what all layers of a call have in common.
+
+    Args:
+        places: Where their states lie ``[B]`` int64, all different.
+        lengths: Tokens read before ``[B]`` int64; where 0, whatever the place holds is forgotten.
+        new: Tokens that come ``[B]`` int64, each >= 1.
+        most: The largest of these, T.
+    """
+
+    def __init__(self, places: Tensor, lengths: Tensor, new: Tensor, most: int) -> None:
+        self.places, self.lengths, self.new = places, lengths, new
+        ahead = torch.arange(most, device=places.device)
+        self.real = ahead < new[:, None]
+        """Which tokens are no filling ``[B, T]`` bool."""
+        self.positions = lengths[:, None] + ahead
+        """Their numbers in their texts ``[B, T]`` int64."""
+
+
+def read_rows_(
+    layer: LinearAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Pool,
+    texts: Texts,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """Read the next tokens of several texts at once.
+
+    States are gathered and put back, once a call; nothing is asked of the device.
+
+    Args:
+        layer: The layer.
+        q: Queries ``[B, H, T, D]``, finite behind the ends of their texts, as keys and values.
+        k: Keys ``[B, HKV, T, D]``.
+        v: Values ``[B, HKV, T, V]``.
+        pool: Where their states lie; updated.
+        texts: Which texts these are.
+        rotation: As of :class:`Call`, of all rows.
+
+    Returns:
+        ``o [B, H, T, V]``, behind the ends of texts anything.
+    """
+    window, rotation = layer.window, rotation if layer.undoes else None
+    begins, carried = texts.lengths == 0, {}
+    for name, x in pool.tensors.items():
+        if not name.startswith("near_"):
+            held = x.index_select(0, texts.places)
+            carried[name] = held.masked_fill(begins.view(-1, *(1,) * (held.ndim - 1)), 0)
+    if window is None and rotation is not None:
+        backend, turned, rotation = layer.settings.backend, rotation, None
+        q, k = turned.undo(q, backend), turned.undo(k, backend)
+    whole = Piece(q, k, v, texts.real, texts.positions, None, None, layer.sizes.scaling, rotation=rotation)
+    if window is not None:
+        whole = _with_past(whole, window, pool.tensors, texts)
+    read = walk if walks(layer, whole) else LinearAttention.read
+    o, kept = read(layer, whole, carried or None)
+    for name in carried:
+        pool.tensors[name].index_copy_(0, texts.places, kept[name])
+    if window is not None and whole.tokens is not None:
+        _keep_(window, whole.tokens, pool.tensors, texts)
+    return o
+
+
+def _with_past(whole: Piece, window: Window, tensors: Mapping[str, Tensor], texts: Texts) -> Piece:
+    """Put the new tokens of every row behind those of its window, as :meth:`Window.open` does for one length."""
+    size, sinks, places, count = window.size, window.sinks, texts.places[:, None], whole.q.shape[2]
+    before = texts.lengths[:, None] + torch.arange(-size, 0, device=places.device)
+    slots, counted = sinks + before % (size + 1), before >= sinks
+
+    def joined(new: Tensor, name: str) -> Tensor:
+        # [B, W, HKV, *], of places that may hold anything.
+        past = tensors[name][places, :, slots].masked_fill(~counted[:, :, None, None], 0)
+        return torch.cat([past.transpose(1, 2), new], 2)
+
+    # What has not left the window when a text ends is not summed.
+    leaves = torch.arange(size + count, device=places.device) < texts.new[:, None]
+    mask = torch.cat([counted, texts.real], 1)
+    counts = torch.cat([counted, texts.real & (texts.positions >= sinks)], 1) & leaves
+    tokens = Tokens(joined(whole.k, "near_k"), joined(whole.v, "near_v"), mask, counts)
+    if whole.rotation is not None:
+        new = whole.rotation.turns
+        past = tensors["near_turns"][places, slots][..., : new.shape[2]].masked_fill(~counted[:, :, None], 0)
+        tokens = tokens._replace(rotation=whole.rotation.of_others(torch.cat([past, new.to(past.dtype)], 1)))
+    if sinks:
+        number = torch.arange(sinks, device=places.device)
+        place = number - texts.lengths[:, None]
+        known, comes = place < 0, place < texts.new[:, None]
+        at = place.clamp(0, count - 1)[:, None, :, None]
+
+        def first(new: Tensor, name: str) -> Tensor:
+            held = tensors[name][:, :, :sinks].index_select(0, texts.places)
+            coming = new.gather(2, at.expand(-1, new.shape[1], -1, new.shape[3]))
+            return torch.where(known[:, None, :, None], held, coming.masked_fill(~comes[:, None, :, None], 0))
+
+        place = torch.where(known, -1, torch.where(comes, place, NOWHERE))
+        tokens = tokens._replace(sink_k=first(whole.k, "near_k"), sink_v=first(whole.v, "near_v"), sink_place=place)
+    positions = torch.cat([before.clamp(min=0), texts.positions], 1)
+    number = (texts.positions + 1 - size - sinks).clamp(min=0)
+    return whole._replace(tokens=tokens, number=number, key_positions=positions)
+
+
+def _keep_(window: Window, tokens: Tokens, tensors: Mapping[str, Tensor], texts: Texts) -> None:
+    """Write the last W tokens of every row, and its sinks, where they belong, and something finite beside them."""
+    size, sinks, places = window.size, window.sinks, texts.places[:, None]
+    last = torch.arange(size, device=places.device) + texts.new[:, None]
+    slots = sinks + (texts.lengths[:, None] - size + last) % (size + 1)
+    free = sinks + (texts.lengths + texts.new) % (size + 1)
+    row = torch.arange(len(last), device=places.device)[:, None]
+    for name, x in (("near_k", tokens.k), ("near_v", tokens.v)):
+        tensors[name][places, :, slots] = x[row, :, last]
+        tensors[name][texts.places, :, free] = 0
+    if tokens.rotation is not None:
+        turns = tokens.rotation.turns
+        tensors["near_turns"][..., : turns.shape[2]][places, slots] = turns[row, last]
+    if tokens.sink_k is not None and tokens.sink_v is not None:
+        first = torch.arange(sinks, device=places.device)
+        for name, x in (("near_k", tokens.sink_k), ("near_v", tokens.sink_v)):
+            tensors[name][places, :, first] = x.transpose(1, 2)
 
 
 def step_rows_(

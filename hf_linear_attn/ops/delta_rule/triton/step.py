@@ -31,12 +31,13 @@ def step_kernel(
     bh = (pid // NV).to(tl.int64)
     i_b = bh // HKV
     h = bh % HKV
-    i_p = i_b
     if POOL:
-        i_p = tl.load(rows + i_b)
+        kv += tl.load(rows + i_b) * kv_p + h * (F * V)
+    else:
+        kv += bh * (F * V)
     od = tl.arange(0, BD)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
-    state = kv + i_p * kv_p + h * (F * V) + od[:, None] * V + ov[None, :]
+    state = kv + od[:, None] * V + ov[None, :]
     # [BD, BV]
     s = tl.load(state, mask=in_state, other=0.0)
     for i_t in range(T):

@@ -32,21 +32,24 @@ def decode_kernel(
     bh = (pid // C).to(tl.int64)
     i_b = bh // HKV
     i_hk = bh % HKV
-    i_p = i_b
     if POOL:
         i_p = tl.load(rows + i_b)
+        kv += i_p * kv_p + i_hk * (D * V)
+        z += i_p * z_p + i_hk * D
+    else:
+        kv += bh * (D * V)
+        z += (bh * C + i_c) * D
     od = tl.arange(0, BD)
     q += i_b * q_b
     k += i_b * k_b + i_hk * k_h
     v += i_b * v_b + i_hk * v_h
     o += i_b * o_b
-    z += i_p * z_p + (i_hk * C + i_c) * D
     z_old = tl.load(z + od, mask=od < D, other=0.0)
     z_new = z_old
     for i_v in range(i_c, NV, C):
         ov = i_v * BV + tl.arange(0, BV)
         in_state = (od < D)[:, None] & (ov < V)[None, :]
-        state = kv + i_p * kv_p + i_hk * (D * V) + od[:, None] * V + ov[None, :]
+        state = kv + od[:, None] * V + ov[None, :]
         # [BD, BV]
         s = tl.load(state, mask=in_state, other=0.0)
         z_new = z_old
