@@ -57,13 +57,14 @@ def delta_step_(
         ArgumentTypeError: If a dtype does not fit.
         BackendError: If the backend asked for cannot run here.
     """
-    kv = state.kv
+    held = state
     if rows is not None:
         check_rows(rows, len(q))
-    # Of a pool, as many states as there are rows.
-    own = state if rows is None else DeltaRuleState(kv[:1].expand(len(q), *kv.shape[1:]))
-    call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, own, 0, l2norm)
+        # Of a pool, as many states as there are rows.
+        held = DeltaRuleState(state.kv[:1].expand(len(q), *state.kv.shape[1:]))
+    call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, held, 0, l2norm)
     check_call(call)
+    kv = state.kv
     if not (kv if rows is None else kv[:1]).is_contiguous():
         raise ArgumentError("state.kv", "be contiguous, to be updated in place", kv.stride(), "Clone it.")
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
