@@ -204,6 +204,8 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     if config.kind != "packed":
         log_decay = None if p.log_decay is None else p.log_decay[:, :, :1]
         yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6, log_decay)[1]
+        places = torch.empty(len(q), dtype=torch.int64, device="meta")
+        yield decode_launch(p.target, q, k, v, out.kv, z[:, :, :1], mask, p.phi, 1e-6, log_decay, places)[1]
     if config.faded:
         return
     yield from _of_delta_rule(config, p)
@@ -238,8 +240,9 @@ def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
     yield from delta_backward.backward_launches(d, torch.empty_like(out.o), None if p.kv0 is None else out.kv)[1]
     if config.kind != "packed":
         tokens = {name: getattr(d, name)[:, :, :1] for name in ("q", "k", "v", "beta", "log_decay")}
-        mask = None if d.mask is None else d.mask[:, :1]
-        yield step_launch(d._replace(**tokens, mask=mask), out.kv)[1]
+        step = d._replace(**tokens, mask=None if d.mask is None else d.mask[:, :1])
+        yield step_launch(step, out.kv)[1]
+        yield step_launch(step, out.kv, torch.empty(len(d.q), dtype=torch.int64, device="meta"))[1]
 
 
 def signature(launch: Launch) -> ASTSource:
@@ -271,7 +274,10 @@ def gpu_target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
-UNCOUNTED = ("scan", "key_scan", "delta", "fade", "fade_back", "decode", "hybrid", "hybrid_rows", "key_sums")
+UNCOUNTED = (
+    *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
+    *("decode", "decode_rows", "hybrid", "hybrid_rows"),
+)
 """Kernels whose clocks are few."""
 
 MULTIPLIES = re.compile(

@@ -1,12 +1,13 @@
 """A converted model beside its teacher in vLLM, on a CPU: requests that a cache holds, and a step's time by context.
 
     python benchmarks/run.py --suite serving
+    python benchmarks/run.py --suite serving --heads 16 --contexts 100 1000 3000 --running 4 --output wide.json
 
-The small teacher of the examples, and the same converted with the recommended recipe, fp32, eager, in one process on
-one thread. Requests held are vLLM's own count for a cache of 1 GiB. A step is one new token for every running request,
-as processor time of the whole engine; medians are compared. All requests share one prompt by prefix caching, so that
-reading it is paid for once; the teacher's requests then read the same keys, which favours it. `make vllm-environment`
-makes the environment that this needs.
+The small teacher of the examples, or with `--heads` one of that many heads of 64 with random weights, and the same
+converted with the recommended recipe, fp32, eager, in one process on one thread. Requests held are vLLM's own count for
+a cache of 1 GiB. A step is one new token for every running request, as processor time of the whole engine; medians are
+compared. All requests share one prompt by prefix caching, so that reading it is paid for once; the teacher's requests
+then read the same keys, which favours it. `make vllm-environment` makes the environment that this needs.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import facts_line, markdown, provenance, write
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_linear_attn import patch_model
 
@@ -32,6 +33,19 @@ CACHE_NBYTES = 2**30
 CONTEXTS, RUNNING = (100, 3000, 30000), (1, 4, 16, 64)
 LONGEST = 32768
 WARM_UP = 4
+
+
+def wide_teacher(folder: Path, heads: int) -> Path:
+    """Save a model with the small teacher's layers and tokens, and more and larger heads, two to a key head.
+
+    Weights are random: what a step costs does not depend on them.
+    """
+    config = LlamaConfig.from_pretrained(TEACHER)
+    sizes = {"hidden_size": 64 * heads, "intermediate_size": 176 * heads, "head_dim": 64}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    config.update(sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def engine_of(folder: Path, length: int, **options: Any) -> Any:
@@ -107,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results/serving.json"), help="result (%(default)s)")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens of the prompt")
     parser.add_argument("--running", type=int, nargs="+", default=list(RUNNING), help="requests at once")
+    parser.add_argument("--heads", type=int, help="heads of a wider teacher, an even number (default: the small one)")
     parser.add_argument("--steps", type=int, default=24, help="steps of which the median counts (%(default)s)")
     arguments = parser.parse_args(argv)
     # Before vLLM is imported: one process, whose processor time is all there is, and no calls to other machines.
@@ -117,9 +132,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = provenance("serving", argv or [])
     facts["vllm"] = vllm.__version__
     with tempfile.TemporaryDirectory() as folder:
-        student = Path(folder)
-        patch_model(AutoModelForCausalLM.from_pretrained(TEACHER), **RECIPE).save_pretrained(student)
-        models = {"student": student, "teacher": TEACHER}
+        student = Path(folder) / "student"
+        teacher = wide_teacher(Path(folder) / "teacher", arguments.heads) if arguments.heads else TEACHER
+        patch_model(AutoModelForCausalLM.from_pretrained(teacher), **RECIPE).save_pretrained(student)
+        models = {"student": student, "teacher": teacher}
         times: dict[tuple[int, int], dict[str, float]] = {}
         for name, path in models.items():
             batch = {"max_num_seqs": max(arguments.running), "max_num_batched_tokens": 2048}

@@ -9,14 +9,15 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
 from hf_linear_attn.layers.mixes import LastToken
+from hf_linear_attn.layers.spans import Piece, walk, walks
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far, turned_back
-from hf_linear_attn.layers.window import Window
+from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import hybrid_step_
 
-__all__ = ["Pool", "Rows", "can_step", "pool_slots", "read_", "step_rows_"]
+__all__ = ["Pool", "Rows", "Texts", "can_step", "pool_slots", "read_", "read_rows_", "step_rows_"]
 
 TOLD_BY_LENGTH = ("seen", "near_mask")
 """What a state holds and a pool does not: of a text without padding, its length says it."""
@@ -148,6 +149,128 @@ def read_(
     return o
 
 
+class Texts:
+    """More tokens of each of several texts, one a row: what all layers of a call have in common.
+
+    Args:
+        places: Where their states lie ``[B]`` int64, all different.
+        lengths: Tokens read before ``[B]`` int64; where 0, whatever the place holds is forgotten.
+        new: Tokens that come ``[B]`` int64, each >= 1.
+        most: The largest of these, T.
+    """
+
+    def __init__(self, places: Tensor, lengths: Tensor, new: Tensor, most: int) -> None:
+        self.places, self.lengths, self.new = places, lengths, new
+        ahead = torch.arange(most, device=places.device)
+        self.real = ahead < new[:, None]
+        """Which tokens are no filling ``[B, T]`` bool."""
+        self.positions = lengths[:, None] + ahead
+        """Their numbers in their texts ``[B, T]`` int64."""
+
+
+def read_rows_(
+    layer: LinearAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool: Pool,
+    texts: Texts,
+    rotation: Rotation | None = None,
+) -> Tensor:
+    """Read the next tokens of several texts at once.
+
+    States are gathered and put back, once a call; nothing is asked of the device.
+
+    Args:
+        layer: The layer.
+        q: Queries ``[B, H, T, D]``, finite behind the ends of their texts, as keys and values.
+        k: Keys ``[B, HKV, T, D]``.
+        v: Values ``[B, HKV, T, V]``.
+        pool: Where their states lie; updated.
+        texts: Which texts these are.
+        rotation: As of :class:`Call`, of all rows.
+
+    Returns:
+        ``o [B, H, T, V]``, behind the ends of texts anything.
+    """
+    window, rotation = layer.window, rotation if layer.undoes else None
+    begins, carried = texts.lengths == 0, {}
+    for name, x in pool.tensors.items():
+        if not name.startswith("near_"):
+            held = x.index_select(0, texts.places)
+            carried[name] = held.masked_fill(begins.view(-1, *(1,) * (held.ndim - 1)), 0)
+    if window is None and rotation is not None:
+        backend, turned, rotation = layer.settings.backend, rotation, None
+        q, k = turned.undo(q, backend), turned.undo(k, backend)
+    whole = Piece(q, k, v, texts.real, texts.positions, None, None, layer.sizes.scaling, rotation=rotation)
+    if window is not None:
+        whole = _with_past(whole, window, pool.tensors, texts)
+    read = walk if walks(layer, whole) else LinearAttention.read
+    o, kept = read(layer, whole, carried or None)
+    for name in carried:
+        pool.tensors[name].index_copy_(0, texts.places, kept[name])
+    if window is not None and whole.tokens is not None:
+        _keep_(window, whole.tokens, pool.tensors, texts)
+    return o
+
+
+def _with_past(whole: Piece, window: Window, tensors: Mapping[str, Tensor], texts: Texts) -> Piece:
+    """Put the new tokens of every row behind those of its window, as :meth:`Window.open` does for one length."""
+    size, sinks, places, count = window.size, window.sinks, texts.places[:, None], whole.q.shape[2]
+    before = texts.lengths[:, None] + torch.arange(-size, 0, device=places.device)
+    slots, counted = sinks + before % (size + 1), before >= sinks
+
+    def joined(new: Tensor, name: str) -> Tensor:
+        # [B, W, HKV, *], of places that may hold anything.
+        past = tensors[name][places, :, slots].masked_fill(~counted[:, :, None, None], 0)
+        return torch.cat([past.transpose(1, 2), new], 2)
+
+    # What has not left the window when a text ends is not summed.
+    leaves = torch.arange(size + count, device=places.device) < texts.new[:, None]
+    mask = torch.cat([counted, texts.real], 1)
+    counts = torch.cat([counted, texts.real & (texts.positions >= sinks)], 1) & leaves
+    tokens = Tokens(joined(whole.k, "near_k"), joined(whole.v, "near_v"), mask, counts)
+    if whole.rotation is not None:
+        new = whole.rotation.turns
+        past = tensors["near_turns"][places, slots][..., : new.shape[2]].masked_fill(~counted[:, :, None], 0)
+        tokens = tokens._replace(rotation=whole.rotation.of_others(torch.cat([past, new.to(past.dtype)], 1)))
+    if sinks:
+        number = torch.arange(sinks, device=places.device)
+        place = number - texts.lengths[:, None]
+        known, comes = place < 0, place < texts.new[:, None]
+        at = place.clamp(0, count - 1)[:, None, :, None]
+
+        def first(new: Tensor, name: str) -> Tensor:
+            held = tensors[name][:, :, :sinks].index_select(0, texts.places)
+            coming = new.gather(2, at.expand(-1, new.shape[1], -1, new.shape[3]))
+            return torch.where(known[:, None, :, None], held, coming.masked_fill(~comes[:, None, :, None], 0))
+
+        place = torch.where(known, -1, torch.where(comes, place, NOWHERE))
+        tokens = tokens._replace(sink_k=first(whole.k, "near_k"), sink_v=first(whole.v, "near_v"), sink_place=place)
+    positions = torch.cat([before.clamp(min=0), texts.positions], 1)
+    number = (texts.positions + 1 - size - sinks).clamp(min=0)
+    return whole._replace(tokens=tokens, number=number, key_positions=positions)
+
+
+def _keep_(window: Window, tokens: Tokens, tensors: Mapping[str, Tensor], texts: Texts) -> None:
+    """Write the last W tokens of every row, and its sinks, where they belong, and something finite beside them."""
+    size, sinks, places = window.size, window.sinks, texts.places[:, None]
+    last = torch.arange(size, device=places.device) + texts.new[:, None]
+    slots = sinks + (texts.lengths[:, None] - size + last) % (size + 1)
+    free = sinks + (texts.lengths + texts.new) % (size + 1)
+    row = torch.arange(len(last), device=places.device)[:, None]
+    for name, x in (("near_k", tokens.k), ("near_v", tokens.v)):
+        tensors[name][places, :, slots] = x[row, :, last]
+        tensors[name][texts.places, :, free] = 0
+    if tokens.rotation is not None:
+        turns = tokens.rotation.turns
+        tensors["near_turns"][..., : turns.shape[2]][places, slots] = turns[row, last]
+    if tokens.sink_k is not None and tokens.sink_v is not None:
+        first = torch.arange(sinks, device=places.device)
+        for name, x in (("near_k", tokens.sink_k), ("near_v", tokens.sink_v)):
+            tensors[name][places, :, first] = x.transpose(1, 2)
+
+
 def step_rows_(
     layer: LinearAttention,
     q: Tensor,
@@ -159,8 +282,9 @@ def step_rows_(
 ) -> Tensor:
     """Read one more token of each of several texts; :func:`can_step` says of which layers.
 
-    Nothing is asked of the device. Where there is a kernel for all of a step, it reads and writes states where they
-    lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped and put back.
+    Nothing is asked of the device. Where there is a kernel for all of a step, or for a rule's, it reads and writes
+    states where they lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped
+    and put back.
 
     Args:
         layer: The layer.
@@ -181,15 +305,20 @@ def step_rows_(
         whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
         if whole is not None:
             return hybrid_step_(whole)
-    sums = {name: x.index_select(0, rows.places) for name, x in pool.tensors.items() if not name.startswith("near_")}
+    sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}
+    # What a rule's kernel reads and writes by itself.
+    by_rows = layer.rule.steps_rows and wants_kernels(layer.settings.backend, q.device)
+    stay = layer.rule.slots(1, 1, 1).keys() if by_rows else set()
+    taken = {name: x.index_select(0, rows.places) for name, x in sums.items() if name not in stay}
+    sums, at = sums | taken, rows.places if by_rows else None
     if layer.window is None:
         if rotation is not None:
             backend = layer.settings.backend
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
-        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums)
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
-        o = _with_window_(layer, layer.window, q, k, v, pool, sums, rows, rotation)
-    for name, x in sums.items():
+        o = _with_window_(layer, layer.window, q, k, v, pool, sums, at, rows, rotation)
+    for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
@@ -202,10 +331,11 @@ def _with_window_(
     v: Tensor,
     pool: Pool,
     sums: Mapping[str, Tensor],
+    at: Tensor | None,
     rows: Rows,
     rotation: Rotation | None,
 ) -> Tensor:
-    """Step the windows where they lie, and the rows' ``sums``; return ``o [B, HKV, G, V]``."""
+    """Step the windows where they lie, and ``sums``, of which the rule's may be a pool's; return ``[B, HKV, G, V]``."""
     places, backend, far, keys = rows.places, layer.settings.backend, None, sums.get("far_keys")
     near_k, near_v = pool.tensors["near_k"], pool.tensors["near_v"]
     queries = grouped(q, k.shape[1])
@@ -220,7 +350,7 @@ def _with_window_(
             turns[places, circle.new] = rotation.turns[:, 0].to(turns.dtype)
         # The one that leaves came W tokens before.
         left = rows.lengths - window.size if layer.feature_map.positional else rows.lengths
-        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums)
+        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums, at)
         if keys is not None:
             gone = gone_k[:, :, 0]
             keys.add_(gone if circle.counts is None else gone * circle.counts[:, :, None])

@@ -1,7 +1,7 @@
 """One new token: what leaves the window is folded into the linear branch, and every tensor is updated where it lies."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,6 +151,7 @@ def read_far(
     position_q: Tensor,
     position_k: Tensor,
     tensors: Mapping[str, Tensor],
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Fold a key into the linear branch and read it.
 
@@ -163,6 +164,7 @@ def read_far(
         position_q: Numbers of the queries ``[B]``.
         position_k: Numbers of the keys.
         tensors: The layer's state; the rule's are updated.
+        rows: Where in a pool the rows' states lie; see :meth:`Rule.step_`.
 
     Returns:
         ``o [B, HKV, G, V]``.
@@ -177,7 +179,9 @@ def read_far(
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
     signed = not feature_map.non_negative
-    return layer.rule.step_(q, k, v, tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
+    # Rules that take no places need not know of them.
+    step = layer.rule.step_ if rows is None else partial(layer.rule.step_, rows=rows)
+    return step(q, k, v, tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
 
 
 def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:

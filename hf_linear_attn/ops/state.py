@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.errors import ArgumentError
+
 
 class LinearAttentionState(NamedTuple):
     """Everything linear attention remembers of the tokens it has read; its size does not grow with their number.
@@ -16,6 +18,17 @@ class LinearAttentionState(NamedTuple):
 
     kv: Tensor
     z: Tensor
+
+
+def check_rows(rows: Tensor, batch: int) -> None:
+    """Check where in a pool the states of a batch lie; whether the places are there, and differ, is not looked at.
+
+    Raises:
+        ArgumentError: If they are not int64 ``[B]``.
+    """
+    if rows.dtype != torch.int64 or rows.shape != (batch,):
+        wrong = rows.dtype, tuple(rows.shape)
+        raise ArgumentError("rows", f"be int64 of shape ({batch},)", wrong, "Pass a place for each row.")
 
 
 def empty_like_tokens(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -117,3 +117,41 @@ def test_decode_takes_float64() -> None:
     state = LinearAttentionState(torch.zeros(2, 2, 8, 8).double(), torch.zeros(2, 2, 8).double())
     o = decode_step_(q, k, v, state)
     torch.testing.assert_close(o, linear_attention(q, k, v, return_state=False), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_are_stepped_where_they_lie_in_a_pool(backend: str) -> None:
+    """They lie apart, as in pages; a masked row's, and those beside them, stay as they were."""
+    q, k, v = draw(4, 2, 3, 16, 40, torch.float32)
+    pages = torch.randn(5, 4000, generator=torch.Generator(DEVICE).manual_seed(0)).abs()
+    pool = LinearAttentionState(pages[:, 8:1288].view(5, 2, 16, 40), pages[:, 2000:2032].view(5, 2, 16))
+    before, rows, mask = pages.clone(), torch.tensor([3, 0]), torch.tensor([[True] * 3, [True, False, False]])
+    log_decay = -torch.rand(2, 2, 3, generator=torch.Generator(DEVICE).manual_seed(1))
+    own = LinearAttentionState(*(x[rows].clone() for x in pool))
+    for t in range(3):
+        tokens, now = [x[:, :, t : t + 1] for x in (q, k, v)], slice(t, t + 1)
+        options = {"key_mask": mask[:, now], "log_decay": log_decay[:, :, now], "backend": backend}
+        o = decode_step_(*tokens, pool, rows=rows, **options)
+        torch.testing.assert_close(o, decode_step_(*tokens, own, **options), rtol=1e-5, atol=1e-5)
+    for x, y in zip(pool, own, strict=True):
+        torch.testing.assert_close(x[rows], y, rtol=1e-5, atol=1e-5)
+        x[rows] = 0
+    for x in LinearAttentionState(before[:, 8:1288].view(5, 2, 16, 40), before[:, 2000:2032].view(5, 2, 16)):
+        x[rows] = 0
+    assert torch.equal(pages, before)
+
+
+@pytest.mark.parametrize(
+    ("rows", "copies", "word"),
+    [
+        (torch.tensor([1]), (), "`rows` must be int64 of shape (2,)"),
+        (torch.tensor([0.0, 1.0]), (), "`rows` must be int64"),
+        (torch.tensor([0, 1]), (2,), "`state.z` must have no copies in a pool"),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_refused(rows: torch.Tensor, copies: tuple[int, ...], word: str) -> None:
+    q, k, v = draw(2, 2, 1, 8, 8, torch.float32)
+    state = LinearAttentionState(torch.zeros(5, 2, 8, 8), torch.zeros(5, 2, *copies, 8))
+    with pytest.raises(ArgumentError) as error:
+        decode_step_(q, k, v, state, rows=rows, backend="torch")
+    assert word in str(error.value)

@@ -332,6 +332,23 @@ def test_steps_are_what_a_sequence_is(backend: str, decay: float, pieces: tuple[
     torch.testing.assert_close(state.kv, expected["kv"].float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_states_are_stepped_where_they_lie_in_a_pool(backend: str) -> None:
+    """They lie apart, as in pages; what is beside them stays as it was."""
+    x = Case(B=2, HKV=2, group=2, T=1, F=20, V=17, decay=1.0, masked=True).inputs()
+    pages = torch.randn(5, 800)
+    pool, before, rows = pages[:, 40:720].view(5, 2, 20, 17), pages.clone(), torch.tensor([3, 0])
+    own, options = pool[rows].clone(), {"key_mask": x["key_mask"], "backend": backend}
+    tokens = [x[name] for name in ("q", "k", "v", "beta", "log_decay")]
+    o = delta_step_(*tokens, DeltaRuleState(pool), rows=rows, **options)
+    torch.testing.assert_close(o, delta_step_(*tokens, DeltaRuleState(own), **options), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pool[rows], own, rtol=1e-5, atol=1e-5)
+    pool[rows] = before[:, 40:720].view_as(pool)[rows]
+    assert torch.equal(pages, before)
+    with pytest.raises(ArgumentError, match="`rows` must be int64"):
+        delta_step_(*tokens, DeltaRuleState(pool), rows=rows[:1], **options)
+
+
 def test_a_step_is_one_node_of_a_graph() -> None:
     x = Case(B=1, T=1, decay=1, state=True, masked=True).inputs()
     tensors = (x["q"], x["k"], x["v"], x["beta"], x["log_decay"], x["kv0"], x["key_mask"])

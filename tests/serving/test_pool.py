@@ -7,7 +7,7 @@ from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.layers import pool as module
-from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import hybrid_step_
 
@@ -67,9 +67,27 @@ def alone(layer, place, tokens):
     return layer(*draw(place, tokens), Call(state=State(), rotation=rotation))
 
 
+def several(layer, pool, whole, got, spans):
+    """Read more tokens of several texts at once, filled up with what must not matter."""
+    most, places = max(end - start for start, end in spans.values()), list(spans)
+    starts = torch.tensor([spans[p][0] for p in places])
+    new = torch.tensor([end - start for start, end in spans.values()])
+    rows, turns = [], []
+    for place, (start, end) in spans.items():
+        own = [x[:, :, start:end] for x in whole[place]]
+        rows.append([torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[2]), value=7.0) for x in own])
+        turns.append(turning(start, start + most).turns)
+    q, k, v = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    rotation = Rotation(torch.cat(turns), Layout("half")) if layer.undoes else None
+    with torch.no_grad():
+        o = read_rows_(layer, q, k, v, pool, Texts(torch.tensor(places), starts, new, most), rotation)
+    for row, (place, (start, end)) in enumerate(spans.items()):
+        got[place][:, :, start:end] = o[row, :, : end - start]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_texts_beside_each_other_equal_texts_alone(name):
-    """Some are read in pieces, all are stepped at once where the layer has a step, and one comes late."""
+    """Some are read in pieces, alone or several at once, and all are stepped at once where the layer has a step."""
     layer, schedule = build(**LAYERS[name]), torch.Generator().manual_seed(1)
     pool, done = pool_of(layer), dict.fromkeys(TEXTS, 0)
     whole = {place: draw(place, tokens) for place, tokens in TEXTS.items()}
@@ -77,13 +95,20 @@ def test_texts_beside_each_other_equal_texts_alone(name):
     while any(done[place] < TEXTS[place] for place in TEXTS):
         running = [p for p in TEXTS if done[p] < TEXTS[p] and torch.rand(1, generator=schedule) < 0.8]
         steps = [p for p in running if done[p] and torch.rand(1, generator=schedule) < 0.7]
-        for place in [p for p in running if p not in steps]:
-            end = min(done[place] + int(torch.randint(1, 9, (1,), generator=schedule)), TEXTS[place])
-            here = slice(done[place], end)
-            rotation = turning(done[place], end) if layer.undoes else None
-            q, k, v = (x[:, :, here] for x in whole[place])
-            got[place][:, :, here] = read_(layer, q, k, v, pool, place, done[place], rotation)
-            done[place] = end
+        ends = {
+            p: min(done[p] + int(torch.randint(1, 9, (1,), generator=schedule)), TEXTS[p])
+            for p in running
+            if p not in steps
+        }
+        if len(ends) > 1:
+            several(layer, pool, whole, got, {place: (done[place], end) for place, end in ends.items()})
+        else:
+            for place, end in ends.items():
+                here = slice(done[place], end)
+                rotation = turning(done[place], end) if layer.undoes else None
+                q, k, v = (x[:, :, here] for x in whole[place])
+                got[place][:, :, here] = read_(layer, q, k, v, pool, place, done[place], rotation)
+        done |= ends
         if steps and can_step(layer):
             lengths = torch.tensor([done[p] for p in steps])
             q, k, v = (torch.cat([whole[p][i][:, :, done[p] : done[p] + 1] for p in steps]) for i in range(3))
@@ -143,16 +168,68 @@ def test_a_layer_without_a_step_says_so():
 )
 def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
     """Texts are shorter than their sinks, shorter than the window, and longer; what is beside them stays as it was."""
+    served, step = [], module.hybrid_step_
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole: served.append(whole) or step(whole))
+    steps_alike(*(build(backend=backend, **settings) for backend in ("torch", "triton")))
+    assert len(served) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"feature_map": "elu"},
+        {"feature_map": "hedgehog", "update_rule": "decay"},
+        {"update_rule": "gated_delta", "rotary": "undo"},
+        {"window": 3, "sinks": 2, "update_rule": "delta"},
+    ],
+    ids=str,
+)
+def test_a_rules_kernel_steps_its_states_where_they_lie(settings, monkeypatch):
+    """There is no kernel for all of a step without a window, nor for the delta rules."""
     plain, fused = (build(backend=backend, **settings) for backend in ("torch", "triton"))
-    expected, found, served = pool_of(plain), pool_of(fused), []
+    step, seen = fused.rule.step_, []
+
+    def watched(*tokens, rows=None, **named):
+        seen.append((rows, tokens[3]))
+        return step(*tokens, rows=rows, **named)
+
+    monkeypatch.setattr(fused.rule, "step_", watched)
+    pool = steps_alike(plain, fused)
+    assert len(seen) == 3
+    assert all(rows is not None and tensors["kv"] is pool.tensors["kv"] for rows, tensors in seen)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"window": 2, "sinks": 1}, {"feature_map": "elu"}, {"update_rule": "delta"}],
+    ids=str,
+)
+def test_kernels_read_several_texts_at_once(settings):
+    """Some begin, of others the window is not yet full, or has been for long."""
+    whole = {place: draw(place, tokens) for place, tokens in TEXTS.items()}
+    found = []
+    for backend in ("torch", "triton"):
+        layer = build(backend=backend, **settings)
+        pool, got = pool_of(layer), {place: torch.zeros(1, H, tokens, V) for place, tokens in TEXTS.items()}
+        for spans in ({4: (0, 1), 1: (0, 4)}, {4: (1, 4), 1: (4, 5), 3: (0, 2)}):
+            several(layer, pool, whole, got, spans)
+        found.append((got, pool))
+    (expected, plain), (other, fused) = found
+    for place, o in expected.items():
+        torch.testing.assert_close(other[place], o, atol=1e-5, rtol=1e-5)
+    for name, x in plain.tensors.items():
+        torch.testing.assert_close(fused.tensors[name], x, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def steps_alike(plain, fused):
+    """Step a layer in PyTorch and by kernels, and compare what they give and keep; return the second one's pool."""
+    expected, found = pool_of(plain), pool_of(fused)
     done = {4: 1, 1: 3, 6: 12}
     for place, tokens in done.items():
         rotation = turning(0, tokens) if plain.undoes else None
         read_(plain, *draw(place, tokens), expected, place, 0, rotation)
     for name, x in expected.tensors.items():
         found.tensors[name].copy_(x)
-    step = module.hybrid_step_
-    monkeypatch.setattr(module, "hybrid_step_", lambda whole: served.append(whole) or step(whole))
     for number in range(3):
         q, k, v = (torch.cat([draw(place + 10 * number, 1)[i] for place in done]) for i in range(3))
         lengths = torch.tensor([tokens + number for tokens in done.values()])
@@ -166,12 +243,12 @@ def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
                 step_rows_(layer, q, k, v, pool, rows, rotation) for layer, pool in ((plain, expected), (fused, found))
             )
         torch.testing.assert_close(other, o, atol=1e-5, rtol=1e-5)
-    assert len(served) == 3
     for name, x in expected.tensors.items():
         if not name.startswith("near_"):
             torch.testing.assert_close(found.tensors[name], x, atol=1e-5, rtol=1e-5, equal_nan=True)
         untouched = [p for p in range(PLACES) if p not in done]
         assert torch.equal(found.tensors[name][untouched].isnan(), x[untouched].isnan())
+    return found
 
 
 @pytest.mark.parametrize(

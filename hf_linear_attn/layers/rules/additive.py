@@ -27,6 +27,7 @@ class Additive(Rule):
     name: ClassVar[str] = "additive"
     provides: ClassVar[frozenset[str]] = frozenset({"mass"})
     steps: ClassVar[bool] = True
+    steps_rows: ClassVar[bool] = True
 
     @override
     def slots(self, kv_heads: int, feature_dim: int, value_dim: int, copies: int | None = None) -> dict[str, Slot]:
@@ -86,6 +87,7 @@ class Additive(Rule):
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         signed: bool = True,
+        rows: Tensor | None = None,
     ) -> Tensor:
         # An elementwise map is chosen by name, which a compiler does not trace: one node of its graph does all.
         named = kernel is not None and torch.compiler.is_compiling()
@@ -99,5 +101,5 @@ class Additive(Rule):
             return fold_and_read_(phi_q, phi_k, v, state["kv"], state["z"], key_mask, self.eps, signed)
         step = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
         q, name = phi_q.flatten(1, 2)[:, :, None], kernel or "identity"
-        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend, log_decay)
+        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend, log_decay, rows)
         return o.view(*phi_q.shape[:3], -1)

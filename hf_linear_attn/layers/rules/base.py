@@ -63,6 +63,9 @@ class Rule(ABC):
     steps: ClassVar[bool] = False
     """Whether it has :meth:`step_`; without it a step is read as a call of one token."""
 
+    steps_rows: ClassVar[bool] = False
+    """Whether :meth:`step_` takes ``rows`` where kernels run; without it states are gathered, and put back."""
+
     ordered: ClassVar[bool] = False
     """Whether it matters which key comes first, so that attention has to be causal."""
 
@@ -133,6 +136,7 @@ class Rule(ABC):
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         signed: bool = True,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Take in one key and answer one query of each head, in place; see :meth:`read`.
 
@@ -145,6 +149,8 @@ class Rule(ABC):
             kernel: As there.
             key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
             signed: Whether features can be negative.
+            rows: Where in a pool the states of the rows lie ``[B]`` int64, all different; None where row b's is the
+                b-th. Only where :attr:`steps_rows` says so.
 
         Returns:
             ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.

@@ -24,6 +24,7 @@ class Delta(Rule):
 
     name: ClassVar[str] = "delta"
     steps: ClassVar[bool] = True
+    steps_rows: ClassVar[bool] = True
     ordered: ClassVar[bool] = True
     maps: ClassVar[bool] = False
 
@@ -83,15 +84,15 @@ class Delta(Rule):
         kernel: str | None = None,
         key_mask: Tensor | None = None,
         signed: bool = True,
+        rows: Tensor | None = None,
     ) -> Tensor:
         beta, scale = _needed(gates)
         log_decay, kv = None if gates is None else gates.log_decay, state["kv"]
         if wants_kernels(self.backend, v.device):
             step = delta_opaque_ if torch.compiler.is_compiling() else delta_plain_
             q = phi_q.flatten(1, 2)[:, :, None]
-            o = step(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend).view(
-                *phi_q.shape[:3], -1
-            )
+            o = step(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend, rows)
+            o = o.view(*phi_q.shape[:3], -1)
         else:
             o = overwrite_and_read_(phi_q, phi_k, v, beta, log_decay, kv, key_mask, True)
         return o * scale.to(o.dtype).view(*phi_q.shape[1:3], 1)

@@ -14,6 +14,7 @@ from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
+from hf_linear_attn.ops.state import check_rows
 
 
 @torch.no_grad()
@@ -28,6 +29,7 @@ def delta_step_(
     key_mask: Tensor | None = None,
     l2norm: bool = True,
     backend: str = "auto",
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Read T new tokens and write them into ``state`` in place; no gradients.
 
@@ -44,6 +46,8 @@ def delta_step_(
         key_mask: ``[B, T]`` bool, True = a real token.
         l2norm: Whether queries and keys are divided by their lengths.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
+        rows: Where in a pool of P states those of the rows lie ``[B]`` int64, all different; None where row b's is the
+            b-th. A pool's ``kv`` has any stride from state to state.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype.
@@ -53,16 +57,26 @@ def delta_step_(
         ArgumentTypeError: If a dtype does not fit.
         BackendError: If the backend asked for cannot run here.
     """
-    call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, state, 0, l2norm)
+    held = state
+    if rows is not None:
+        check_rows(rows, len(q))
+        # Of a pool, as many states as there are rows.
+        held = DeltaRuleState(state.kv[:1].expand(len(q), *state.kv.shape[1:]))
+    call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, held, 0, l2norm)
     check_call(call)
     kv = state.kv
-    if not kv.is_contiguous():
+    if not (kv if rows is None else kv[:1]).is_contiguous():
         raise ArgumentError("state.kv", "be contiguous, to be updated in place", kv.stride(), "Clone it.")
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.delta_rule.triton.op import delta_step_triton_
 
-        return delta_step_triton_(call)
+        return delta_step_triton_(call, kv, rows)
+    if rows is not None:
+        own = kv.index_select(0, rows)
+        o = delta_plain_(q, k, v, beta, log_decay, own, key_mask, l2norm, "torch")
+        kv.index_copy_(0, rows, own)
+        return o
     if q.shape[2] == 1:
         by_group = split(q[:, :, 0], 1, k.shape[1])
         o = overwrite_and_read_(by_group, k, v, beta, log_decay, kv, key_mask, l2norm)
@@ -127,10 +141,11 @@ def delta_plain_(
     key_mask: Tensor | None,
     l2norm: bool,
     backend: str,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Run :func:`delta_step_` on plain tensors."""
     state = DeltaRuleState(kv)
-    o = delta_step_(q, k, v, beta, log_decay, state, key_mask=key_mask, l2norm=l2norm, backend=backend)
+    o = delta_step_(q, k, v, beta, log_decay, state, key_mask=key_mask, l2norm=l2norm, backend=backend, rows=rows)
     return o.contiguous()
 
 

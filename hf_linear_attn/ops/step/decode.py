@@ -1,6 +1,6 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hf_linear_attn.ops.finite import broken_keys
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
-from hf_linear_attn.ops.state import LinearAttentionState
+from hf_linear_attn.ops.state import LinearAttentionState, check_rows
 from hf_linear_attn.ops.step.copies import copies_of
 
 
@@ -54,6 +54,7 @@ def decode_step_(
     eps: float = 1e-6,
     backend: str = "auto",
     log_decay: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Read T new tokens and fold them into ``state`` in place; no gradients.
 
@@ -72,6 +73,8 @@ def decode_step_(
         eps: Added to the normaliser, away from 0.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``.
         log_decay: ``[B, HKV, T]``, <= 0: by whose exponential the sums fade when a key comes; None where they do not.
+        rows: Where in a pool of P states those of the rows lie ``[B]`` int64, all different; None where row b's is the
+            b-th. A pool's ``kv`` and ``z [P, HKV, F]`` have any stride from state to state.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype.
@@ -81,14 +84,20 @@ def decode_step_(
         ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
         BackendError: If the backend asked for cannot run here.
     """
-    _check(q, k, v, state, key_mask)
+    _check(q, k, v, state, key_mask, rows)
     if log_decay is not None:
         log_decay = check_log_decay(log_decay, k, True, key_mask)
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 
-        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, log_decay=log_decay)
+        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, log_decay=log_decay, rows=rows)
+    if rows is not None:
+        own = LinearAttentionState(*(x.index_select(0, rows) for x in state))
+        o = decode_plain_(q, k, v, *own, key_mask, phi, eps, "torch", log_decay)
+        for x, y in zip(state, own, strict=True):
+            x.index_copy_(0, rows, y)
+        return o
     if log_decay is None or q.shape[2] == 1:
         if log_decay is not None:
             fade_(*state, log_decay)
@@ -123,11 +132,11 @@ def decode_plain_(
     eps: float,
     backend: str,
     log_decay: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Run :func:`decode_step_` on plain tensors."""
-    state = LinearAttentionState(kv, z)
-    o = decode_step_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, backend=backend, log_decay=log_decay)
-    return o.contiguous()
+    step = partial(decode_step_, phi=phi, key_mask=key_mask, eps=eps, backend=backend, log_decay=log_decay, rows=rows)
+    return step(q, k, v, LinearAttentionState(kv, z)).contiguous()
 
 
 decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decode_plain_, mutates_args=("kv", "z"))
@@ -193,15 +202,22 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 _kept_constant = cache(_constant)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None, rows: Tensor | None
+) -> None:
     batch, heads, tokens, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     kv, z = state
+    held = batch if rows is None else len(kv)
+    if rows is not None:
+        check_rows(rows, batch)
+        if z.ndim != 3:
+            raise ArgumentError("state.z", "have no copies in a pool", tuple(z.shape), "Allocate it without them.")
     shapes = (
         ("k", k, (batch, kv_heads, tokens, dim)),
         ("v", v, (batch, kv_heads, tokens, value_dim)),
-        ("state.kv", kv, (batch, kv_heads, dim, value_dim)),
-        ("state.z", z, (batch, kv_heads, dim) if z.ndim == 3 else (batch, kv_heads, *z.shape[2:3], dim)),
+        ("state.kv", kv, (held, kv_heads, dim, value_dim)),
+        ("state.z", z, (held, kv_heads, dim) if z.ndim == 3 else (held, kv_heads, *z.shape[2:3], dim)),
     )
     for name, x, shape in shapes:
         if x.shape != shape:
@@ -218,7 +234,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mas
     for name, x in (("state.kv", kv), ("state.z", z)):
         if x.dtype != dtype:
             raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
-        if not x.is_contiguous():
+        if not (x if rows is None else x[:1]).is_contiguous():
             raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
         raise ArgumentError(

@@ -25,10 +25,10 @@ def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
     return o, DeltaRuleState(kv)
 
 
-def delta_step_triton_(call: DeltaCall) -> Tensor:
+def delta_step_triton_(call: DeltaCall, kv: Tensor, rows: Tensor | None) -> Tensor:
     """Run one step in place; see :func:`hf_linear_attn.ops.delta_rule.step.delta_step_`."""
     tokens = call.q, call.k, call.v, call.beta, call.log_decay, call.key_mask
-    o: Tensor = _overwrite(*tokens, call.kv0, call.l2norm)
+    o: Tensor = _overwrite(*tokens, kv, call.l2norm, rows)
     return o
 
 
@@ -122,9 +122,10 @@ def triton_delta_step_(
     key_mask: Tensor | None,
     kv: Tensor,
     l2norm: bool,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Return o of a few tokens and write them into ``kv`` in place."""
-    return _step(q, k, v, beta, log_decay, key_mask, kv, l2norm)
+    return _step(q, k, v, beta, log_decay, key_mask, kv, l2norm, rows)
 
 
 def _changing(*inputs: Any) -> Tensor:
@@ -137,8 +138,8 @@ def _changing(*inputs: Any) -> Tensor:
 
 @planned
 def _step(*inputs: Any) -> tuple[Tensor, list[Launch]]:
-    *tokens, kv, l2norm = inputs
-    o, launch = step_launch(_problem(*tokens, None, kv, 0, l2norm), kv)
+    *tokens, kv, l2norm, rows = inputs
+    o, launch = step_launch(_problem(*tokens, None, None, 0, l2norm), kv, rows)
     return o, [launch]
 
 

@@ -18,11 +18,11 @@ from hf_linear_attn.ops.triton.primitives import log2_decay
 
 @triton.jit(do_not_specialize=["T", "m_b"])
 def step_kernel(
-    q, k, v, beta, g, mask, o, kv,
-    T, HKV,
+    q, k, v, beta, g, mask, rows, o, kv,
+    T, HKV, kv_p,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, beta_b, beta_h, beta_t, g_b, g_h, g_t, o_b, o_h, o_t, m_b,
     G: tl.constexpr, F: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    GATED: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Write T tokens into a tile of one key head's state and the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -31,9 +31,13 @@ def step_kernel(
     bh = (pid // NV).to(tl.int64)
     i_b = bh // HKV
     h = bh % HKV
+    if POOL:
+        kv += tl.load(rows + i_b) * kv_p + h * (F * V)
+    else:
+        kv += bh * (F * V)
     od = tl.arange(0, BD)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
-    state = kv + bh * (F * V) + od[:, None] * V + ov[None, :]
+    state = kv + od[:, None] * V + ov[None, :]
     # [BD, BV]
     s = tl.load(state, mask=in_state, other=0.0)
     for i_t in range(T):
@@ -62,18 +66,19 @@ def step_kernel(
     tl.store(state, s, mask=in_state)
 
 
-def step_launch(p: DeltaProblem, kv: Tensor) -> tuple[Tensor, Launch]:
+def step_launch(p: DeltaProblem, kv: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Launch]:
     """Plan one step.
 
     Args:
         p: Its tokens; they are one sequence per row, without a delay.
-        kv: State ``[B, HKV, F, V]``, contiguous, changed in place.
+        kv: State ``[B, HKV, F, V]``, contiguous, changed in place; in a pool P of them, each contiguous.
+        rows: Where in a pool the rows' states lie ``[B]`` int64; None where row b's is the b-th.
 
     Returns:
         The output, allocated, and the launch.
     """
     q, k, v, beta, log_decay, mask = p.q, p.k, p.v, p.beta, p.log_decay, p.mask
-    (B, HKV, F, V), o = kv.shape, empty_like_tokens(q, v.shape[3])
+    (_, HKV, F, V), B, o = kv.shape, len(q), empty_like_tokens(q, v.shape[3])
     chosen = tile(p.target, q.dtype, "decode", F, V, q.shape[1] // HKV)
     arguments = {
         **{"q": q, "k": k, "v": v, "beta": beta, "g": log_decay, "mask": mask, "o": o, "kv": kv, "T": q.shape[2]},
@@ -85,7 +90,8 @@ def step_launch(p: DeltaProblem, kv: Tensor) -> tuple[Tensor, Launch]:
         **strides("o", o),
         **{"HKV": HKV, "G": q.shape[1] // HKV, "F": F, "V": V, "BD": padded(F), "BV": chosen.width},
         **{"m_b": 0 if mask is None else mask.stride(0), "GATED": log_decay is not None, "NORM": p.l2norm},
-        "MASKED": mask is not None,
+        **{"MASKED": mask is not None, "POOL": rows is not None, "rows": rows, "kv_p": kv.stride(0)},
     }
+    role = "delta_step" if rows is None else "delta_step_rows"
     programs = B * HKV * -(-V // chosen.width)
-    return o, Launch("delta_step", step_kernel, programs, arguments, chosen, (q, k, v, beta, kv), (o, kv))
+    return o, Launch(role, step_kernel, programs, arguments, chosen, (q, k, v, beta, kv), (o, kv))

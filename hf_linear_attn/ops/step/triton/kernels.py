@@ -2,7 +2,8 @@
 
 Each program holds one tile ``[BD, BV]`` of S and the whole of z in fp32 registers, reads its tokens one by one, serves
 all query heads of the group, and stores what it holds. Every program needs the old z, so none may overwrite a z that
-another one still reads: z has one private copy per program of a head, and all copies stay equal.
+another one still reads: z has one private copy per program of a head, and all copies stay equal. In a pool, where the
+rows' states lie anywhere, there are no copies, and one program takes all columns.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -18,11 +19,11 @@ from hf_linear_attn.ops.triton.primitives import log2_decay, phi
 
 @triton.jit(do_not_specialize=["T", "eps", "m_b"])
 def decode_kernel(
-    q, k, v, mask, o, kv, z, g,
+    q, k, v, mask, rows, o, kv, z, g,
     T, eps, HKV,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, m_b,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, m_b, kv_p, z_p,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    MAP: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr, FADED: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, MASKED: tl.constexpr, FADED: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Fold T tokens into the state of one key head and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -31,18 +32,24 @@ def decode_kernel(
     bh = (pid // C).to(tl.int64)
     i_b = bh // HKV
     i_hk = bh % HKV
+    if POOL:
+        i_p = tl.load(rows + i_b)
+        kv += i_p * kv_p + i_hk * (D * V)
+        z += i_p * z_p + i_hk * D
+    else:
+        kv += bh * (D * V)
+        z += (bh * C + i_c) * D
     od = tl.arange(0, BD)
     q += i_b * q_b
     k += i_b * k_b + i_hk * k_h
     v += i_b * v_b + i_hk * v_h
     o += i_b * o_b
-    z += (bh * C + i_c) * D
     z_old = tl.load(z + od, mask=od < D, other=0.0)
     z_new = z_old
     for i_v in range(i_c, NV, C):
         ov = i_v * BV + tl.arange(0, BV)
         in_state = (od < D)[:, None] & (ov < V)[None, :]
-        state = kv + bh * (D * V) + od[:, None] * V + ov[None, :]
+        state = kv + od[:, None] * V + ov[None, :]
         # [BD, BV]
         s = tl.load(state, mask=in_state, other=0.0)
         z_new = z_old
@@ -90,6 +97,7 @@ def decode_launch(
     phi: str,
     eps: float,
     log_decay: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Launch]:
     """Plan one decode step.
 
@@ -98,17 +106,18 @@ def decode_launch(
         q: Queries ``[B, H, T, D]``.
         k: Keys ``[B, HKV, T, D]``.
         v: Values ``[B, HKV, T, V]``.
-        kv: State ``[B, HKV, D, V]``, contiguous.
-        z: Normaliser ``[B, HKV, C, D]``, contiguous.
+        kv: State ``[B, HKV, D, V]``, contiguous; in a pool P of them, each contiguous.
+        z: Normaliser ``[B, HKV, C, D]``, likewise.
         mask: ``[B, T]`` uint8, or None.
         phi: Name of the elementwise map.
         eps: Added to the normaliser, away from 0.
         log_decay: By whose exponential sums fade when a key comes ``[B, HKV, T]``; None where they do not.
+        rows: Where in a pool the rows' states lie ``[B]`` int64; None where row b's is the b-th.
 
     Returns:
         The output, allocated, and the launch.
     """
-    (B, HKV, C, D), V, G = z.shape, v.shape[3], q.shape[1] // k.shape[1]
+    (_, HKV, C, D), B, V, G = z.shape, len(q), v.shape[3], q.shape[1] // k.shape[1]
     o = empty_like_tokens(q, V)
     chosen = tile(target, q.dtype, "decode", D, V, G)
     width = chosen.width
@@ -125,5 +134,7 @@ def decode_launch(
         **strides("o", o),
         **{"m_b": 0 if mask is None else mask.stride(0), "G": G, "C": C, "D": D, "V": V, "BD": padded(D), "BV": width},
         **{"MAP": phi, "SIGNED": not elementwise_map(phi).non_negative, "MASKED": mask is not None},
+        **{"rows": rows, "POOL": rows is not None, "kv_p": kv.stride(0), "z_p": z.stride(0)},
     }
-    return o, Launch("decode", decode_kernel, B * HKV * C, arguments, chosen, (q, k, v, kv, z), (o, kv, z))
+    role = "decode" if rows is None else "decode_rows"
+    return o, Launch(role, decode_kernel, B * HKV * C, arguments, chosen, (q, k, v, kv, z), (o, kv, z))

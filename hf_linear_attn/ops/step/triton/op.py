@@ -26,10 +26,11 @@ def decode_step_triton_(
     key_mask: Tensor | None,
     eps: float,
     log_decay: Tensor | None,
+    rows: Tensor | None,
 ) -> Tensor:
     """Run one decode step in place; see :func:`hf_linear_attn.ops.step.decode_step_`."""
     kv, z = state
-    o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps, log_decay)
+    o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps, log_decay, rows)
     return o
 
 
@@ -44,9 +45,10 @@ def triton_decode_(
     phi: str,
     eps: float,
     log_decay: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
-    return _step(q, k, v, key_mask, kv, z, phi, eps, log_decay)
+    return _step(q, k, v, key_mask, kv, z, phi, eps, log_decay, rows)
 
 
 def _changing(
@@ -69,10 +71,11 @@ def _step(
     phi: str,
     eps: float,
     log_decay: Tensor | None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, list[Launch]]:
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     tokens = readable(q), readable(k), readable(v)
-    o, launch = decode_launch(target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay)
+    o, launch = decode_launch(target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay, rows)
     return o, [launch]
 
 

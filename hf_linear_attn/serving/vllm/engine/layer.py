@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.layers.pool import Pool, Rows, can_step, pool_slots, read_, step_rows_
+from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.serving.vllm.engine.op import BACKEND, NAME
@@ -43,12 +43,44 @@ class Text(NamedTuple):
     targets: list[int]
 
 
+class Several(NamedTuple):
+    """New tokens of several requests that are read at once, filled up to one length.
+
+    Attributes:
+        each: The requests.
+        texts: How many tokens they have read, and how many come.
+        at: Numbers of the tokens among those of a call ``[B, T]``; behind the end of a text, of its last.
+        real: Which of these, in order, are no filling.
+        tokens: Their numbers among those of a call.
+    """
+
+    each: list[Text]
+    texts: Texts
+    at: Tensor
+    real: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, each: list[Text], device: torch.device) -> "Several":
+        """Lay requests out side by side; nothing is asked of the device."""
+        new = [text.end - text.start for text in each]
+        most = max(new)
+        at = [min(text.start + i, text.end - 1) for text in each for i in range(most)]
+        real = [row * most + i for row, count in enumerate(new) for i in range(count)]
+        tokens = [text.start + i for text in each for i in range(text.end - text.start)]
+        facts = [[text.targets[0] for text in each], [text.length for text in each], new]
+        places, lengths, counts = torch.tensor(facts, device=device)
+        whole = torch.tensor(at, device=device).view(len(each), most)
+        both = (torch.tensor(x, device=device) for x in (real, tokens))
+        return cls(each, Texts(places, lengths, counts, most), whole, *both)
+
+
 @dataclass
 class Metadata:
     """What a call of the model is made of.
 
     Attributes:
-        texts: Requests that are read one by one.
+        texts: Requests of which more than one token is read, or that have none to step from.
         at: Where the single tokens of all others stand among the tokens; None where there are none.
         rows: Their pages, and how many tokens they have read.
         positions: Of all tokens; None where vLLM does not say.
@@ -62,29 +94,41 @@ class Metadata:
     rotations: dict[tuple[int, int, int], Rotation] = field(default_factory=dict)
 
     @cached_property
+    def readings(self) -> list["Text | Several"]:
+        """The texts, those of like lengths together, so that less than half of a reading is filling."""
+        return _together(self.texts, self.rows.places.device)
+
+    @cached_property
+    def all_readings(self) -> list["Text | Several"]:
+        """The same of all requests, for layers without a step."""
+        return _together(self.singles + self.texts, self.rows.places.device)
+
+    @cached_property
     def singles(self) -> list[Text]:
-        """The single tokens as texts, for layers without a step."""
+        """The single tokens as texts."""
         tokens = range(self.at.start, self.at.stop) if isinstance(self.at, slice) else self.at
         if tokens is None:
             return []
         every = zip(map(int, tokens), self.rows.lengths.tolist(), self.rows.places.tolist(), strict=True)
         return [Text(token, token + 1, length, place, [place]) for token, length, place in every]
 
-    def rotation(self, rotary: Any, text: Text | None = None) -> Rotation | None:
-        """Return how the new tokens of a text are turned, or the single ones, of a row each; of all layers alike.
+    def rotation(self, rotary: Any, read: "Text | Several | None" = None) -> Rotation | None:
+        """Return how the new tokens of texts are turned, or the single ones, of a row each; of all layers alike.
 
         Args:
             rotary: What turns them; None where that is not to be undone.
-            text: The text; None for the single tokens.
+            read: The texts; None for the single tokens.
         """
-        at = self.at if text is None else slice(text.start, text.end)
+        at = self.at if read is None else read.at if isinstance(read, Several) else slice(read.start, read.end)
         if rotary is None or self.positions is None or at is None:
             return None
-        key = (id(rotary), *((-1, -1) if text is None else (text.start, text.end)))
+        first = (-1, -1) if read is None else (-2, id(read)) if isinstance(read, Several) else (read.start, read.end)
+        key = (id(rotary), *first)
         if key not in self.rotations:
             turns = rotary.cos_sin_cache[self.positions[at]]
             layout = Layout("half" if rotary.is_neox_style else "next")
-            self.rotations[key] = Rotation(turns[:, None] if text is None else turns[None], layout)
+            turns = turns[:, None] if read is None else turns if isinstance(read, Several) else turns[None]
+            self.rotations[key] = Rotation(turns, layout)
         return self.rotations[key]
 
 
@@ -228,19 +272,25 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
         q, k, v = (x.view(len(x), -1, d) for x, d in self._with_sizes(query, key, value))
         out = out.view(len(out), -1, self.value_dim)
         with own_precision(q.device):
-            texts = m.texts
             if m.at is not None and can_step(part):
                 q1, k1, v1 = (x[m.at][:, :, None] for x in (q, k, v))
                 out[m.at] = step_rows_(part, q1, k1, v1, pool, m.rows, m.rotation(rotary))[:, :, 0]
+                readings = m.readings
             else:
-                texts = m.singles + texts
-            for text in texts:
-                for piece in _pieces(text):
-                    if piece.targets[0] != piece.source and piece.length:
-                        pool.copy_(piece.source, piece.targets[0])
-                    here = slice(piece.start, piece.end)
+                readings = m.all_readings
+            for read in readings:
+                rotation = m.rotation(rotary, read)
+                if isinstance(read, Several):
+                    for text in read.each:
+                        _move(text, pool)
+                    q1, k1, v1 = (x[read.at].transpose(1, 2) for x in (q, k, v))
+                    o = read_rows_(part, q1, k1, v1, pool, read.texts, rotation)
+                    out[read.tokens] = o.transpose(1, 2).flatten(0, 1)[read.real]
+                else:
+                    _move(read, pool)
+                    here = slice(read.start, read.end)
                     q1, k1, v1 = (x[here].transpose(0, 1)[None] for x in (q, k, v))
-                    o = read_(part, q1, k1, v1, pool, piece.targets[0], piece.length, m.rotation(rotary, piece))
+                    o = read_(part, q1, k1, v1, pool, read.targets[0], read.length, rotation)
                     out[here] = o[0].transpose(0, 1)
 
     def _pool_of_cache(self) -> Pool:
@@ -263,6 +313,26 @@ def _pieces(text: Text) -> list[Text]:
     first, length = text.start, text.length
     sources = [text.source, *text.targets]
     return [Text(first + i, first + i + 1, length + i, sources[i], [target]) for i, target in enumerate(text.targets)]
+
+
+def _move(text: Text, pool: Pool) -> None:
+    """Bring a text's state to where it shall be afterwards."""
+    if text.targets[0] != text.source and text.length:
+        pool.copy_(text.source, text.targets[0])
+
+
+def _together(texts: list[Text], device: torch.device) -> list[Text | Several]:
+    """Put texts of like lengths together; what is drafted has a state for each token, and goes by itself."""
+    found: list[Text | Several] = []
+    alike: dict[int, list[Text]] = {}
+    for text in texts:
+        if len(text.targets) == 1:
+            alike.setdefault((text.end - text.start - 1).bit_length(), []).append(text)
+        else:
+            found += _pieces(text)
+    for each in alike.values():
+        found.append(each[0] if len(each) == 1 else Several.of(each, device))
+    return found
 
 
 def converted_layers(vllm_config: VllmConfig) -> list[ConvertedAttention]:
