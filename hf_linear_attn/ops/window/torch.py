@@ -146,15 +146,18 @@ class Band:
         first = -min(lead, 0)
         visible = self._visible(window, first, max(lead, 0), past, key_mask).to(q.device)
         k, v = (self._banded(x[:, :, first:], window, max(lead, 0)) for x in (k, v))
+        of_k, of_v = [k], [v]
         if sinks is not None:
-            k, v = (
-                torch.cat([x[:, :, None].expand(-1, -1, self.blocks, -1, -1), y], 3)
-                for x, y in zip(sinks[:2], (k, v), strict=True)
-            )
+            for parts, x in zip((of_k, of_v), sinks[:2], strict=True):
+                parts.insert(0, x[:, :, None].expand(-1, -1, self.blocks, -1, -1))
             seen = torch.unflatten(F.pad(sinks[2], (0, 0, 0, self.pad)), 1, (self.blocks, self.block))
             visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
         if own:
-            k, v, visible = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), F.pad(visible, (0, 1), value=True)
+            for parts in (of_k, of_v):
+                parts.append(parts[-1].new_zeros(*parts[-1].shape[:3], 1, parts[-1].shape[4]))
+            visible = F.pad(visible, (0, 1), value=True)
+        # All parts are copied at once.
+        k, v = (torch.cat(parts, 3) if len(parts) > 1 else parts[0] for parts in (of_k, of_v))
         self.k, self.v, self.visible = k.flatten(0, 2), v.flatten(0, 2), visible
         self.q = self.rows(q)
 
