@@ -11,7 +11,12 @@ from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.context import Context, ContextCache, mask_after
 from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
-from hf_linear_attn.patching.saving import PREFIX, register_names_in_files, write_companions
+from hf_linear_attn.patching.saving import (
+    PREFIX,
+    register_names_in_files,
+    replace_generated_card,
+    write_companions,
+)
 
 
 class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -120,6 +125,16 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
                     where=cls.__name__,
                 )
         return (model, info) if output_loading_info else model
+
+    def _upload_modified_files(  # type: ignore[override]
+        self, working_dir: str | Path, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Upload as Transformers does; the card says how to load the model, also where the hub has none yet."""
+        if getattr(self.config, "linear_attention", None) is not None:
+            name = type(self).__name__.removeprefix(PREFIX).removeprefix("FSDP")
+            replace_generated_card(self.config, name, Path(working_dir))
+        upload: Any = super()._upload_modified_files
+        return upload(working_dir, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
@@ -26,6 +27,9 @@ softmax model, does not find it."""
 
 LESS_TELLING = ("AutoModelForMaskedLM", "AutoModelForPreTraining")
 """Auto classes that encoder-decoders are registered for, too."""
+
+GENERATED = "This model card has been automatically generated."
+"""What Transformers writes into the card of a repository that has none."""
 
 CARD = """\
 ---
@@ -82,9 +86,30 @@ def write_companions(config: PreTrainedConfig, name: str, folder: Path) -> None:
     classes = "".join(f"{x} = linear_attention_class(transformers.{x})\n" for x in sorted({*autos.values()}))
     (folder / CODE_FILE).write_text(CODE + classes)
     if not (folder / "README.md").exists():
-        settings = json.dumps(config.linear_attention, indent=2, sort_keys=True)
-        auto = next((auto for auto, loaded in autos.items() if loaded == name), "AutoModel")
-        (folder / "README.md").write_text(CARD.format(name=name, auto=auto, settings=settings))
+        (folder / "README.md").write_text(card(config, name))
+
+
+def card(config: PreTrainedConfig, name: str) -> str:
+    """Return the model card of a folder.
+
+    Args:
+        config: The model's config.
+        name: The softmax model's class.
+    """
+    settings = json.dumps(config.linear_attention, indent=2, sort_keys=True)
+    auto = next((auto for auto, loaded in auto_classes(config, name).items() if loaded == name), "AutoModel")
+    return CARD.format(name=name, auto=auto, settings=settings)
+
+
+def replace_generated_card(config: PreTrainedConfig, name: str, folder: Path) -> None:
+    """Write our card over one that Transformers made up for an upload, with its tags; one of a person stays."""
+    path = folder / "README.md"
+    if not path.exists() or GENERATED not in path.read_text():
+        return
+    ours: Any = ModelCard(card(config, name))
+    theirs: Any = ModelCard.load(path)
+    ours.data.tags = [*dict.fromkeys([*ours.data.tags, *(theirs.data.tags or ())])]
+    ours.save(path)
 
 
 def auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:

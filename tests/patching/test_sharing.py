@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
     AutoModel,
@@ -194,8 +195,11 @@ def test_push_to_hub_uploads_what_loads_again(patched, tmp_path, monkeypatch):
                     uploaded[operation.path_in_repo] = file.read()
 
     monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
-    patched.push_to_hub("converted")
+    patched.push_to_hub("converted", tags=["mine"])
     assert {"config.json", "model.safetensors", "modeling_linear_attention.py", "README.md"} <= uploaded.keys()
+    card = uploaded["README.md"].decode()
+    assert "from hf_linear_attn import from_pretrained" in card
+    assert ModelCard(card).data.tags == ["linear-attention", "hf_linear_attn", "mine"]
     for name, content in uploaded.items():
         (tmp_path / name).write_bytes(content)
     ids = torch.randint(3, VOCAB, (1, 9))
