@@ -342,7 +342,7 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
     device = torch.device("cpu") if module is None else next(module.parameters()).device
     if not isinstance(layer, LinearAttentionCacheLayer):
         if tensors:
-            keys, values = (tensors[name].to(device) for name in ("keys", "values"))
+            keys, values = (tensors[name].to(device, copy=True) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if hasattr(layer, "cumulative_length"):

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.mend import fresh, is_broken, mend
+from hf_linear_attn.ops.linear_attention.triton.mend import mend, mend_tile
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     faded,
     fold,
     guarded,
+    is_broken,
     kept_by_chunk,
     read,
     sums_since,
@@ -376,19 +377,10 @@ def stored_forward_kernel(
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
     tl.store(den + ot, total, mask=rows)
     if broken:
-        zero = fresh(PIN)
-        pid = tl.program_id(0) + zero
-        i_h = pid % H
-        i_t = (pid // H) % tl.cdiv(L, BT)
-        i_s = pid // H // tl.cdiv(L, BT)
-        _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
-        c = start + i_t * BT
-        sh = i_s.to(tl.int64) * (H // G) + i_h // G
-        mend(
-            given, starts + sh * (D * V), parts + sh * (D * 4),
-            T, start, c, tl.minimum(c + BT, end), row, first, delay, eps, i_h, tl.arange(0, BV) + zero, H, G,
+        mend_tile(
+            given, starts, parts, table, T, L, NSEG, delay, eps, H, G,
             (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
-            D, V, BD, BT, MAP, SIGNED, "stored", MASKED, DELAYED, FADED, PRECISION, PIN,
+            D, V, BD, BV, BT, MAP, SIGNED, VARLEN, MASKED, DELAYED, FADED, PRECISION, PIN,
         )  # fmt: skip
 
 

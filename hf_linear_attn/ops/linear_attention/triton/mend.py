@@ -9,7 +9,7 @@ anything of theirs is not finite, and then write the rows before the first such 
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.linear_attention.triton.steps import guarded, sums_since, whole_z
+from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, sums_since, whole_z
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -18,14 +18,9 @@ from hf_linear_attn.ops.triton.primitives import (
     load_tile,
     operand,
     rows_before,
+    segment_bounds,
     store_tile,
 )
-
-
-@triton.jit
-def is_broken(x):
-    """Tell whether anything in a tile is not finite."""
-    return tl.sum(x * 0.0, 0) != 0.0
 
 
 @triton.jit
@@ -48,15 +43,6 @@ def first_broken(
 
 
 @triton.jit
-def fresh(PIN: tl.constexpr):
-    """Return 0, which the compiler doesn't know: what is computed from it isn't kept in registers all along a walk."""
-    if PIN:
-        return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return 0
-
-
-@triton.jit
 def mend(
     given, s, z,
     T, start, c, end, row, first, delay, eps, i_h, ov, H, G, of_q, of_k, of_v, of_o, m_b,
@@ -69,28 +55,10 @@ def mend(
     Rows after it show it anyway, and so do all later chunks. Tiles are small, so that this needs fewer registers than
     the walk that it stands in.
 
-    Args:
-        given: q, k, v, mask, o and the sums of log decays, as the kernel was given them.
-        s: The state at the start of the segment.
-        z: Its normaliser.
-        T: Rows of the sequence.
-        start: The segment's first row.
-        c: The first row of a chunk of BT rows.
-        end: Where the segment ends, or the chunk.
-        row: The row of the batch.
-        first: The sequence's first row.
-        delay: How far keys lag.
-        eps: What normalisers are guarded with.
-        i_h: The query head.
-        ov: Columns of v.
-        H: Query heads.
-        G: Query heads per key head.
-        of_q: Strides of a batch's row, of a head and of a token; of the others alike.
-        of_k: Of k.
-        of_v: Of v.
-        of_o: Of o.
-        m_b: Stride of the mask.
-        STARTS: ``"none"``, ``"carried"`` or ``"stored"``, as the scan wrote them.
+    ``given`` are q, k, v, mask, o and the sums of log decays as the kernel got them; ``of_q`` to ``of_o`` their strides
+    of a batch's row, a head and a token. ``s`` and ``z`` are the state at the start of the segment: none, as a walk
+    carries it, or as the scan stores it (STARTS). ``c`` is the first row of a chunk of BT rows, and ``end`` where the
+    chunk or the segment ends.
     """
     q, k, v, mask, o, b = given
     i_hk = i_h // G
@@ -129,7 +97,7 @@ def mend(
                     )
                     x = load_tile(s, od[:, None] * V + ov[None, :], od < D, ov < V, False)
                     acc = dot(fq, operand(x, fq.dtype, PRECISION), acc, PRECISION)
-                    if STARTS == "stored":
+                    if STARTS == "stored":  # noqa: SIM108 - known when compiling
                         y = whole_z(z, od, od < D)
                     else:
                         y = tl.load(z + od, mask=od < D, other=0.0)
@@ -161,3 +129,27 @@ def mend(
                 total += tl.sum(p, 1)
             acc = acc * (1.0 / guarded(total, eps, SIGNED))[:, None]
             store_tile(o + r * o_t, om[:, None] * o_t + ov[None, :], acc, rows, ov < V, False)
+
+
+@triton.jit
+def mend_tile(
+    given, starts, parts, table, T, L, NSEG, delay, eps, H, G, of_q, of_k, of_v, of_o, m_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, VARLEN: tl.constexpr,
+    MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Mend the tile of a program that reads stored states; where it lies is computed anew, which spares registers."""
+    zero = fresh(PIN)
+    pid = tl.program_id(0) + zero
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    c = start + i_t * BT
+    at = i_s.to(tl.int64) * (H // G) + i_h // G
+    mend(
+        given, starts + at * (D * V), parts + at * (D * 4),
+        T, start, c, tl.minimum(c + BT, end), row, first, delay, eps, i_h, tl.arange(0, BV) + zero, H, G,
+        of_q, of_k, of_v, of_o, m_b,
+        D, V, BD, BT, MAP, SIGNED, "stored", MASKED, DELAYED, FADED, PRECISION, PIN,
+    )  # fmt: skip

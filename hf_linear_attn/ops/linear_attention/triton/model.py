@@ -1,7 +1,7 @@
 """How long a plan would take, counted in clocks and bytes, and the cut into segments that takes the least.
 
 A walk is bound by the slots in which a processor issues instructions or by memory, whichever takes longer; see
-docs/results/kernels-predicted.md for what that gives. The figures here are few and rough: they are to tell a good cut
+docs/results/predicted.md for what that gives. The figures here are few and rough: they are to tell a good cut
 from a bad one, and compiled instruction counts lie within a factor of 1.7 of them (tested).
 """
 

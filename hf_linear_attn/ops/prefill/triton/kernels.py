@@ -38,11 +38,11 @@ from hf_linear_attn.ops.triton.primitives import (
 from hf_linear_attn.ops.window.triton.kernels import (
     BLOCK,
     attend_near,
-    first_key,
     key_scan_kernel,
     key_sums_kernel,
     own_score,
 )
+from hf_linear_attn.ops.window.triton.sight import first_key
 
 LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 

@@ -25,9 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
+from hf_linear_attn.ops.linear_attention.triton.steps import is_broken
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
+from hf_linear_attn.ops.window.triton.mend import mend_window
+from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, near, sees_sink
 
 BLOCK = 64
 """Tokens per sum of keys; tiles of queries and of keys divide it."""
@@ -87,44 +90,6 @@ def key_scan_kernel(
         tl.store(out + rows[:, None] * D + od[None, :], acc[None, :] + tl.cumsum(y, 0) - y, mask=inside)
         acc += tl.sum(y, 0)
     tl.store(total + bh * D + od, acc, mask=od < D)
-
-
-@triton.jit
-def first_key(t, P, W, BLOCK: tl.constexpr):
-    """Return where the tiles of a query's block begin."""
-    return tl.maximum(P + t // BLOCK * BLOCK - W + 1, 0) // BLOCK * BLOCK
-
-
-@triton.jit
-def key_codes(codes, j, oj, S, MASKED: tl.constexpr):
-    """Return which rows of a tile hold a key, and which keys are real (bit 0) and count once out of sight (bit 1).
-
-    Neither keys nor values of rows whose code is 0 are read: 0 times a NaN is one.
-    """
-    there = oj < (S - j).to(tl.int32)
-    code = tl.where(there, 3, 0)
-    if MASKED:
-        code = tl.load(codes + j + oj, mask=there, other=0).to(tl.int32)
-    return there, code
-
-
-@triton.jit
-def near(distance, code, W):
-    """Return which pairs a window holds; a query sees itself even where it is padding, so that no row is empty."""
-    return (distance >= 0) & (distance < W) & (((code & 1) != 0) | (distance == 0))
-
-
-@triton.jit
-def far(distance, code, W):
-    """Return which pairs of a tile are out of sight and count."""
-    return (distance >= W) & ((code & 2) != 0)
-
-
-@triton.jit
-def sees_sink(seen, queries, os, rows, SINKS: tl.constexpr):
-    """Return which query of a tile sees which sink."""
-    there = rows[:, None] & (os < SINKS)[None, :]
-    return tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
 
 
 @triton.jit
@@ -208,11 +173,12 @@ def window_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
+    given = q, k, v, codes, sink_k, sink_v, seen, f, o, lse, score
     pid = tl.program_id(0)
     i_h = pid % H
     i_t = (pid // H) % tl.cdiv(T, BT)
@@ -255,6 +221,14 @@ def window_kernel(
     o += i_b * o_b + i_h.to(tl.int64) * o_h + c * o_t
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
     tl.store(lse + row, m + tl.log2(mass), mask=rows)
+    if is_broken(tl.sum(acc, 1)):
+        # What is read there was written here, by other threads.
+        tl.debug_barrier()
+        mend_window(
+            given, T, S, P, W, scaling, H, G,
+            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (f_b, f_h, f_t), (o_b, o_h, o_t), c_b,
+            D, V, BD, BV, BT, SINKS, BS, MASKED, OWN, PRECISION, PIN,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
@@ -593,6 +567,7 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
         **p.shared(chosen),
         **p.of_queries(),
         **{"bias": p.bias, "prefix": out.prefix, "o": out.o, "lse": out.lse, "score": out.score},
+        "PIN": p.target.arch.startswith("sm_"),
         **strides("o", out.o),
     }
     own: tuple[Tensor, ...] = () if p.f is None else (p.f,)
