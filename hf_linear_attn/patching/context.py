@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -152,6 +153,7 @@ class Context:
             "checksum": checksum(tensors),
             "length": len(self),
             "same": same,
+            "padded": _padded(self._cache),
         }
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +164,14 @@ class Context:
             ) from error
 
     @classmethod
-    def of_tensors(cls, model: PreTrainedModel, tensors: dict[str, Tensor], length: int, fingerprint: str) -> Self:
+    def of_tensors(
+        cls,
+        model: PreTrainedModel,
+        tensors: dict[str, Tensor],
+        length: int,
+        fingerprint: str,
+        padded: Sequence[str] | None,
+    ) -> Self:
         """Put tensors that :meth:`save` wrote into a cache of ``model``."""
         cache = empty_cache(model)
         modules: dict[Any, nn.Module] = {
@@ -173,6 +182,9 @@ class Context:
         for index, layer in enumerate(cache.layers):
             own = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"layers.{index}.")}
             _fill(layer, modules.get(index), own, length)
+            for call, part in enumerate((layer, *layer.others) if isinstance(layer, LinearAttentionCacheLayer) else ()):
+                if padded is not None:
+                    part.state.padded = f"{index}.{call}" in padded
         cache.context_mask = _mask(tensors["seen"], length).to(model.device)
         return cls(cache, fingerprint)
 
@@ -301,7 +313,7 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
     length = int(about["length"])
     tensors = tensors if version > 1 else in_circles(tensors, length)
     tensors |= {name: tensors[first] for name, first in same.items()}
-    return Context.of_tensors(model, tensors, length, fingerprint)
+    return Context.of_tensors(model, tensors, length, fingerprint, about.get("padded"))
 
 
 def empty_cache(model: PreTrainedModel) -> ContextCache:
@@ -329,6 +341,12 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
         elif layer.keys is not None and layer.values is not None:
             tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
     return tensors
+
+
+def _padded(cache: ContextCache) -> list[str]:
+    """Name the states of which tokens may have been masked: they step another way, to other last bits."""
+    layers = ((n, x) for n, x in enumerate(cache.layers) if isinstance(x, LinearAttentionCacheLayer))
+    return [f"{n}.{call}" for n, x in layers for call, part in enumerate((x, *x.others)) if part.state.padded]
 
 
 def _same(tensors: dict[str, Tensor]) -> dict[str, str]:

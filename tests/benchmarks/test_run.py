@@ -175,7 +175,8 @@ def test_traffic_is_less_with_kernels(tmp_path: Path) -> None:
         assert row["operations of a step: kernels"] == (4 if name == "hedgehog" else 2)
     assert recommended["operations of a step: PyTorch"] <= 45
     undone = rows["norm_preserving, window 64, rotation undone"]
-    assert undone["prefill, U: kernels"] < 1.1 * recommended["prefill, U: kernels"]
+    # Queries and keys each read the angles, which are as large as one of two heads.
+    assert undone["prefill, U: kernels"] == pytest.approx(recommended["prefill, U: kernels"] + 2 / 2, abs=0.01)
     assert undone["operations of a step: PyTorch"] <= 60
     assert "| norm_preserving, window 64, rotation undone (recommended) |" in output.with_suffix(".md").read_text()
 

@@ -4,7 +4,7 @@ Products multiply the values of keys that a query does not see yet by 0, and 0 t
 its chunk. To clean values before every product would cost a quarter of a walk, so walks look once, at the end, whether
 anything of theirs is not finite, and then write the rows before the first such value once more.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,index"
 
 import triton
 import triton.language as tl
