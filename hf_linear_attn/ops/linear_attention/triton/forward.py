@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.mend import mend, mend_tile
+from hf_linear_attn.ops.linear_attention.triton.mend import can_look, mend, mend_tile
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
@@ -194,7 +194,7 @@ def forward_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, LOOKS: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one query head and write its outputs and normalisers."""
@@ -280,7 +280,7 @@ def forward_kernel(
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
-    if CAUSAL:  # noqa: SIM102
+    if CAUSAL and LOOKS:  # noqa: SIM102
         # The state has seen all values of the segment.
         if is_broken(tl.sum(s, 1)):
             if SOURCE == "segment":
@@ -548,7 +548,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     arguments |= {
         **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
         **{"BV": chosen.width, "BT": chosen.tokens, "CAUSAL": p.causal},
-        **{"SOURCE": source, "FINAL": p.causal and not segments.split},
+        **{"SOURCE": source, "FINAL": p.causal and not segments.split, "LOOKS": can_look(p)},
     }
     programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
     return out, [*launches, Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))]

