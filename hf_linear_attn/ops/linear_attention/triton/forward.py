@@ -280,7 +280,10 @@ def forward_kernel(
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
-    if CAUSAL and LOOKS:  # noqa: SIM102
+    if CAUSAL and LOOKS:
+        if VARLEN:
+            # A program without tokens has read a state that nobody wrote.
+            s = tl.where(start < end, s, 0.0)
         # The state has seen all values of the segment.
         if is_broken(tl.sum(s, 1)):
             if SOURCE == "segment":
