@@ -290,7 +290,7 @@ def test_compiles_into_one_graph(launches: list[HybridStep], monkeypatch: pytest
         ({"near_turns": torch.zeros(2, 7, 16), "turns": torch.zeros(1, 1, 7)}, "`turns` must have shape (1, 1, 6)"),
         ({"near_turns": torch.zeros(2, 7, 16)}, "`turns` must have shape (1, 1, 0), got None"),
         ({"sinks": 6}, "`sinks` must leave 2 of 7 slots"),
-        ({"kv": torch.zeros(2, 2, 16, 32)[..., ::2]}, "`kv` must be contiguous"),
+        ({"kv": torch.zeros(2, 2, 16, 32, device=DEVICE)[..., ::2]}, "`kv` must be contiguous"),
     ],
 )
 def test_refuses_what_does_not_fit(changes: dict[str, object], word: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,10 +95,13 @@ SHOWN = {
     **{(linear, "triton"): (AFTER, AFTER), (decay, "triton"): (AFTER, AFTER), (delta, "triton"): (CHUNK, CHUNK)},
     (near, "triton"): (WITHIN, WITHIN),
 }  # fmt: skip
+# On a GPU PyTorch's forms do not look, since they would have to wait for it.
+LOOKING = [case for case in SHOWN if DEVICE.type == "cpu" or case[1] == "triton"]
 ALL = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in SHOWN]
+SHOWING = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in LOOKING]
 
 
-@pytest.mark.parametrize(("operation", "backend"), ALL)
+@pytest.mark.parametrize(("operation", "backend"), SHOWING)
 def test_who_shows_a_nan(operation: Callable[..., Tensor], backend: str) -> None:
     """Whoever sees its token, and beyond them nobody but rows of the same product, where nobody looks."""
     x = tokens()

@@ -61,7 +61,9 @@ def test_gradients_are_the_same_for_whoever_asks(case: Case, cut: str, request: 
     every = gradients(case, (*TOKENS, "kv0", "z0"))
     for leaves in (("q",), ("k",), ("v",), ("q", "k"), ("kv0",), ("q", "z0")):
         for name, x in gradients(case, leaves).items():
-            assert torch.equal(x, every[name]), (leaves, name)
+            # Whoever asks for dq alone may have it summed in other segments.
+            same = torch.equal if case.causal or x.device.type == "cpu" else torch.allclose
+            assert same(x, every[name]), (leaves, name)
 
 
 @pytest.mark.parametrize(

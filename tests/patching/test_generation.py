@@ -65,6 +65,9 @@ def test_sampling_with_a_cache_equals_that_without(subject, more):
 )
 def test_other_caches_generate_the_same(subject, options):
     ids, mask = padded(subject)
+    if options.get("cache_implementation") == "offloaded":
+        subject.model.to("cuda")
+        ids, mask = ids.to("cuda"), mask.to("cuda")
     expected = subject.generate(ids, attention_mask=mask)
     assert torch.equal(subject.generate(ids, attention_mask=mask, **options), expected)
 

@@ -460,7 +460,7 @@ def stored_dq_kernel(
     # [BD, BV]
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(dd, tl.trans(s), PRECISION)
-    acc -= dl[:, None] * whole_z(parts + sh * (D * 4), od, od < D)[None, :]
+    acc -= dl[:, None] * whole_z(parts + sh * (3 * D), od, od < D, D)[None, :]
     since = 0.0
     if FADED:
         acc *= tl.exp2(sums_since(b, T, start, start, c, end, ot))[:, None]
@@ -539,7 +539,7 @@ def stored_dkv_kernel(
         # [BT, BV]
         vv = load_operand(v, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         acc_k = product(vv, tl.trans(r), PRECISION)
-        acc_k += whole_z(parts + sh * (D * 4), od, od < D)[None, :]
+        acc_k += whole_z(parts + sh * (3 * D), od, od < D, D)[None, :]
     if OF_V:
         # [BT, BD]
         fk = load_features(k, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)

@@ -104,8 +104,8 @@ def fade_back_kernel(
             x = tl.load(starts + after * (D * V) + e + oe, mask=e + oe < numbers, other=0.0).to(tl.float32)
             y = tl.load(ends + before * (D * V) + e + oe, mask=e + oe < numbers, other=0.0)
             acc += x * y.to(tl.float32)
-        w = whole_z(start_parts + after * (D * 4), od, od < inner * D)
-        of_z += w * whole_z(end_parts + before * (D * 4), od, od < inner * D)
+        w = whole_z(start_parts + after * (3 * D), od, od < inner * D, D)
+        of_z += w * whole_z(end_parts + before * (3 * D), od, od < inner * D, D)
     if INITIAL:
         numbers = (1 - inner) * (D * V)
         for e in range(0, numbers, BE):
@@ -142,7 +142,7 @@ class Starts(NamedTuple):
     Attributes:
         states: For walks that carry them ``[segments, HKV, D V + D]``, fp32; for walks that read them
             ``[segments, HKV, D, V]`` in the dtype of products.
-        parts: The normaliser for the latter, ``[segments, HKV, D, 4]``: the first three sum up to it.
+        parts: The normaliser for the latter, ``[segments, HKV, 3, D]``: the three sum up to it.
     """
 
     states: Tensor | None = None

@@ -173,12 +173,12 @@ def segment_scan_kernel(
                 tl.store(starts + row * E + oe[None, :], y, mask=inside & (oe < E))
             else:
                 tl.store(starts + row * DV + oe[None, :], y.to(starts.dtype.element_ty), mask=inside & in_kv)
-                part = parts + (row * D + oe[None, :] - DV) * 4
+                part = parts + row * (3 * D) + oe[None, :] - DV
                 for _ in tl.static_range(3):
                     high = operand(y, parts.dtype.element_ty, PRECISION)
                     tl.store(part, high, mask=inside & in_z)
                     y -= high.to(tl.float32)
-                    part += 1
+                    part += D
         if FADED:
             acc = tl.sum(tl.where((on == BN - 1)[:, None], x, 0.0), 0)
         else:
@@ -352,10 +352,10 @@ def stored_forward_kernel(
     # [BD, BV]
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(fq, s, PRECISION)
-    # [BD, 16], of which three have z: so narrow a product costs less than sums of fp32.
+    # [16, BD], of which three rows have z: so narrow a product costs less than sums of fp32.
     o3 = tl.arange(0, 16)
-    z = load_tile(parts + sh * (D * 4), od[:, None] * 4 + o3[None, :], od < D, o3 < 3, False)
-    total = tl.sum(product(fq, z, PRECISION), 1)
+    z = load_tile(parts + sh * (3 * D), o3[:, None] * D + od[None, :], o3 < 3, od < D, EXACT_D)
+    total = tl.sum(product(fq, tl.trans(z), PRECISION), 1)
     since = 0.0
     if FADED:
         left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
@@ -460,7 +460,8 @@ def summed(
         if stored:
             # Products take fp16 as tf32.
             dtype = torch.float32 if p.q.dtype == torch.float16 else p.q.dtype
-            states, parts = (torch.empty(*sizes, D, n, dtype=dtype, device=p.q.device) for n in (V, 4))
+            shapes = ((D, V), (3, D))
+            states, parts = (torch.empty(*sizes, *shape, dtype=dtype, device=p.q.device) for shape in shapes)
             starts = Starts(states, parts)
         else:
             starts = Starts(p.states(segments))

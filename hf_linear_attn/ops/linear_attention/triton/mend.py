@@ -107,7 +107,7 @@ def mend(
                     x = load_tile(s, od[:, None] * V + ov[None, :], od < D, ov < V, False)
                     acc = dot(fq, operand(x, fq.dtype, PRECISION), acc, PRECISION)
                     if STARTS == "stored":  # noqa: SIM108 - known when compiling
-                        y = whole_z(z, od, od < D)
+                        y = whole_z(z, od, od < D, D)
                     else:
                         y = tl.load(z + od, mask=od < D, other=0.0)
                     total += tl.sum(fq.to(tl.float32) * y[None, :], 1)
@@ -157,7 +157,7 @@ def mend_tile(
     c = start + i_t * BT
     at = i_s.to(tl.int64) * (H // G) + i_h // G
     mend(
-        given, starts + at * (D * V), parts + at * (D * 4),
+        given, starts + at * (D * V), parts + at * (3 * D),
         T, start, c, tl.minimum(c + BT, end), row, first, delay, eps, i_h, tl.arange(0, BV) + zero, H, G,
         of_q, of_k, of_v, of_o, m_b,
         D, V, BD, BT, MAP, SIGNED, "stored", MASKED, DELAYED, FADED, PRECISION, PIN,

@@ -104,10 +104,10 @@ def faded(x, left, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def whole_z(parts, od, inside):
+def whole_z(parts, od, inside, D: tl.constexpr):
     """Return in fp32 the sum of keys of which a scan wrote three parts."""
     o4 = tl.arange(0, 4)
-    return tl.sum(load_tile(parts, od[:, None] * 4 + o4[None, :], inside, o4 < 3, False).to(tl.float32), 1)
+    return tl.sum(load_tile(parts, o4[:, None] * D + od[None, :], o4 < 3, inside, False).to(tl.float32), 0)
 
 
 @triton.jit

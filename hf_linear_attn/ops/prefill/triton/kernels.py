@@ -98,12 +98,13 @@ def attend_far(
     acc = product(above, s, PRECISION)
     s = load_tile(state + M * V, om[:, None] * V + ov[None, :], om < M, ov < V, EXACT_V)
     acc = dot(below, s, acc, PRECISION)
-    # [BM, 16], of which three have z
+    # [16, BM], of which three rows have z
     o3 = tl.arange(0, 16)
-    z = load_tile(parts + sh * (2 * M * 4), om[:, None] * 4 + o3[None, :], om < M, o3 < 3, False)
-    mass = product(above, z, PRECISION)
-    z = load_tile(parts + sh * (2 * M * 4) + M * 4, om[:, None] * 4 + o3[None, :], om < M, o3 < 3, False)
-    total = tl.sum(dot(below, z, mass, PRECISION), 1)
+    parts += sh * (6 * M)
+    z = load_tile(parts, o3[:, None] * (2 * M) + om[None, :], o3 < 3, om < M, EXACT_M)
+    mass = product(above, tl.trans(z), PRECISION)
+    z = load_tile(parts + M, o3[:, None] * (2 * M) + om[None, :], o3 < 3, om < M, EXACT_M)
+    total = tl.sum(dot(below, tl.trans(z), mass, PRECISION), 1)
     for j in range(start, tl.minimum(c + ot.shape[0], end), on.shape[0]):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
         # [BN, BM] twice, and [BN, BV]
