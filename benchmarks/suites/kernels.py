@@ -3,12 +3,14 @@
     python benchmarks/run.py --suite kernels
 
 Correctness: fresh inputs against the float64 oracle, unwritten memory filled with NaN, and the same bits twice; a suite
-whose kernels are wrong times nothing. Time: medians of events over buffers that together exceed the cache; decode steps
-as replays of a graph. The floor is the bytes of q, k, v, o and their gradients, each moved once, over the bandwidth of
-a large copy on the same device. What distillation's recommended recipe runs besides, features and a window with sinks
-and a key of each query's own, is timed against the same in PyTorch. Peers that are installed take part:
-flash-linear-attention (`pip install flash-linear-attention`) and the kernels behind scaled_dot_product_attention. Every
-row is kept in the output as soon as it is measured, and the same command goes on from there.
+whose kernels are wrong times nothing. Time: medians of events over buffers that together exceed the cache, of replays
+of a graph, which the host does not hold up; the backward is what forward and backward take beyond the forward. As a
+program calls it, launch by launch, is timed besides. The floor is the bytes of q, k, v, o and their gradients, each
+moved once, over the bandwidth of a large copy on the same device. What distillation's recommended recipe runs besides,
+features and a window with sinks and a key of each query's own, is timed against the same in PyTorch. Peers that are
+installed take part: flash-linear-attention (`pip install flash-linear-attention`) and the kernels behind
+scaled_dot_product_attention. Every row is kept in the output as soon as it is measured, and the same command goes on
+from there.
 """
 
 import argparse
@@ -161,19 +163,22 @@ def copy_bandwidth() -> float:
 
 
 def passes(function: Function, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
-    """Return the two passes to time; the backward alone, by a graph that is kept."""
+    """Return what to time: the forward, forward and backward, and the backward alone, by a graph that is kept."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     o = function(*leaves)
     do = torch.randn_like(o)
 
-    def gradients() -> None:
+    def backward() -> None:
         torch.autograd.grad(o, leaves, do, retain_graph=True, allow_unused=True)
 
     def forward() -> None:
         with torch.no_grad():
             function(*inputs)
 
-    return {"forward": forward, "backward": gradients}
+    def both() -> None:
+        torch.autograd.grad(function(*leaves), leaves, do, allow_unused=True)
+
+    return {"forward": forward, "backward": backward, "both": both}
 
 
 def recipe(shape: Shape, tokens: int, part: str) -> tuple[dict[str, Function], dict[str, int]]:
@@ -220,9 +225,14 @@ def time_shape(
         try:
             calls = [passes(function, shape.draw(tokens)) for _ in range(sets)]
             timed: dict[str, Any] = {}
+            for which in floor:
+                timed[f"{which}_called"] = times([call[which] for call in calls], repeats)["median_ms"]
+            found = {which: times([captured(c[which]) for c in calls], repeats) for which in ("forward", "both")}
+            timed["forward"] = found["forward"]["median_ms"]
+            timed["backward"] = found["both"]["median_ms"] - timed["forward"]
             for which, size in floor.items():
-                found = times([call[which] for call in calls], repeats)
-                timed[which], timed[f"{which}_iqr"] = found["median_ms"], found["iqr_ms"]
+                of = "forward" if which == "forward" else "both"
+                timed[f"{which}_iqr"] = [x - (of == "both") * timed["forward"] for x in found[of]["iqr_ms"]]
                 timed[f"{which}_share_of_floor"] = size / bandwidth * 1e3 / timed[which]
             del calls
             inputs = [x.requires_grad_() for x in shape.draw(tokens)]
@@ -300,6 +310,7 @@ def tables(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
                 cell[f"{which}, ms"] = mine[which]
                 cell[f"{which} quartiles"] = _quartiles(mine[f"{which}_iqr"])
                 cell[f"{which} share of floor"] = mine[f"{which}_share_of_floor"]
+                cell[f"{which} as called, ms"] = mine[f"{which}_called"]
                 for name in names[1:]:
                     cell[f"{name} / ours, {which}"] = row[name][which] / mine[which] if name in row else None
             cells.append(cell | {"saved, MiB": mine["saved_mib"], "peak, MiB": mine["peak_mib"]})
@@ -314,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("docs/results/kernels.json"), help="result (%(default)s)")
     parser.add_argument("--repeats", type=int, default=30, help="timings of which the median counts (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (%(default)s)")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="longest sequence (%(default)s)")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -330,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     named, bandwidth = peers(), result["copy_bytes_per_second"]
     known = {(shape_of(row), row["tokens"]) for row in result["rows"]}
     for shape in SHAPES:
-        for tokens in (n for n in LENGTHS if n * shape.B <= arguments.longest):
+        for tokens in (n for n in arguments.lengths if n * shape.B <= arguments.longest):
             if (shape, tokens) in known:
                 continue
             u, u_kv = shape.bytes(tokens)
@@ -346,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = {(row["part"], shape_of(row), row["tokens"]) for row in result["recipe"]}
     for key in itertools.product((ATTENTION, FEATURES), (SHAPES[0], SHAPES[2]), RECIPE_LENGTHS):
         part, shape, tokens = key
-        if key in known or tokens * shape.B > arguments.longest:
+        if key in known or tokens not in arguments.lengths or tokens * shape.B > arguments.longest:
             continue
         row = time_shape(shape, tokens, *recipe(shape, tokens, part), bandwidth, arguments.repeats)
         print(f"{part}, {shape} {tokens}: {row.get(OURS)}", flush=True)

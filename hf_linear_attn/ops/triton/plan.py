@@ -115,6 +115,17 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def padded_for(target: Target, dtype: torch.dtype, dim: int) -> int:
+    """Return the size of the tile that holds ``dim`` whole in products of linear attention.
+
+    Warp groups multiply bf16 on sm_90. Of operands that are narrower than 64 columns, whose rows are laid out in
+    another way, ptxas 12.8 (Triton 3.6 and 3.7) computes wrong addresses: on an H100 results were wrong, or a launch
+    read where it may not.
+    """
+    whole = padded(dim)
+    return max(64, whole) if target.arch == "sm_90" and dtype == torch.bfloat16 else whole
+
+
 def bucket(dim: int) -> int:
     """Return the head size under which tiles for ``dim`` are filed: 64, 128 or 256."""
     return max(64, padded(dim))
@@ -150,7 +161,7 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         keys = ((target.arch, kind, f"faded_{role}", bucket(D), bucket(V), 0), *keys)
     found = next(table[key] for key in keys if key in table)
     if role in TILED:
-        return found._replace(width=min(found.width, padded(V if TILED[role] == "V" else D)))
+        return found._replace(width=min(found.width, padded_for(target, dtype, V if TILED[role] == "V" else D)))
     return found
 
 
@@ -319,6 +330,10 @@ class Problem(NamedTuple):
         """Return the tile with which a kernel is launched."""
         sizes = self.k.shape[3], self.v.shape[3], self.group
         return tile(self.target, self.q.dtype, role, *sizes, faded=self.log_decay is not None)
+
+    def padded(self, dim: int) -> int:
+        """Return the size of the tile that holds ``dim`` whole."""
+        return padded_for(self.target, self.q.dtype, dim)
 
     def has(self, role: str) -> bool:
         """Tell whether the table has a tile for a kernel that not every size has."""

@@ -684,7 +684,7 @@ def reverse_state_launch(
         **strides("q", q),
         **strides("o", o),
         **strides("do", do),
-        **{"BD": chosen.width, "BV": padded(p.v.shape[3]), "BT": chosen.tokens},
+        **{"BD": chosen.width, "BV": p.padded(p.v.shape[3]), "BT": chosen.tokens},
         **p.sizes(),
         **walk(segments),
         **fades.arguments(),
@@ -803,7 +803,7 @@ def dq_launch(
     segments = p.segments(T, cut.length)
     arguments = {
         **shared,
-        **{"v": v, "delta": errors[2], "dq": out.dq, "H": H, "G": p.group, "BV": padded(V)},
+        **{"v": v, "delta": errors[2], "dq": out.dq, "H": H, "G": p.group, "BV": p.padded(V)},
         "asked": asked,
         **strides("v", v),
         **strides("dq", out.dq),
@@ -813,7 +813,7 @@ def dq_launch(
     if cut.stored:
         chosen = p.tile("stored_dq")
         arguments |= {"starts": starts.states, "parts": starts.parts}
-        arguments |= {"BD": padded(D), "BT": chosen.tokens, "BN": chosen.width}
+        arguments |= {"BD": p.padded(D), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * H
         return Launch("stored_dq", stored_dq_kernel, programs, arguments, chosen, reads, (out.dq,))
     chosen = p.tile("dq")
@@ -852,7 +852,7 @@ def stored_key_launches(
             **strides("v", v),
             **strides("dk", out.dk if of_k else k),
             **strides("dv", out.dv if of_v else v),
-            **{"BD": padded(k.shape[3]), "BV": padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width},
+            **{"BD": p.padded(k.shape[3]), "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width},
             **{"OF_K": of_k, "OF_V": of_v},
         }
         programs = shared["table"].shape[0] if p.cu_seqlens is not None else p.rows * shared["NSEG"]
@@ -887,7 +887,7 @@ def key_launches(
             "drawn": drawn,
             **strides("v", v),
             **strides("dk", out.dk),
-            **{"BD": chosen.width, "BV": padded(V), "BT": chosen.tokens, "FINAL": final},
+            **{"BD": chosen.width, "BV": p.padded(V), "BT": chosen.tokens, "FINAL": final},
         }
         reads: tuple[Tensor, ...] = (k, v, q, *errors) if p.causal else (k, v)
         programs = segments.count * k.shape[1] * -(-D // chosen.width)
@@ -898,7 +898,7 @@ def key_launches(
             **shared,
             "dv": out.dv,
             **strides("dv", out.dv),
-            **{"BD": padded(D), "BV": chosen.width, "BT": chosen.tokens},
+            **{"BD": p.padded(D), "BV": chosen.width, "BT": chosen.tokens},
         }
         reads = (k, q, *errors[:2]) if p.causal else (k,)
         programs = segments.count * k.shape[1] * -(-V // chosen.width)

@@ -483,7 +483,7 @@ def summed(
 def state_launch(p: Problem, segments: Segments, fades: Fades = NOTHING) -> Launch:
     """Plan the sums over each segment's keys."""
     k, v, chosen = p.k, p.v, p.tile("state")
-    wide = min(chosen.width, padded(v.shape[3]))
+    wide = min(chosen.width, p.padded(v.shape[3]))
     arguments = {
         **{"k": k, "v": v, "states": p.states(segments), "T": k.shape[2], "HKV": k.shape[1]},
         **strides("k", k),
@@ -537,13 +537,13 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         **p.keys(),
         **walk(segments),
         **fades.arguments(),
-        **{"BD": padded(k.shape[3]), "SIGNED": not elementwise_map(p.phi).non_negative},
+        **{"BD": p.padded(k.shape[3]), "SIGNED": not elementwise_map(p.phi).non_negative},
     }
     reads = (q, k, v) if p.causal else (q,)
     if cut.stored:
         chosen = p.tile("stored_forward")
         arguments |= {"sums": sums.arguments["states"], "starts": starts.states, "parts": starts.parts}
-        arguments |= {"BV": padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
+        arguments |= {"BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
         last = Launch("stored_forward", stored_forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
         return out, [*launches, last]

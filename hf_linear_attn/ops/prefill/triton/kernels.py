@@ -294,7 +294,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **strides("o", out.o),
         **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
         **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power is None or len(p.power) == 1 else 1},
-        **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": padded(V)},
+        **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": linear.padded(V)},
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
         **{"MAP": p.name, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
