@@ -112,6 +112,14 @@ def _is_part(before: Any, part: Any) -> bool:
     return not isinstance(part, Tensor) and bool(before == part)
 
 
+def _staying(x: Tensor) -> Tensor:
+    """Tell compilers that a tensor stays where it is: a step that changes others in place is not captured."""
+    # Not while a graph is traced, where it cannot be told.
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(x)
+    return x
+
+
 class State:
     """The state of one layer for a batch of texts, from the first token on.
 
@@ -129,7 +137,7 @@ class State:
 
     def __init__(self, *, static: bool = False) -> None:
         self.static = static
-        self.length: int | Tensor = torch.tensor(0) if static else 0
+        self.length: int | Tensor = _staying(torch.tensor(0)) if static else 0
         self.tensors: dict[str, Tensor] = {}
         self.slots: Mapping[str, Slot] = {}
         self.first_read = self.padded = False
@@ -140,6 +148,8 @@ class State:
         if not self.tensors:
             self.slots = slots
             self.tensors = {name: slot.zeros(batch, like) for name, slot in slots.items()}
+            if self.static:
+                self.tensors = {name: _staying(x) for name, x in self.tensors.items()}
 
     def read(self) -> dict[str, Tensor]:
         """Return the tensors, of several copies one."""
@@ -159,7 +169,7 @@ class State:
         """Count ``tokens`` more tokens."""
         if isinstance(self.length, Tensor):
             if self.length.device != device:
-                self.length = self.length.to(device)
+                self.length = _staying(self.length.to(device))
             self.length.add_(tokens)
         else:
             self.length += tokens

@@ -163,11 +163,15 @@ def errors(
 
 
 def check(case: Case, backend: str, tolerance: float) -> None:
-    """Compare a backend with the oracle: by norm within ``tolerance``, and no row off by ten times that."""
+    """Compare a backend with the oracle: by norm within ``tolerance``, and no row off by ten times that.
+
+    A GPU gets sequences ten times as long, of whose rows the worst is worse.
+    """
+    most = (10 if DEVICE.type == "cpu" else 15) * tolerance
     x = case.inputs()
     exact = run(case, "reference", x)
     worst = errors(run(case, backend, x), exact, scales(case, x, exact))
-    bad = {name: e for name, e in worst.items() if not (e[0] <= tolerance and e[1] <= 10 * tolerance)}
+    bad = {name: e for name, e in worst.items() if not (e[0] <= tolerance and e[1] <= most)}
     assert not bad, f"{case}: {bad}"
 
 

@@ -3,7 +3,9 @@ import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.ops.step import copies as step_copies
 from hf_linear_attn.ops.step import decode_state, decode_step_
+from hf_linear_attn.ops.triton.plan import Target
 from tests.ops.oracle import DEVICE
 
 BACKENDS = ("torch", "triton")
@@ -156,3 +158,13 @@ def test_a_pool_that_does_not_fit_is_refused(rows: torch.Tensor, copies: tuple[i
     with pytest.raises(ArgumentError) as error:
         decode_step_(q, k, v, state, rows=rows, backend="torch")
     assert word in str(error.value)
+
+
+def test_a_traced_step_does_not_look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is a file, at which a graph would break, in every layer."""
+    monkeypatch.setattr(step_copies, "target_of", lambda device: Target("sm_90", 132))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + (step_copies.copies_of(torch.device("cuda", 0), "decode", 64, 64) or 0)
+
+    assert int(torch.compile(step, backend="eager", fullgraph=True)(torch.zeros((), dtype=torch.int64))) == 2

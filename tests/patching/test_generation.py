@@ -104,6 +104,10 @@ def test_a_static_state_stays_at_its_address(subject):
     ids = subject.tokens(6)
     subject.logits(ids, past_key_values=cache)
     before = [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
+    # Else a compiled step that writes to them is not captured as a graph: Transformers marks its own alike.
+    for layer in layers_of(cache):
+        for x in (*layer.tensors.values(), layer.state.length):
+            assert hasattr(x, "_dynamo_static_input_type")
     last = subject.logits(ids[:, :1], past_key_values=cache)
     assert before == [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
     close(last, subject.logits(torch.cat([ids, ids[:, :1]], 1), use_cache=False)[:, -1:], "the last of 7 tokens")

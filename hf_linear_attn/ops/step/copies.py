@@ -8,6 +8,8 @@ from hf_linear_attn.ops.dispatch import LARGEST_HEAD
 from hf_linear_attn.ops.triton.plan import target_of, tile
 
 
+# Whatever torch.compile traces, it need not look for tiles.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def copies_of(device: torch.device, role: Literal["decode", "hybrid"], feature_dim: int, value_dim: int) -> int | None:
     """Return how many programs share a head in a step; each keeps its own copy of the sums that all of them need.
 

@@ -161,7 +161,10 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
         keys = ((target.arch, kind, f"faded_{role}", bucket(D), bucket(V), 0), *keys)
     found = next(table[key] for key in keys if key in table)
     if role in TILED:
-        return found._replace(width=min(found.width, padded_for(target, dtype, V if TILED[role] == "V" else D)))
+        shared = V if TILED[role] == "V" else D
+        # A step multiplies nothing by warp groups, and its state is cut alike whatever the dtype.
+        whole = padded(shared) if role in ("decode", "hybrid") else padded_for(target, dtype, shared)
+        return found._replace(width=min(found.width, whole))
     return found
 
 
