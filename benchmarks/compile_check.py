@@ -10,8 +10,10 @@ fade.
 
 A kernel fails if it uses more stack or shared memory than its budget, more than its processor has, over 5 % more
 instructions in its main loop, or not the matrix instructions that its processor is bought for: on sm_90 those of warp
-groups, on sm_100 those of the fifth generation. With another Triton than the budget's, and for sizes that the budget
-does not list, only limits are held: shared memory, matrix instructions, and a stack of less than a kilobyte.
+groups, on sm_100 those of the fifth generation. On sm_90 it fails, too, where its machine code reads uniform registers
+that nothing wrote or stores a transposed product, as known releases make wrong code. With another Triton than the
+budget's, and for sizes that the budget does not list, only limits are held: shared memory, matrix instructions, wrong
+code, and a stack of less than a kilobyte.
 
 ``issue`` is clocks for issue alone per token and query head: instructions times warps over the four schedulers, loops
 as often as they run. Of the window's kernels it is per tile of keys. ``resident`` is how many programs a processor
@@ -42,6 +44,7 @@ from harness import replace_text
 from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, prefill_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from uniform import unwritten
 
 from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
 from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
@@ -148,6 +151,7 @@ class Result:
     issue: float
     resident: int = 1
     transposed: bool = False
+    unwritten: int = 0
 
     @property
     def key(self) -> str:
@@ -452,10 +456,11 @@ def _nvidia(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
             for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c", "-gi"]))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    bad = len(unwritten(code)) if "HGMMA" in matrix else 0
     code = _usual(code, r"//## File", r"/mend\.py")
     listing = _listing(code, r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)", r"/\*[0-9a-f]{4,5}\*/\s+\S")
     spilled = len(re.findall(r"\bSTL", code))
-    used = {"registers": int(found[1]), "stack": int(found[2]), "spilled": spilled}
+    used = {"registers": int(found[1]), "stack": int(found[2]), "spilled": spilled, "unwritten": bad}
     return used | _figures(listing, matrix, r"\b(STL|LDL)"), listing
 
 
@@ -524,6 +529,8 @@ def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bo
         found.append(f"none of {arch}'s matrix instructions")
     if result.transposed:
         found.append("a transposed product in shared memory, which Triton before 3.7.1 stores wrongly")
+    if result.unwritten:
+        found.append(f"{result.unwritten} instructions read uniform registers that nothing wrote, as of ptxas 12.8")
     if result.stack >= STACK_LIMIT:
         found.append(f"stack {result.stack}, and none may have {STACK_LIMIT}")
     if limits_only:

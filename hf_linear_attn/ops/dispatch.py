@@ -52,9 +52,9 @@ FAULTS = (
         "races in loops that carry a sum through matrix products (triton-lang/triton issues 9871 and 10590)",
     ),
     # Which ptxas a release calls for sm_90: 12.8.93 in 3.6 and 3.7, 12.9.86 in 3.8, 13.4.59 in 3.9. Before CUDA 13.3 it
-    # may reuse the registers of an operand that a warp-group product has yet to read. Another known fault of Hopper,
-    # transposed results of such products stored wrongly before 3.7.1, concerns an operand that no kernel here has:
-    # benchmarks/compile_check.py looks for it.
+    # may reuse the registers of an operand that a warp-group product has yet to read. Two more faults of Hopper concern
+    # operands that no kernel here has, and benchmarks/compile_check.py looks for them: ptxas 12.8 takes addresses of
+    # narrow ones from registers that nothing wrote, and Triton before 3.7.1 stores transposed results wrongly.
     Fault(
         (9,),
         (3, 9),

@@ -315,11 +315,12 @@ def test_compile_check_complains(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loop": 1261}, "loop 1261 instructions, budget 1200 + 5 %"),
         ({"matrix": 0}, "none of sm_90's matrix instructions"),
         ({"transposed": True}, "a transposed product in shared memory, which Triton before 3.7.1 stores wrongly"),
+        ({"unwritten": 2}, "2 instructions read uniform registers that nothing wrote, as of ptxas 12.8"),
     ):
         assert check.complaints(replace(good, **change), budget) == [complaint]
         # Of another Triton, only what its processor has counts.
         limits = check.complaints(replace(good, **change), budget, limits_only=True)
-        assert limits == ([complaint] if "matrix" in change or "transposed" in change else [])
+        assert limits == ([complaint] if {"matrix", "transposed", "unwritten"} & set(change) else [])
     assert check.complaints(replace(good, loop=1260), budget) == []
     assert check.complaints(good, None) == ["no budget (run with --update)"]
     too_large = replace(good, shared=300 << 10, stack=8192)
@@ -401,6 +402,35 @@ def test_a_transposed_product_in_shared_memory_is_noticed(monkeypatch: pytest.Mo
     assert check.stores_transposed(layouts + product + stored.format("#linear"))
     assert not check.stores_transposed(layouts + product + stored.format("#mma"))
     assert not check.stores_transposed(layouts + stored.format("#linear"))
+
+
+def test_uniform_registers_that_nothing_wrote_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    unwritten = load("uniform").unwritten
+    # What ptxas 12.8 made of a state's normaliser in 16 columns: the second step's address comes from UR5, not UR8.
+    lines = [
+        "S2UR UR6, SR_CgaCtaId",
+        "UIMAD.WIDE.U32 UR20, UR6, 0x3e0f83e1, URZ",
+        "USGXT.U32 UR8, UR6, 0xe",
+        "UMOV UR10, UR8",
+        "UMOV UR11, 0xc0000010",
+        "HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR8].tnspB, RZ, !UPT",
+        "UIADD3 UR4, UP0, {}, 0x20, URZ",
+        "UMOV UR7, URZ",
+        "UIADD3.X UR5, UR7, -0x3ffffff0, URZ, UP0, !UPT",
+        "UMOV UR10, UR4",
+        "@P0 UMOV UR11, UR5",
+        "UIADD3.64 UR22, UR10, 0x20, URZ",
+        "HGMMA.64x16x16.F32.BF16 R24, R36, gdesc[UR8].tnspB, R24, gsb0",
+        "@P1 LDG.E.64 R14, desc[UR20][R22.64+0x10]",
+    ]
+    code = "\n".join(f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines))
+    assert unwritten(code.format("UR5")) == ["UIADD3 UR4, UP0, UR5, 0x20, URZ"]
+    assert unwritten(code.format("UR8")) == []
+    # Where both operands are in shared memory, all four registers count; of a pair, both.
+    both = code.format("UR8").replace("R24, R36, gdesc", "R24, gdesc")
+    assert unwritten(both) == ["HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8].tnspB, R24, gsb0"]
+    assert len(unwritten(code.format("UR8").replace("UR10, 0x20, URZ", "UR8, 0x20, URZ"))) == 1
 
 
 def test_budget_covers_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
