@@ -76,7 +76,7 @@ kernels-check-oldest: $(INSTALLED)
 	$(RUN) -m pip install --quiet --no-deps --target build/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	PYTHONPATH=build/triton-$(OLDEST_TRITON) $(RUN) benchmarks/compile_check.py --jobs 2
 
-# Every configuration that Transformers registers: half an hour on two cores; writes docs/results/architectures.md.
+# Every configuration that Transformers registers: some minutes on two cores; writes docs/results/architectures.md.
 # With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.
 sweep: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep $(SWEEP)

@@ -501,8 +501,8 @@ def configs(*, full: bool) -> list[Config]:
         Config("sm_90", "bf16", 160, 80, 4, "recipe"),
         Config("sm_90", "fp32", 64, 64, 1),
         *(Config(arch, "bf16", 256, 128, 4, "faded-recipe") for arch in PROCESSORS),
-        *(Config(arch, "bf16", 128, 64, 4, "faded-recipe") for arch in PROCESSORS if arch != "gfx942"),
-        *(Config(arch, "bf16", 128, 128, 1, "faded-elu") for arch in ("sm_80", "sm_86", "sm_90")),
+        *(Config(arch, "bf16", 128, 64, 4, "faded-recipe") for arch in PROCESSORS),
+        *(Config(arch, "bf16", 128, 128, 1, "faded-elu") for arch in PROCESSORS),
         *(Config(arch, "bf16", 64, 64, 1, "faded-elu") for arch in ("sm_80", "sm_90")),
     ]
 
