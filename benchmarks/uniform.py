@@ -26,6 +26,10 @@ def unwritten(code: str) -> list[str]:
         pairs = ".64" in operation and target is not None
         reads = [number for operand in operands[bool(target) :] for number in _read(operand, operands, pairs=pairs)]
         if not written.issuperset(reads):
+            if target and operation == "UMOV":
+                # A copy of what is not there yet, as before a loop's first turn, does no harm until it is used.
+                written.discard(int(target[1]))
+                continue
             found.append(f"{operation} {', '.join(operands)}")
         if target:
             # A wide product is a pair of two single factors.

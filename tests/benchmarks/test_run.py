@@ -410,6 +410,7 @@ def test_uniform_registers_that_nothing_wrote_are_noticed(monkeypatch: pytest.Mo
     # What ptxas 12.8 made of a state's normaliser in 16 columns: the second step's address comes from UR5, not UR8.
     lines = [
         "S2UR UR6, SR_CgaCtaId",
+        "UMOV UR30, UR31",
         "UIMAD.WIDE.U32 UR20, UR6, 0x3e0f83e1, URZ",
         "USGXT.U32 UR8, UR6, 0xe",
         "UMOV UR10, UR8",
@@ -431,6 +432,8 @@ def test_uniform_registers_that_nothing_wrote_are_noticed(monkeypatch: pytest.Mo
     both = code.format("UR8").replace("R24, R36, gdesc", "R24, gdesc")
     assert unwritten(both) == ["HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8].tnspB, R24, gsb0"]
     assert len(unwritten(code.format("UR8").replace("UR10, 0x20, URZ", "UR8, 0x20, URZ"))) == 1
+    # A copy of what is not there yet does no harm until it is used.
+    assert unwritten(code.format("UR30")) == ["UIADD3 UR4, UP0, UR30, 0x20, URZ"]
 
 
 def test_budget_covers_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,10 @@ def faded(x, left, PRECISION: tl.constexpr):
 @triton.jit
 def whole_z(parts, od, inside, D: tl.constexpr):
     """Return in fp32 the sum of keys of which a scan wrote three parts."""
-    o4 = tl.arange(0, 4)
-    return tl.sum(load_tile(parts, o4[:, None] * D + od[None, :], o4 < 3, inside, False).to(tl.float32), 0)
+    z = tl.zeros(od.shape, tl.float32)
+    for i in tl.static_range(3):
+        z += tl.load(parts + i * D + od, mask=inside, other=0.0).to(tl.float32)
+    return z
 
 
 @triton.jit
