@@ -49,6 +49,7 @@ from uniform import unwritten
 from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
 from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
+from hf_linear_attn.ops.dispatch import FAULTS, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
@@ -507,6 +508,14 @@ def configs(*, full: bool) -> list[Config]:
     ]
 
 
+def is_refused(arch: str) -> bool:
+    """Tell whether the kernels refuse this Triton on an architecture, so that what it makes there does not matter."""
+    major = int(arch[3:-1]) if arch.startswith("sm_") else 0
+    return any(
+        fault.refused and major in fault.majors and numbers(triton.__version__) < fault.fixed for fault in FAULTS
+    )
+
+
 def compile_config(config: Config) -> list[Result]:
     """Compile all kernels of one size."""
     return [measure(config, launch) for launch in launches(config)]
@@ -562,6 +571,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     arguments = parser.parse_args()
     chosen = [config for config in configs(full=arguments.full) if arguments.only in str(config)]
+    for arch in dict.fromkeys(config.arch for config in chosen if is_refused(config.arch)):
+        print(f"{arch} is left out: the kernels refuse Triton {triton.__version__} there")
+        chosen = [config for config in chosen if config.arch != arch]
     known = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"kernels": {}}
     if arguments.update:
         # What is not compiled any more needs no budget.

@@ -143,7 +143,7 @@ def device_fault(device: torch.device) -> Fault | None:
     """Return what is documented to be wrong with this Triton's code for a device, or None."""
     if device.type != "cuda" or torch.version.hip:
         return None
-    major, release = torch.cuda.get_device_capability(device)[0], _numbers(version("triton"))
+    major, release = torch.cuda.get_device_capability(device)[0], numbers(version("triton"))
     # A ptxas of the user's own takes the place of Triton's.
     faults = (fault for fault in FAULTS if fault.refused or not os.environ.get("TRITON_PTXAS_PATH"))
     return next((fault for fault in faults if major in fault.majors and release < fault.fixed), None)
@@ -162,12 +162,12 @@ def _version_obstacle() -> str | None:
         found = version("triton")
     except PackageNotFoundError:
         return "Triton is not installed (pip install 'triton>=3.6')"
-    if _numbers(found) < OLDEST_TRITON:
+    if numbers(found) < OLDEST_TRITON:
         return f"Triton {found} is older than 3.6, the first version that the kernels are built for"
     return None
 
 
-def _numbers(release: str) -> tuple[int, ...]:
+def numbers(release: str) -> tuple[int, ...]:
     """Return the numbers of a version, without what a build or a pre-release adds to them."""
     found = re.match(r"\d+(\.\d+)*", release)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
