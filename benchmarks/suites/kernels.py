@@ -173,7 +173,7 @@ def passes(function: Function, inputs: list[Tensor]) -> dict[str, Callable[[], o
     """Return what to time: the forward, the backward alone, by a graph that is kept, and both."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     o = function(*leaves)
-    do = torch.ones_like(o)
+    do = torch.empty_like(o).normal_(generator=_drawing())
 
     def forward() -> None:
         with torch.no_grad():
