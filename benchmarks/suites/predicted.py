@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Its counts of instructions are within a factor of 1.7 of those of compiled kernels on sm_90 "
         "(`tests/ops/test_model.py`); for the other processors they are scaled by one number each, and on sm_86, sm_89 "
         "and gfx942 no walk reads stored states yet. What it leaves out: waits within a program that no other program "
-        "fills, and clocks that sink under load. Compare ratios rather than times: [on an H100](gpu.md) further tokens of "
-        "128 dimensions took four times as long as here.\n",
+        "fills, and clocks that sink under load. Compare ratios rather than times: [on an H100](gpu.md) further tokens "
+        "of 128 dimensions took four times as long as here.\n",
         markdown(rows),
     ]
     write(arguments.output, {"provenance": facts, "rows": rows}, "\n".join(parts))
