@@ -286,7 +286,7 @@ UNCOUNTED = (
 """Kernels whose clocks are few."""
 
 MULTIPLIES = re.compile(
-    r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse)"
+    r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse|mend)"
 )
 """Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
 

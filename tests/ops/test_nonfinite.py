@@ -92,7 +92,7 @@ SHOWN = {
     (sums, "torch"): (WITHIN, WITHIN),
     # What nobody looks at: docs/kernels.md says how far it reaches.
     **{(linear, "traced"): (AFTER, CHUNK), (decay, "traced"): (AFTER, CHUNK), (delta, "traced"): (CHUNK, CHUNK)},
-    **{(linear, "triton"): (AFTER, AFTER), (decay, "triton"): (AFTER, AFTER), (delta, "triton"): (CHUNK, CHUNK)},
+    **{(operation, "triton"): (AFTER, AFTER) for operation in (linear, decay, delta)},
     (near, "triton"): (WITHIN, WITHIN),
 }  # fmt: skip
 # On a GPU PyTorch's forms do not look, since they would have to wait for it.

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.delta_rule.triton.forward import sequence_bounds, walk_launches
+from hf_linear_attn.ops.delta_rule.triton.forward import walk_launches
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import (
     decay_between,
@@ -32,6 +32,7 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     length_scale,
     load_decay,
     of_units,
+    sequence_bounds,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, padded, strides

@@ -7,6 +7,7 @@ With b a chunk's running sums of log decays, E = exp(b), G_ij = exp(b_i - b_j), 
     R  = U - W S                                                   delta_walk, a program per head and tile of values
     S' = exp(b_C) S + K^T (r beta exp(b_C - b) R)
     O  = (E Q S + tril(Q K^T * G) (r beta R)) / |q|                delta_read, a program per chunk, head, tile of values
+    O, where a broken key is in rows before it                     delta_mend, a program per head and tile of values
 
 R is what the values add to what stands at their keys; beta R is written. Lengths are factors on rows of fp32, so that
 what products take are the keys as they are. Tiles: K ``[BT, BK]``, V ``[BT, BV]``, S ``[BD, BV]`` with F whole.
@@ -20,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.delta_rule.triton.mend import mend_kernel
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import (
     decay_between,
     faded,
     length_scale,
     load_decay,
+    sequence_bounds,
     unit_inverse,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
@@ -241,26 +244,6 @@ def walk_kernel(
     tl.store(kv + (n * HKV + h) * (F * V) + o_state, s, mask=in_state)
 
 
-@triton.jit
-def sequence_bounds(cu, bounds, n, T, NSEG, BOUNDS: tl.constexpr, VARLEN: tl.constexpr):
-    """Return the row of sequence n, its first token and its end, its first chunk and the one after its last."""
-    if VARLEN:
-        row = tl.zeros([], tl.int64)
-        first = tl.load(cu + n)
-        end = tl.load(cu + n + 1)
-    else:
-        row = n
-        first = tl.zeros([], tl.int64)
-        end = first + T
-    if BOUNDS:
-        i_0 = tl.load(bounds + n)
-        i_1 = tl.load(bounds + n + 1)
-    else:
-        i_0 = n * NSEG
-        i_1 = i_0 + NSEG
-    return row, first, end, i_0, i_1
-
-
 @triton.jit(do_not_specialize=["T", "NSEG", "delay", "m_b"])
 def read_kernel(
     q, k, beta, mask, u, b, r, states, o, table,
@@ -396,13 +379,22 @@ def forward_launches(p: DeltaProblem) -> tuple[Forward, list[Launch]]:
     """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     chunks, out = p.chunks(), allocate_forward(p)
     found, launches = walk_launches(p, chunks, out.kv)
+    q, k, v, g, F, V, HKV = p.q, p.k, p.v, p.log_decay, p.k.shape[3], p.v.shape[3], p.k.shape[1]
+    # Without a decay no kernel reads it.
+    gate = p.beta if g is None else g
     arguments = {
         **p.shared(chunks),
-        **{"q": p.q, "u": found.u, "b": found.b, "r": found.r, "states": found.states, "o": out.o},
-        **strides("q", p.q),
+        **{"q": q, "v": v, "g": gate, "u": found.u, "b": found.b, "r": found.r, "states": found.states},
+        **{"kv": out.kv, "o": out.o},
+        **strides("q", q),
+        **strides("v", v),
+        **strides("g", gate),
         **strides("o", out.o),
-        **{"G": p.q.shape[1] // p.k.shape[1], "BK": min(64, padded(p.k.shape[3]))},
+        **{"G": q.shape[1] // HKV, "BK": min(64, padded(F)), "BD": padded(F)},
     }
-    programs = chunks.count * p.q.shape[1] * -(-p.v.shape[3] // p.tile("delta_read").width)
-    reads = (p.q, p.k, found.u, found.states)
-    return out, [*launches, p.launch("delta_read", read_kernel, programs, arguments, reads, (out.o,))]
+    programs = chunks.count * q.shape[1] * -(-V // p.tile("delta_read").width)
+    read = p.launch("delta_read", read_kernel, programs, arguments, (q, k, found.u, found.states), (out.o,))
+    # What it does where all is finite: a look at the final state.
+    programs = p.rows * HKV * -(-V // p.tile("delta_mend").width)
+    mend = p.launch("delta_mend", mend_kernel, programs, arguments, (out.kv,), ())
+    return out, [*launches, read, mend]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.triton.plan import Launch, Segments, Target, Tile, bucket, cut, padded, precision, strides
 
-WALKS = ("delta_walk", "delta_back")
+WALKS = ("delta_walk", "delta_back", "delta_mend")
 """Kernels that carry a state, of which a program holds a tile ``[F, BV]`` in registers."""
 
 OF_KEYS = ("delta_dq", "delta_dk")

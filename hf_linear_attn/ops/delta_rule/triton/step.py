@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
-from hf_linear_attn.ops.delta_rule.triton.steps import length_scale
+from hf_linear_attn.ops.delta_rule.triton.steps import overwrite, read
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, padded, strides, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay
@@ -49,20 +49,16 @@ def step_kernel(
             counts = tl.load(mask + i_b * m_b + t) != 0
             # Of all: 0 times a NaN is one.
             x, y, weight = tl.where(counts, x, 0.0), tl.where(counts, y, 0.0), tl.where(counts, weight, 0.0)
-        x *= length_scale(tl.sum(x * x, 0), NORM)
         if GATED:
             decay = log2_decay(tl.load(g + i_b * g_b + h * g_h + t * g_t))
             if MASKED:
                 decay = tl.where(counts, decay, 0.0)
             s *= tl.exp2(decay)
-        y = weight * (y - tl.sum(x[:, None] * s, 0))
-        s += x[:, None] * y[None, :]
+        s, _ = overwrite(s, x, y, weight, NORM)
         for i in range(G):
             i_h = h * G + i
-            x = tl.load(q + i_b * q_b + i_h * q_h + t * q_t + od, mask=od < F, other=0.0).to(tl.float32)
-            x *= length_scale(tl.sum(x * x, 0), NORM)
-            read = tl.sum(x[:, None] * s, 0).to(o.dtype.element_ty)
-            tl.store(o + i_b * o_b + i_h * o_h + t * o_t + ov, read, mask=ov < V)
+            seen = read(s, q + i_b * q_b + i_h * q_h + t * q_t, od, F, NORM).to(o.dtype.element_ty)
+            tl.store(o + i_b * o_b + i_h * o_h + t * o_t + ov, seen, mask=ov < V)
     tl.store(state, s, mask=in_state)
 
 

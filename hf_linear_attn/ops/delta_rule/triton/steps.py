@@ -95,3 +95,39 @@ def of_units(x, y, NORM: tl.constexpr):
         return x - y * tl.sum(x * y, 1)[:, None]
     else:
         return x
+
+
+@triton.jit
+def sequence_bounds(cu, bounds, n, T, NSEG, BOUNDS: tl.constexpr, VARLEN: tl.constexpr):
+    """Return the row of sequence n, its first token and its end, its first chunk and the one after its last."""
+    if VARLEN:
+        row = tl.zeros([], tl.int64)
+        first = tl.load(cu + n)
+        end = tl.load(cu + n + 1)
+    else:
+        row = n
+        first = tl.zeros([], tl.int64)
+        end = first + T
+    if BOUNDS:
+        i_0 = tl.load(bounds + n)
+        i_1 = tl.load(bounds + n + 1)
+    else:
+        i_0 = n * NSEG
+        i_1 = i_0 + NSEG
+    return row, first, end, i_0, i_1
+
+
+@triton.jit
+def overwrite(s, x, y, weight, NORM: tl.constexpr):
+    """Return a state after a token has overwritten what stands at its key, and what it has added there."""
+    x *= length_scale(tl.sum(x * x, 0), NORM)
+    y = weight * (y - tl.sum(x[:, None] * s, 0))
+    return s + x[:, None] * y[None, :], y
+
+
+@triton.jit
+def read(s, q, od, F: tl.constexpr, NORM: tl.constexpr):
+    """Return what the query at ``q`` reads of a state."""
+    x = tl.load(q + od, mask=od < F, other=0.0).to(tl.float32)
+    x *= length_scale(tl.sum(x * x, 0), NORM)
+    return tl.sum(x[:, None] * s, 0)
