@@ -11,7 +11,7 @@ Rows after it show it anyway, and so do all later chunks.
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.delta_rule.triton.steps import overwrite, read, sequence_bounds
+from hf_linear_attn.ops.delta_rule.triton.steps import length_scale, overwrite, read, sequence_bounds
 from hf_linear_attn.ops.triton.primitives import log2_decay
 
 
@@ -66,9 +66,10 @@ def mend_kernel(
         x = tl.load(k + c * k_t + od, mask=od < tl.where(counts, F, 0), other=0.0).to(tl.float32)
         y = tl.load(v + c * v_t + ov, mask=ov < tl.where(counts, V, 0), other=0.0).to(tl.float32)
         weight = tl.load(beta + c * beta_t, mask=counts, other=0.0).to(tl.float32)
+        x *= length_scale(tl.sum(x * x, 0), NORM)
         if GATED:
             s *= tl.exp2(log2_decay(tl.load(g + c * g_t, mask=counts, other=0.0)))
-        s, y = overwrite(s, x, y, weight, NORM)
+        s, y = overwrite(s, x, y, weight)
         # Whatever is broken breaks what is added, and every row from there on.
         if tl.sum(y * 0.0, 0) == 0.0:
             for i in range(G):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
-from hf_linear_attn.ops.delta_rule.triton.steps import overwrite, read
+from hf_linear_attn.ops.delta_rule.triton.steps import length_scale, overwrite, read
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, padded, strides, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay
@@ -49,12 +49,13 @@ def step_kernel(
             counts = tl.load(mask + i_b * m_b + t) != 0
             # Of all: 0 times a NaN is one.
             x, y, weight = tl.where(counts, x, 0.0), tl.where(counts, y, 0.0), tl.where(counts, weight, 0.0)
+        x *= length_scale(tl.sum(x * x, 0), NORM)
         if GATED:
             decay = log2_decay(tl.load(g + i_b * g_b + h * g_h + t * g_t))
             if MASKED:
                 decay = tl.where(counts, decay, 0.0)
             s *= tl.exp2(decay)
-        s, _ = overwrite(s, x, y, weight, NORM)
+        s, _ = overwrite(s, x, y, weight)
         for i in range(G):
             i_h = h * G + i
             seen = read(s, q + i_b * q_b + i_h * q_h + t * q_t, od, F, NORM).to(o.dtype.element_ty)

@@ -118,9 +118,8 @@ def sequence_bounds(cu, bounds, n, T, NSEG, BOUNDS: tl.constexpr, VARLEN: tl.con
 
 
 @triton.jit
-def overwrite(s, x, y, weight, NORM: tl.constexpr):
-    """Return a state after a token has overwritten what stands at its key, and what it has added there."""
-    x *= length_scale(tl.sum(x * x, 0), NORM)
+def overwrite(s, x, y, weight):
+    """Return a state after a token has overwritten what stands at its key ``x``, and what it has added there."""
     y = weight * (y - tl.sum(x[:, None] * s, 0))
     return s + x[:, None] * y[None, :], y
 
