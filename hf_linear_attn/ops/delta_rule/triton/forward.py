@@ -394,7 +394,7 @@ def forward_launches(p: DeltaProblem) -> tuple[Forward, list[Launch]]:
     }
     programs = chunks.count * q.shape[1] * -(-V // p.tile("delta_read").width)
     read = p.launch("delta_read", read_kernel, programs, arguments, (q, k, found.u, found.states), (out.o,))
-    # What it does where all is finite: a look at the final state.
+    # Where all is finite, this reads one feature of each final state.
     programs = p.rows * HKV * -(-V // p.tile("delta_mend").width)
-    mend = p.launch("delta_mend", mend_kernel, programs, arguments, (out.kv,), ())
+    mend = p.launch("delta_mend", mend_kernel, programs, arguments, (out.kv[:, :, 0],), ())
     return out, [*launches, read, mend]

@@ -1,10 +1,10 @@
 """What the forward does where a key, a value or a gate is NaN or infinite, which almost never happens.
 
 Products multiply what a query does not see yet by 0, and 0 times a NaN is one; the inverse of a chunk lies between its
-keys, too. So a broken key is in all rows of its chunk. A state that is not finite stays so: a look at the final one
-tells whether any key of a sequence was broken. Only then the first state that is not finite is looked for among those
-that the walk left, and of the chunk before it the rows before the broken key are written once more, token by token.
-Rows after it show it anyway, and so do all later chunks.
+keys, too. So a broken key is in all rows of its chunk. It is in every feature of the state after it, too, and stays
+there: a look at one feature of the final state tells whether any key of a sequence was broken. Only then the first such
+state is looked for among those that the walk left, and of the chunk before it the rows before the broken key are
+written once more, token by token. Rows after it show it anyway, and so do all later chunks.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -30,28 +30,23 @@ def mend_kernel(
     n = (pid // (NV * HKV)).to(tl.int64)
     od = tl.arange(0, BD)
     ov = (pid % NV) * BV + tl.arange(0, BV)
-    in_state = (od < F)[:, None] & (ov < V)[None, :]
-    o_state = od[:, None] * V + ov[None, :]
-    if is_finite(tl.load(kv + (n * HKV + h) * (F * V) + o_state, mask=in_state, other=0.0)):
+    if is_finite(tl.load(kv + (n * HKV + h) * (F * V) + ov, mask=ov < V, other=0.0)):
         return
     row, first, end, i_0, i_1 = sequence_bounds(cu, bounds, n, T, NSEG, BOUNDS, VARLEN)
     if i_0 >= i_1:
         return
-    states += h * (F * V) + o_state
-    s = tl.load(states + i_0 * HKV * (F * V), mask=in_state, other=0.0).to(tl.float32)
-    if is_finite(s) == 0:
-        # Everybody sees that.
-        return
-    # The state before chunk i_0 is finite, that before i_1 is not.
+    # The state before chunk i_1 is broken, that before i_0 only where the first one is, which everybody sees.
+    states += h * (F * V) + ov
     c = first
     while i_1 - i_0 > 1:
         middle = (i_0 + i_1) // 2
-        if is_finite(tl.load(states + middle * HKV * (F * V), mask=in_state, other=0.0).to(tl.float32)):
+        if is_finite(tl.load(states + middle * HKV * (F * V), mask=ov < V, other=0.0)):
             c += (middle - i_0) * BT
             i_0 = middle
         else:
             i_1 = middle
-    s = tl.load(states + i_0 * HKV * (F * V), mask=in_state, other=0.0).to(tl.float32)
+    in_state = (od < F)[:, None] & (ov < V)[None, :]
+    s = tl.load(states[None, :] + i_0 * HKV * (F * V) + od[:, None] * V, mask=in_state, other=0.0).to(tl.float32)
     # Row t has key t - delay.
     k += row * k_b + h * k_h - delay.to(tl.int64) * k_t
     v += row * v_b + h * v_h - delay.to(tl.int64) * v_t
@@ -71,7 +66,7 @@ def mend_kernel(
             s *= tl.exp2(log2_decay(tl.load(g + c * g_t, mask=counts, other=0.0)))
         s, y = overwrite(s, x, y, weight)
         # Whatever is broken breaks what is added, and every row from there on.
-        if tl.sum(y * 0.0, 0) == 0.0:
+        if is_finite(y):
             for i in range(G):
                 i_h = h * G + i
                 seen = read(s, q + row * q_b + i_h * q_h + c * q_t, od, F, NORM).to(o.dtype.element_ty)
@@ -83,5 +78,5 @@ def mend_kernel(
 
 @triton.jit
 def is_finite(x):
-    """Tell whether all of a tile is finite."""
-    return tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0
+    """Tell whether all of a vector is finite."""
+    return tl.sum(x.to(tl.float32) * 0.0, 0) == 0.0
