@@ -206,6 +206,7 @@ def test_who_sees_a_broken_key_shows_it(case: Case, backend: str) -> None:
     x, key = case.inputs(), 43
     if case.masked:
         x["key_mask"][0, key : key + 5] = True
+        x |= {n: x[n].masked_fill(~x["key_mask"][:, None, :, None], torch.nan) for n in ("k", "v")}
     clean = run(case, backend, x, gradients=False)
     first, heads = key + case.delay, case.group
     for name in x.keys() & {"k", "v", "beta", "log_decay"}:
