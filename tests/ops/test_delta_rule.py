@@ -197,9 +197,7 @@ BROKEN = {
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize(
-    "backend", ["reference", "torch", "triton"] if DEVICE.type == "cpu" else ["reference", "triton"]
-)
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 @pytest.mark.parametrize("case", BROKEN.values(), ids=BROKEN)
 def test_who_sees_a_broken_key_shows_it(case: Case, backend: str) -> None:
     """Nobody before it does, although the kernels' products multiply what is not visible yet by 0."""

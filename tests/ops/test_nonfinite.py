@@ -1,6 +1,8 @@
 """NaN and infinity: what stands at a masked key matters nowhere, and what a real token holds is not swallowed."""
 
+import unittest.mock
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from hf_linear_attn import delta_rule, linear_attention
 from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.ops import finite
 from hf_linear_attn.ops.delta_rule import DeltaRuleState, delta_step_
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.step import decode_state, decode_step_
@@ -70,10 +73,15 @@ def delta_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: s
 
 
 def call(operation: Callable[..., Tensor], backend: str, x: dict[str, Tensor], mask: Tensor | None = None) -> Tensor:
-    if backend == "traced":
-        operation, backend = torch.compile(operation, backend="eager", fullgraph=True), "torch"
+    """Run an operation: ``"traced"`` is PyTorch's form in a graph, ``"unseen"`` where nobody can look, as on a GPU."""
+    inputs = (x["q"], x["k"], x["v"], mask)
     with torch.no_grad():
-        return operation(x["q"], x["k"], x["v"], mask, backend)
+        if backend == "traced":
+            return torch.compile(operation, backend="eager", fullgraph=True)(*inputs, "torch")
+        if backend == "unseen":
+            with unittest.mock.patch.object(finite, "_can_look", return_value=False):
+                return operation(*inputs, "torch")
+        return operation(*inputs, backend)
 
 
 def tokens() -> dict[str, Tensor]:
@@ -82,31 +90,23 @@ def tokens() -> dict[str, Tensor]:
 
 
 AFTER, WITHIN = list(range(AT, T)), list(range(AT, AT + WINDOW))
-CHUNK = list(range(FIRST, T))
-# Which queries show a NaN of a key, and one of a value.
+PLAIN = ("reference", "torch", "unseen", "traced")
+# Which queries show a NaN of a key or a value.
 SHOWN = {
-    **{(operation, "reference"): (AFTER, AFTER) for operation in (linear, decay, delta)},
-    **{(operation, "torch"): (AFTER, AFTER) for operation in (linear, decay, delta)},
-    **{(operation, backend): (AFTER, AFTER) for operation in (steps, delta_steps) for backend in ("torch", "triton")},
-    **{(near, backend): (WITHIN, WITHIN) for backend in ("reference", "torch", "traced")},
-    (sums, "torch"): (WITHIN, WITHIN),
-    # What nobody looks at: docs/kernels.md says how far it reaches.
-    **{(linear, "traced"): (AFTER, CHUNK), (decay, "traced"): (AFTER, CHUNK), (delta, "traced"): (CHUNK, CHUNK)},
-    **{(operation, "triton"): (AFTER, AFTER) for operation in (linear, decay, delta)},
-    (near, "triton"): (WITHIN, WITHIN),
-}  # fmt: skip
-# On a GPU PyTorch's forms do not look, since they would have to wait for it.
-LOOKING = [case for case in SHOWN if DEVICE.type == "cpu" or case[1] == "triton"]
+    **{(operation, backend): AFTER for operation in (linear, decay, delta) for backend in (*PLAIN, "triton")},
+    **{(operation, backend): AFTER for operation in (steps, delta_steps) for backend in ("torch", "unseen", "triton")},
+    **{(near, backend): WITHIN for backend in (*PLAIN, "triton")},
+    **{(sums, backend): WITHIN for backend in ("torch", "unseen", "traced")},
+}
 ALL = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in SHOWN]
-SHOWING = [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in LOOKING]
 
 
-@pytest.mark.parametrize(("operation", "backend"), SHOWING)
+@pytest.mark.parametrize(("operation", "backend"), ALL)
 def test_who_shows_a_nan(operation: Callable[..., Tensor], backend: str) -> None:
-    """Whoever sees its token, and beyond them nobody but rows of the same product, where nobody looks."""
-    x = tokens()
+    """Whoever sees its token, and nobody else."""
+    x, shown = tokens(), SHOWN[operation, backend]
     clean = call(operation, backend, x)
-    for side, shown in zip("kv", SHOWN[operation, backend], strict=True):
+    for side in "kv":
         broken = x[side].clone()
         broken[0, 0, AT, 3] = torch.nan
         found = call(operation, backend, x | {side: broken})
@@ -128,6 +128,76 @@ def test_what_a_mask_hides_matters_to_nobody(operation: Callable[..., Tensor], b
         hidden = {side: x[side].masked_fill(~mask[:, None, :, None], value) for side in "kv"}
         found = call(operation, backend, x | hidden, mask)
         torch.testing.assert_close(found[:, :, mask[0]], clean[:, :, mask[0]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("delay", [0, 3, 30])
+@pytest.mark.parametrize("lengths", [None, (0, 4, 0, 13, 3, 0)])
+def test_who_sees_a_broken_key(lengths: tuple[int, ...] | None, delay: int, causal: bool) -> None:
+    """By hand: every key of a query's own text that came at least ``delay`` tokens before it, or any."""
+    broken = torch.rand(1 if lengths else 2, 3, 20, generator=torch.Generator().manual_seed(0)) < 0.15
+    bounds = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
+    seen, kept = finite.who_sees(broken, 20, causal=causal, cu_seqlens=bounds, delay=delay)
+    text = torch.zeros(20) if bounds is None else torch.repeat_interleave(torch.tensor(lengths))
+    i = torch.arange(20)
+    visible = (text[:, None] == text) & ((i <= i[:, None] - delay) | torch.tensor(not causal))
+    assert torch.equal(seen, (broken[:, :, None] & visible).any(-1))
+    ends = [20] if bounds is None else bounds[1:].tolist()
+    starts = [0] if bounds is None else bounds[:-1].tolist()
+    pieces = [broken[:, :, a : max(b - delay, a) if causal else b].any(2) for a, b in zip(starts, ends, strict=True)]
+    assert torch.equal(kept, torch.cat(pieces))
+
+
+PACKED = (0, 18, 30, 32)
+
+
+def packed_sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    bounds = torch.tensor(PACKED, device=q.device).cumsum(0)
+    return linear_attention(q, k, v, key_mask=mask, cu_seqlens=bounds, return_state=False, delay=3, backend=backend)
+
+
+def packed_delta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str) -> Tensor:
+    bounds, beta = torch.tensor(PACKED, device=q.device).cumsum(0), torch.full_like(k[..., 0], 0.5)
+    return delta_rule(q, k, v, beta, key_mask=mask, cu_seqlens=bounds, return_state=False, delay=3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "unseen", "traced"])
+@pytest.mark.parametrize("operation", [packed_sums, packed_delta])
+def test_a_broken_value_stays_in_its_text(operation: Callable[..., Tensor], backend: str) -> None:
+    x = tokens()
+    clean = call(operation, backend, x)
+    x["v"][0, 0, 21, 3] = torch.inf
+    found = call(operation, backend, x)
+    assert rows_with_nan(found) == [list(range(24, 48)), []]
+    others = [*range(24), *range(48, T)]
+    torch.testing.assert_close(found[0, 0, others], clean[0, 0, others])
+
+
+@pytest.mark.parametrize("operation", [linear, decay, delta, near])
+def test_where_nobody_looks_what_is_finite_stays_as_it_is(
+    operation: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, outputs and gradients; and a masked key gets none."""
+    mask = torch.ones(1, T, dtype=torch.bool, device=DEVICE)
+    mask[0, :3] = False
+    found = []
+    for looks in (True, False):
+        monkeypatch.setattr(finite, "_can_look", lambda _, looks=looks: looks)
+        x = {name: y.requires_grad_() for name, y in tokens().items()}
+        o = operation(*x.values(), mask, "torch")
+        o[:, :, 3:].square().sum().backward()
+        found.append([o[:, :, 3:], *(y.grad for y in x.values())])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+    assert (found[1][2][:, :, :3] == 0).all()
+
+
+def test_a_mapped_reference_shows_a_nan_to_those_who_see_it() -> None:
+    """Numbers under a transform cannot be looked at."""
+    x = tokens()
+    x["v"][0, 0, AT, 3] = torch.nan
+    mapped = torch.func.vmap(partial(linear, mask=None, backend="reference"))
+    assert rows_with_nan(mapped(*(y[None] for y in x.values()))[0]) == [AFTER, []]
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

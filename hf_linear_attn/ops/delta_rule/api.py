@@ -1,11 +1,8 @@
 """The public op: checks its arguments and hands over to a backend."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal, overload
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.checks import check_type
@@ -15,7 +12,7 @@ from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.finite import broken_keys, see, unmasked, without
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY, broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 
 
@@ -125,37 +122,20 @@ def delta_rule(
             k, v, beta = without(k, broken), without(v, broken), beta.masked_fill(broken, 0)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
             call = call._replace(k=k, v=v, beta=beta, log_decay=log_decay)
-        elif not is_kernel:
-            k, v = unmasked(k, v, key_mask)
-            call = call._replace(k=k, v=v)
         o, final = function(call)
         if broken is not None:
             broken = broken if key_mask is None else broken & key_mask[:, None]
-            o, final = _with_broken(o, final, broken, call)
+            seen, kept = who_sees(broken, q.shape[2], cu_seqlens=cu_seqlens, delay=delay)
+            o = see(o, seen)
+            final = DeltaRuleState(keep(final.kv, kept)) if return_state else final
     return (o, final) if return_state else o
 
 
 def _broken(call: DeltaCall) -> Tensor | None:
-    """Tell which keys, values or gates are not finite, ``[B, HKV, S]`` bool; None where all are."""
-    broken = broken_keys(call.k, call.v)
+    """Tell which keys, values or gates are not finite, ``[B, HKV, S]`` bool; None where it is known that all are."""
     # A decay to nothing is one.
-    for gate in (call.beta,) if call.log_decay is None else (call.beta, call.log_decay.clamp(min=-80)):
-        odd = broken_keys(gate[..., None], gate[..., None])
-        if odd is not None:
-            broken = odd if broken is None else broken | odd
-    return broken
-
-
-def _with_broken(o: Tensor, state: DeltaRuleState, broken: Tensor, call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
-    """Put broken keys ``[B, HKV, S]`` back into what sees them: queries, and states, one for each packed sequence."""
-    bounds = [0, broken.shape[2]] if call.cu_seqlens is None else call.cu_seqlens.tolist()
-    seen, kept = [], []
-    for a, b in pairwise(bounds):
-        read = broken[:, :, a : max(b - call.delay, a)]
-        seen.append(F.pad(read.cummax(2)[0] if read.shape[2] else read, (b - a - read.shape[2], 0)))
-        kept.append(read.any(2))
-    spoilt = torch.where(torch.cat(kept), torch.nan, 0.0).to(state.kv.dtype)
-    return see(o, torch.cat(seen, 2)), DeltaRuleState(state.kv + spoilt[..., None, None])
+    decays = () if call.log_decay is None else (call.log_decay.clamp(min=LEAST_LOG_DECAY),)
+    return broken_keys(call.k, call.v, call.beta, *decays)
 
 
 Backend = Callable[[DeltaCall], tuple[Tensor, DeltaRuleState]]

@@ -1,11 +1,8 @@
 """The public op: checks its arguments, applies feature maps, and hands over to a backend."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal, overload
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.checks import check_eps, check_type
@@ -13,7 +10,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.finite import broken_keys, see, unmasked, without
+from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
@@ -146,12 +143,10 @@ def linear_attention(
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
         function, is_kernel = _backend(backend, q, k, v)
-        broken = None if is_kernel else broken_keys(k, v, log_decay)
+        broken = None if is_kernel else broken_keys(k, v, *(() if log_decay is None else (log_decay,)))
         if broken is not None:
             k, v = without(k, broken), without(v, broken)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
-        elif not is_kernel:
-            k, v = unmasked(k, v, key_mask)
         fading = {} if log_decay is None else {"log_decay": log_decay}
         o, final = function(
             q,
@@ -168,34 +163,11 @@ def linear_attention(
         )
         if broken is not None:
             broken = broken if key_mask is None else broken & key_mask[:, None]
-            o, final = _with_broken(o, final, broken, q.shape[2], causal, cu_seqlens, delay)
+            seen, kept = who_sees(broken, q.shape[2], causal=causal, cu_seqlens=cu_seqlens, delay=delay)
+            o = see(o, seen)
+            if return_state:
+                final = LinearAttentionState(keep(final.kv, kept), keep(final.z, kept))
     return (o, final) if return_state else o
-
-
-def _with_broken(
-    o: Tensor,
-    state: LinearAttentionState,
-    broken: Tensor,
-    queries: int,
-    causal: bool,
-    cu_seqlens: Tensor | None,
-    delay: int,
-) -> tuple[Tensor, LinearAttentionState]:
-    """Put broken keys ``[B, HKV, S]`` back into what sees them: queries, and states, one for each packed sequence."""
-    bounds = [0, broken.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
-    seen, kept = [], []
-    for a, b in pairwise(bounds):
-        piece = broken[:, :, a:b]
-        if causal:
-            read = piece[:, :, : max(b - a - delay, 0)]
-            seen.append(F.pad(read.cummax(2)[0] if read.shape[2] else read, (b - a - read.shape[2], 0)))
-        else:
-            read = piece
-            seen.append(piece.any(2, keepdim=True).expand(-1, -1, queries if cu_seqlens is None else b - a))
-        kept.append(read.any(2))
-    spoilt = torch.where(torch.cat(kept), torch.nan, 0.0).to(state.kv.dtype)
-    final = LinearAttentionState(state.kv + spoilt[..., None, None], state.z + spoilt[..., None])
-    return see(o, torch.cat(seen, 2)), final
 
 
 Backend = Callable[..., tuple[Tensor, LinearAttentionState]]

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.finite import broken_keys
+from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
@@ -255,14 +255,10 @@ def _decode_step_torch_(
     eps: float,
 ) -> Tensor:
     tokens = k.shape[2]
-    if tokens > 1 and broken_keys(k, v) is not None:
-        # One by one, since in a product a value is with the queries before it, too.
-        parts = []
-        for t in range(tokens):
-            one = slice(t, t + 1)
-            mask = None if key_mask is None else key_mask[:, one]
-            parts.append(_decode_step_torch_(q[:, :, one], k[:, :, one], v[:, :, one], state, phi, mask, eps))
-        return torch.cat(parts, 2)
+    # A lone token sees itself, and nobody else stands in its product.
+    broken = broken_keys(k, v) if tokens > 1 else None
+    if broken is not None:
+        k, v = without(k, broken), without(v, broken)
     feature_map = elementwise_map(phi)
     kv, z = state
     batch, kv_heads, _, dim = k.shape
@@ -293,4 +289,10 @@ def _decode_step_torch_(
         sums = phi_k.sum(1).view(batch, kv_heads, dim)
         z += sums if z.ndim == 3 else sums[:, :, None]
     den = den.add_(eps) if feature_map.non_negative else guarded(den, eps)
-    return num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)
+    o = num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)
+    if broken is None:
+        return o
+    seen, kept = who_sees(broken if key_mask is None else broken & key_mask[:, None], tokens)
+    for x in state:
+        x.copy_(keep(x, kept))
+    return see(o, seen)

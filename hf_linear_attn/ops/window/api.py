@@ -121,12 +121,15 @@ def window_attention(
         return window_attention_triton(
             q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
         )
-    k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
-    own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
-    function = window_attention_reference if chosen == "reference" else window_attention_torch
     exporting = torch.compiler.is_exporting()
-    if chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled())):
-        function = window_attention_opaque
+    opaque = chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled()))
+    seen = None
+    if not opaque:
+        k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
+    own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
+    # What runs as one node of a graph has numbers, and takes out by itself what is broken.
+    plain = window_attention_opaque if opaque else window_attention_torch
+    function = window_attention_reference if chosen == "reference" else plain
     o = function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
     return o if seen is None else see(o, seen)
 

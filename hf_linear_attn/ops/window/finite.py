@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.ops.finite import broken_keys, unmasked, without
+from hf_linear_attn.ops.finite import broken_keys, without
 
 Sinks = tuple[Tensor, Tensor, Tensor]
 """Keys ``[B, HKV, N, D]``, values ``[B, HKV, N, V]``, and which query sees which, ``[B, T, N]`` bool."""
@@ -28,8 +28,6 @@ def take_out(
     broken, seen = broken_keys(k, v), None
     if broken is not None:
         k, v, seen = without(k, broken), without(v, broken), _seen(broken, queries, window, key_mask)
-    else:
-        k, v = unmasked(k, v, key_mask)
     odd = None if sinks is None else broken_keys(*sinks[:2])
     if sinks is not None and odd is not None:
         shown = (odd[:, :, None] & sinks[2][:, None]).any(-1)

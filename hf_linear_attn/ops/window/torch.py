@@ -197,7 +197,7 @@ class Band:
         shape = (self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
         info, hidden = torch.finfo(scores.dtype), ~self.visible[:, None, :, None]
         if scores.device.type != "cpu" or torch.compiler.is_compiling():
-            # Where keys that are not finite are not taken out before.
+            # Without a tensor of limits.
             return scores.view(shape).masked_fill(hidden, info.min).view(scores.shape)
         # Several times faster than filling by a mask.
         limits = torch.full_like(hidden, info.max, dtype=scores.dtype).masked_fill_(hidden, info.min)
