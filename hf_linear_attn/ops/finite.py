@@ -30,7 +30,7 @@ def broken_keys(k: Tensor, v: Tensor, *gates: Tensor) -> Tensor | None:
     if _can_look(k) and bool(sum((x.sum() for x in gates), k.sum() + v.sum()).isfinite()):
         return None
     # The largest of a row is NaN where one of it is: one read, and nothing of the size of k is written.
-    sound = (vector_norm(k, torch.inf, -1) < torch.inf) & (vector_norm(v, torch.inf, -1) < torch.inf)
+    sound: Tensor = (vector_norm(k, torch.inf, -1) < torch.inf) & (vector_norm(v, torch.inf, -1) < torch.inf)
     for gate in gates:
         sound = sound & (gate.abs() < torch.inf)
     return ~sound
