@@ -242,7 +242,7 @@ def cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SEEN = {
     "elu": Case(B=1, H=2, HKV=1, T=70, V=20, masked=True, state=True),
-    "faded": Case(B=1, H=2, HKV=1, T=70, phi="identity", delay=3, state=True, decay=0.5),
+    "faded": Case(B=1, H=2, HKV=1, T=70, phi="identity", delay=6, state=True, decay=0.5),
     "packed": Case(H=2, HKV=1, T=70, lengths=(20, 0, 50), phi="exp", delay=3),
 }
 LOOKING_ALONE = [("whole_sequences", "cannot_look"), ("short_segments", "cannot_look")]
@@ -325,14 +325,22 @@ def test_a_step_folds_a_nan(phi: str) -> None:
     assert state.z[..., 3].isnan().all()
 
 
-def test_a_window_shows_a_nan_of_a_key_to_those_who_see_it() -> None:
-    case = window.Case(B=1, HKV=2, T=40, window=7)
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_window_shows_a_nan_of_a_key_to_those_who_see_it(own: bool) -> None:
+    """With a key of each query's own, that is all after it: the mean of the keys out of sight."""
+    # Of sums over blocks there are several.
+    case = window.Case(B=1, H=1, T=130, window=7, own=True) if own else window.Case(B=1, HKV=2, T=40, window=7)
     x = case.inputs()
+    if own:
+        x["counts"] = torch.ones_like(x["counts"])
+        x["number"] = case.gone(x["counts"]).sum(-1)
     clean = window.run(case, "triton", x)
-    x["k"][0, 1, 20, 3] = torch.nan
+    x["k"][0, -1, 20, 3] = torch.nan
     found = window.run(case, "triton", x)
-    assert rows_with_nan(found["o"]) == [[], list(range(20, 27))]
-    others = (torch.arange(40) < 20) | (torch.arange(40) >= 27)
+    seen = range(20, 130 if own else 27)
+    assert rows_with_nan(found["o"]) == [[]] * (case.H - 1) + [list(seen)]
+    others = [t for t in range(case.T) if t not in seen]
     torch.testing.assert_close(found["o"][:, :, others], clean["o"][:, :, others])
 
 

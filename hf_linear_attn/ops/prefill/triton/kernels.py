@@ -6,7 +6,8 @@ divides: that is f, the value of a key of each query's own. Then it takes the sa
 in their sight, the sinks and that key (`window`). Neither features of queries nor f cross memory.
 
 Features of keys are computed before, once for all heads of a group; segments are summed and scanned as for linear
-attention, and keys summed up by blocks as for the window.
+attention, and keys summed up by blocks as for the window. A last launch looks whether a tile has read a value that is
+NaN or infinite, and mends it.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
+from hf_linear_attn.ops.linear_attention.triton.mend import first_broken
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
+from hf_linear_attn.ops.linear_attention.triton.steps import is_broken
 from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, precision, strides, tile, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, Tile, padded, precision, strides, tile, walk
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -43,6 +46,9 @@ from hf_linear_attn.ops.window.triton.kernels import (
     own_score,
 )
 from hf_linear_attn.ops.window.triton.sight import first_key
+
+MEND = Tile(16, 32, 4, 1)
+"""With which rows before a broken value are written once more."""
 
 LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -119,44 +125,38 @@ def attend_far(
     return acc * (1.0 / (total + eps))[:, None]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
-    ]
-)  # fmt: skip
-def prefill_kernel(
-    q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
-    weight, power, bias, direction, o, table,
-    T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
+@triton.jit
+def write_rows(
+    given, c, row, i_h, i_s, start, end, first, ot, on,
+    T, S, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
+    of_q, of_k, of_v, of_f, of_o, t_b, c_b, m_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
     CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of BT queries."""
+    """Write the outputs of the queries from ``c`` on, those before ``end``, from the keys before index S.
+
+    ``given`` are the tensors as the kernel got them, ``of_q`` to ``of_o`` the strides of a batch's row, a head and a
+    token.
+    """
+    (
+        q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
+        weight, power, bias, direction, o,
+    ) = given  # fmt: skip
+    q_t, k_t, v_t, f_t, o_t = of_q[2], of_k[2], of_v[2], of_f[2], of_o[2]
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
     kind: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float16 else q.dtype.element_ty
-    pid = tl.program_id(0)
-    i_h = pid % H
-    i_t = (pid // H) % tl.cdiv(L, BT)
-    i_s = pid // H // tl.cdiv(L, BT)
     i_hk = i_h // G
-    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
-    c = start + i_t * BT
-    if c >= end:
-        return
     od = tl.arange(0, BD)
     om = tl.arange(0, BM)
     ov = tl.arange(0, BV)
-    ot = tl.arange(0, BT)
-    on = tl.arange(0, BN)
     rows = rows_before(end, c, ot)
-    q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    k += row * k_b + i_hk.to(tl.int64) * k_h
-    v += row * v_b + i_hk.to(tl.int64) * v_h
-    phi_k += row * f_b + i_hk.to(tl.int64) * f_h
+    q += row * of_q[0] + i_h.to(tl.int64) * of_q[1] + c * q_t
+    k += row * of_k[0] + i_hk.to(tl.int64) * of_k[1]
+    v += row * of_v[0] + i_hk.to(tl.int64) * of_v[1]
+    phi_k += row * of_f[0] + i_hk.to(tl.int64) * of_f[1]
     far_v = v
     if CODED:
         codes += row * c_b
@@ -203,8 +203,77 @@ def prefill_kernel(
     own = tl.exp2(e - largest)
     old = tl.exp2(m - largest)
     acc = acc * old[:, None] + own[:, None] * f.to(tl.float32)
-    o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
+    o += row * of_o[0] + i_h.to(tl.int64) * of_o[1] + c * o_t
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc / (mass * old + own)[:, None], rows, ov < V, EXACT_V)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
+    ]
+)  # fmt: skip
+def prefill_kernel(
+    q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
+    weight, power, bias, direction, o, table,
+    T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
+    D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, MENDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of BT queries; where MENDS, of those before the first broken value once more, if there is any.
+
+    Products multiply the values of keys that a query does not see by 0, so that a broken one is in all rows of a tile
+    that reads it, the first as well. Rows from its own token on see it, near or far. For those before it the text ends
+    there, which is all that is different; they are read in tiles of 16, which need few registers.
+    """
+    given = (
+        q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
+        weight, power, bias, direction, o,
+    )  # fmt: skip
+    of_q = q_b, q_h, q_t
+    of_k = k_b, k_h, k_t
+    of_v = v_b, v_h, v_t
+    of_f = f_b, f_h, f_t
+    of_o = o_b, o_h, o_t
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
+    c = start + i_t * BT
+    if c >= end:
+        return
+    if not MENDS:
+        write_rows(
+            given, c, row, i_h, i_s, start, end, first, tl.arange(0, BT), tl.arange(0, BN),
+            T, S, P, W, NB, delay, eps, scaling, factor, sharpness, H, G, of_q, of_k, of_v, of_f, of_o,
+            t_b, c_b, m_b, w_h, w_d, p_h, D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
+            R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
+        )  # fmt: skip
+    else:
+        end = tl.minimum(c + BT, end)
+        ov = tl.arange(0, BV)
+        written = o + row * o_b + i_h.to(tl.int64) * o_h + c * o_t + ov
+        if is_broken(tl.load(written, mask=ov < V, other=0.0).to(tl.float32)):
+            # All threads have to see that before one of them writes this row.
+            tl.debug_barrier()
+            values = v + row * v_b + (i_h // G).to(tl.int64) * v_h
+            real = codes
+            if CODED:
+                real += row * c_b
+            stop = first_broken(values, real, v_t, P + c, P + end, 0, 0, ov, V, CODED, False) - P
+            if stop < end:
+                for r in range(0, stop - c, 16):
+                    write_rows(
+                        given, c + r, row, i_h, i_s, start, stop, first, tl.arange(0, 16), tl.arange(0, BN),
+                        T, P + stop, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
+                        of_q, of_k, of_v, of_f, of_o, t_b, c_b, m_b, w_h, w_d, p_h,
+                        D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
+                        R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
+                    )  # fmt: skip
 
 
 def linear_problem(target: Target, p: Prefill) -> Problem:
@@ -298,9 +367,11 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
         **{"MAP": p.name, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
-        "PRECISION": precision(target, p.q.dtype, max(2 * M, V)),
+        **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V)), "MENDS": False},
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
     reads = (p.q, p.k, p.v, p.phi_k, *(() if p.turns is None else (p.turns,)))
     last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
-    return out, [*launches, *of_keys, last]
+    # As many programs, of which almost all read one row and are done: none may need much of a processor.
+    looks = arguments | {"MENDS": True, "BN": MEND.width}
+    return out, [*launches, *of_keys, last, Launch("mend_prefill", prefill_kernel, programs, looks, MEND)]
