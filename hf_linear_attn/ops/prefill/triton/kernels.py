@@ -22,10 +22,9 @@ from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, proj
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
 from hf_linear_attn.ops.linear_attention.triton.mend import first_broken
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
-from hf_linear_attn.ops.linear_attention.triton.steps import is_broken
 from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, Tile, padded, precision, strides, tile, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, precision, strides, tile, walk
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -46,9 +45,6 @@ from hf_linear_attn.ops.window.triton.kernels import (
     own_score,
 )
 from hf_linear_attn.ops.window.triton.sight import first_key
-
-MEND = Tile(16, 32, 4, 1)
-"""With which rows before a broken value are written once more."""
 
 LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -207,6 +203,42 @@ def write_rows(
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc / (mass * old + own)[:, None], rows, ov < V, EXACT_V)
 
 
+@triton.jit
+def rows_to_mend(
+    o, o_t, v, v_t, codes, at, T, P, ov, V: tl.constexpr, BT: tl.constexpr, CODED: tl.constexpr
+):  # fmt: skip
+    """Return the first of the rows of a head that show a value of a later token, and that token's row; 0 if none do.
+
+    Products multiply the values of keys that a query does not see by 0, so that a broken one is in all rows of a tile
+    that reads it, the first as well. Rows from its own token on see it, near or far: rows before it have to be mended
+    in the first such tile alone.
+    """
+    TILES: tl.constexpr = 64
+    oi = tl.arange(0, TILES)
+    if CODED:
+        codes += at
+    c = tl.zeros([], dtype=tl.int64)
+    stop = tl.zeros([], dtype=tl.int64)
+    tile = tl.zeros([], dtype=tl.int64)
+    while tile < T:
+        firsts = tile + oi * BT
+        inside = (firsts < T)[:, None] & (ov < V)[None, :]
+        x = tl.load(o + firsts[:, None] * o_t + ov[None, :], mask=inside, other=0.0).to(tl.float32)
+        least = tl.min(tl.where(tl.sum(x * 0.0, 1) == 0.0, TILES, oi), 0)
+        tile += least * BT
+        if least < TILES:
+            end = tl.minimum(tile + BT, T)
+            broken = first_broken(v, codes, v_t, P + tile, P + end, 0, 0, ov, V, CODED, False) - P
+            if broken < end:
+                c = tile
+                stop = broken
+                tile += T
+            else:
+                # It shows what an earlier token holds, or its own query.
+                tile += BT
+    return c, stop
+
+
 @triton.jit(
     do_not_specialize=[
         "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
@@ -223,57 +255,43 @@ def prefill_kernel(
     CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, MENDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of BT queries; where MENDS, of those before the first broken value once more, if there is any.
+    """Write the outputs of BT queries; where MENDS, those of a head before its first broken value once more.
 
-    Products multiply the values of keys that a query does not see by 0, so that a broken one is in all rows of a tile
-    that reads it, the first as well. Rows from its own token on see it, near or far. For those before it the text ends
-    there, which is all that is different; they are read in tiles of 16, which need few registers.
+    For rows before a broken value the text ends there, which is all that is different.
     """
     given = (
         q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
         weight, power, bias, direction, o,
     )  # fmt: skip
-    of_q = q_b, q_h, q_t
-    of_k = k_b, k_h, k_t
-    of_v = v_b, v_h, v_t
-    of_f = f_b, f_h, f_t
-    of_o = o_b, o_h, o_t
     pid = tl.program_id(0)
     i_h = pid % H
-    i_t = (pid // H) % tl.cdiv(L, BT)
-    i_s = pid // H // tl.cdiv(L, BT)
-    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
-    c = start + i_t * BT
+    if MENDS:
+        i_b = (pid // H).to(tl.int64)
+        c, stop = rows_to_mend(
+            o + i_b * o_b + i_h.to(tl.int64) * o_h, o_t, v + i_b * v_b + (i_h // G).to(tl.int64) * v_h, v_t,
+            codes, i_b * c_b, T, P, tl.arange(0, BV), V, BT, CODED,
+        )  # fmt: skip
+        # All threads have to have read what is written once more.
+        tl.debug_barrier()
+        i_s = i_b * NSEG + c // L
+        _n, row, first, start, _end = segment_bounds(table, i_s, T, L, NSEG, False)
+        end = stop
+        keys = P + stop
+    else:
+        i_t = (pid // H) % tl.cdiv(L, BT)
+        i_s = pid // H // tl.cdiv(L, BT)
+        _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
+        c = start + i_t * BT
+        keys = S
     if c >= end:
         return
-    if not MENDS:
-        write_rows(
-            given, c, row, i_h, i_s, start, end, first, tl.arange(0, BT), tl.arange(0, BN),
-            T, S, P, W, NB, delay, eps, scaling, factor, sharpness, H, G, of_q, of_k, of_v, of_f, of_o,
-            t_b, c_b, m_b, w_h, w_d, p_h, D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
-            R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
-        )  # fmt: skip
-    else:
-        end = tl.minimum(c + BT, end)
-        ov = tl.arange(0, BV)
-        written = o + row * o_b + i_h.to(tl.int64) * o_h + c * o_t + ov
-        if is_broken(tl.load(written, mask=ov < V, other=0.0).to(tl.float32)):
-            # All threads have to see that before one of them writes this row.
-            tl.debug_barrier()
-            values = v + row * v_b + (i_h // G).to(tl.int64) * v_h
-            real = codes
-            if CODED:
-                real += row * c_b
-            stop = first_broken(values, real, v_t, P + c, P + end, 0, 0, ov, V, CODED, False) - P
-            if stop < end:
-                for r in range(0, stop - c, 16):
-                    write_rows(
-                        given, c + r, row, i_h, i_s, start, stop, first, tl.arange(0, 16), tl.arange(0, BN),
-                        T, P + stop, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
-                        of_q, of_k, of_v, of_f, of_o, t_b, c_b, m_b, w_h, w_d, p_h,
-                        D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
-                        R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
-                    )  # fmt: skip
+    write_rows(
+        given, c, row, i_h, i_s, start, end, first, tl.arange(0, BT), tl.arange(0, BN),
+        T, keys, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
+        (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (f_b, f_h, f_t), (o_b, o_h, o_t),
+        t_b, c_b, m_b, w_h, w_d, p_h, D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
+        R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
+    )  # fmt: skip
 
 
 def linear_problem(target: Target, p: Prefill) -> Problem:
@@ -372,6 +390,5 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
     programs = segments.count * -(-cut.length // chosen.tokens) * H
     reads = (p.q, p.k, p.v, p.phi_k, *(() if p.turns is None else (p.turns,)))
     last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
-    # As many programs, of which almost all read one row and are done: none may need much of a processor.
-    looks = arguments | {"MENDS": True, "BN": MEND.width}
-    return out, [*launches, *of_keys, last, Launch("mend_prefill", prefill_kernel, programs, looks, MEND)]
+    after = Launch("mend_prefill", prefill_kernel, len(p.q) * H, arguments | {"MENDS": True}, chosen)
+    return out, [*launches, *of_keys, last, after]
