@@ -235,7 +235,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
             yield turn_launch(p.target, x, turns, pairs, at_end=at_end, derive=True)[1]
     of_text = prefill_problem(p)
     if of_text is not None:
-        yield prefill_launches(p.target, of_text)[1][-1]
+        yield from prefill_launches(p.target, of_text)[1][-2:]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
@@ -281,7 +281,7 @@ def gpu_target(arch: str) -> GPUTarget:
 
 UNCOUNTED = (
     *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
-    *("decode", "decode_rows", "hybrid", "hybrid_rows"),
+    *("decode", "decode_rows", "hybrid", "hybrid_rows", "mend_prefill"),
 )
 """Kernels whose clocks are few."""
 

@@ -13,10 +13,13 @@ from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.ops import finite
 from hf_linear_attn.ops.delta_rule import DeltaRuleState, delta_step_
 from hf_linear_attn.ops.features import features_of
+from hf_linear_attn.ops.linear_attention.triton import forward
 from hf_linear_attn.ops.step import decode_state, decode_step_
+from hf_linear_attn.ops.triton import remember
+from hf_linear_attn.ops.triton.plan import Problem, Target
 from hf_linear_attn.ops.window import window_attention, window_sums
 from tests.ops import test_window as window
-from tests.ops.oracle import DEVICE, MAPS, Case, run
+from tests.ops.oracle import DEVICE, MAPS, Case, poison, run
 
 CASES = {
     "dense": Case(B=1, HKV=1, T=25, D=20, V=17, masked=True, state=True),
@@ -301,21 +304,32 @@ def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, cut: str, request
     assert found["z"].isnan().any()
 
 
+@pytest.fixture
+def cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a walk that carries its state no registers to look, so that a launch does it after."""
+    monkeypatch.setattr(forward, "can_look", lambda p: False)
+
+
 SEEN = {
     "elu": Case(B=1, H=2, HKV=1, T=70, V=20, masked=True, state=True),
-    "faded": Case(B=1, H=2, HKV=1, T=70, phi="identity", delay=3, state=True, decay=0.5),
-    "packed": Case(H=2, HKV=1, T=70, lengths=(20, 50), phi="exp", delay=3),
+    "faded": Case(B=1, H=2, HKV=1, T=70, phi="identity", delay=6, state=True, decay=0.5),
+    "packed": Case(H=2, HKV=1, T=70, lengths=(20, 0, 50), phi="exp", delay=3),
 }
+LOOKING_ALONE = [("whole_sequences", "cannot_look"), ("short_segments", "cannot_look")]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+@pytest.mark.parametrize(
+    "cut", [("whole_sequences",), ("short_segments",), ("stored_states",), *LOOKING_ALONE], ids=" ".join
+)
 @pytest.mark.parametrize("case", SEEN.values(), ids=SEEN)
 def test_a_broken_value_is_in_every_row_that_sees_it_and_in_no_other(
-    case: Case, cut: str, request: pytest.FixtureRequest
+    case: Case, cut: tuple[str, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products multiply the values of keys that a query does not see yet by 0; their chunk is written once more."""
-    request.getfixturevalue(cut)
+    for fixture in cut:
+        request.getfixturevalue(fixture)
+    poison(monkeypatch)
     x = case.inputs()
     key = 45
     x["key_mask"] = x.get("key_mask", torch.ones(1, 70, dtype=torch.bool, device=DEVICE)).clone()
@@ -326,6 +340,37 @@ def test_a_broken_value_is_in_every_row_that_sees_it_and_in_no_other(
     first = key + case.delay
     assert rows_with_nan(found["o"]) == [list(range(first, 70))] * 2
     torch.testing.assert_close(found["o"][:, :, :first], clean["o"][:, :, :first])
+
+
+@pytest.mark.parametrize("case", SEEN.values(), ids=SEEN)
+@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments"])
+def test_who_looks_changes_nothing_that_is_finite(case: Case, cut: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(cut)
+    x = case.inputs()
+    looking = run(case, "triton", x, gradients=False)
+    request.getfixturevalue("cannot_look")
+    remember.forget()
+    assert_same(run(case, "triton", x, gradients=False), looking)
+
+
+@pytest.mark.parametrize(
+    ("arch", "D", "V", "kind"),
+    [
+        ("sm_80", 128, 64, "after"),
+        ("sm_80", 128, 128, "within"),
+        ("sm_89", 128, 128, "after"),
+        ("sm_90", 64, 64, "within"),
+    ],
+)
+def test_every_walk_that_carries_its_state_is_looked_at_once(arch: str, D: int, V: int, kind: str) -> None:
+    q, k = (torch.empty(512, 2, 64, D, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    v = torch.empty(512, 2, 64, V, dtype=torch.bfloat16, device="meta")
+    _, launches = forward.forward_launches(
+        Problem(Target(arch, 108), q, k, v, None, None, None, None, "elu", True, 0), 1e-6
+    )
+    walk = next(x for x in launches if x.role == "forward")
+    assert walk.arguments["LOOKS"] == (kind == "within")
+    assert ("mend_forward" in [x.role for x in launches]) == (kind == "after")
 
 
 @pytest.mark.usefixtures("whole_sequences")
@@ -350,14 +395,22 @@ def test_a_step_folds_a_nan(phi: str) -> None:
     assert state.z[..., 3].isnan().all()
 
 
-def test_a_window_shows_a_nan_of_a_key_to_those_who_see_it() -> None:
-    case = window.Case(B=1, HKV=2, T=40, window=7)
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_window_shows_a_nan_of_a_key_to_those_who_see_it(own: bool) -> None:
+    """With a key of each query's own, that is all after it: the mean of the keys out of sight."""
+    # Of sums over blocks there are several.
+    case = window.Case(B=1, H=1, T=130, window=7, own=True) if own else window.Case(B=1, HKV=2, T=40, window=7)
     x = case.inputs()
+    if own:
+        x["counts"] = torch.ones_like(x["counts"])
+        x["number"] = case.gone(x["counts"]).sum(-1)
     clean = window.run(case, "triton", x)
-    x["k"][0, 1, 20, 3] = torch.nan
+    x["k"][0, -1, 20, 3] = torch.nan
     found = window.run(case, "triton", x)
-    assert rows_with_nan(found["o"]) == [[], list(range(20, 27))]
-    others = (torch.arange(40) < 20) | (torch.arange(40) >= 27)
+    seen = range(20, 130 if own else 27)
+    assert rows_with_nan(found["o"]) == [[]] * (case.H - 1) + [list(seen)]
+    others = [t for t in range(case.T) if t not in seen]
     torch.testing.assert_close(found["o"][:, :, others], clean["o"][:, :, others])
 
 

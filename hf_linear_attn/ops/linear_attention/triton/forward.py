@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.mend import can_look, mend, mend_tile
+from hf_linear_attn.ops.linear_attention.triton.mend import can_look, mend, mend_launch, mend_tile
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
@@ -555,4 +555,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         **{"SOURCE": source, "FINAL": p.causal and not segments.split, "LOOKS": can_look(p)},
     }
     programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
-    return out, [*launches, Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))]
+    walked = Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
+    if not p.causal or can_look(p):
+        return out, [*launches, walked]
+    return out, [*launches, walked, mend_launch(walked, sums.arguments["states"] if segments.split else out.kv)]

@@ -2,15 +2,17 @@
 
 Products multiply the values of keys that a query does not see yet by 0, and 0 times a NaN is one: it is in all rows of
 its chunk. To clean values before every product would cost a quarter of a walk, so walks look once, at the end, whether
-anything of theirs is not finite, and then write the rows before the first such value once more.
+anything of theirs is not finite, and then write the rows before the first such value once more. A walk that has no
+registers left to look is followed by a launch that does it.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,index"
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, sums_since, whole_z
-from hf_linear_attn.ops.triton.plan import Problem
+from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, is_broken, sums_since, whole_z
+from hf_linear_attn.ops.triton.plan import Launch, Problem
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -162,3 +164,56 @@ def mend_tile(
         of_q, of_k, of_v, of_o, m_b,
         D, V, BD, BT, MAP, SIGNED, "stored", MASKED, DELAYED, FADED, PRECISION, PIN,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "m_b"])
+def mend_forward_kernel(
+    q, k, v, mask, o, sums, starts, z0, table, b,
+    T, L, NSEG, delay, eps, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
+    MAP: tl.constexpr, SIGNED: tl.constexpr, SOURCE: tl.constexpr, VARLEN: tl.constexpr,
+    MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Mend what one program of a walk that carries its state has written; programs are numbered as the walk's are."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    ROW: tl.constexpr = D * V + D if SOURCE == "segment" else D * V
+    pid = tl.program_id(0)
+    i_h = (pid // NV) % H
+    i_s = pid // (NV * H)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
+    ov = (pid % NV) * BV + tl.arange(0, BV)
+    at = i_s.to(tl.int64) * (H // G) + i_h // G
+    # Any row of what the segment's keys add to the state, or of the final state, has seen all their values.
+    if is_broken(tl.load(sums + at * ROW + ov, mask=ov < V, other=0.0)):
+        if SOURCE == "segment":
+            from_s = starts + at * ROW
+            from_z = from_s + D * V
+        elif SOURCE == "sequence":
+            from_s = starts + at * ROW
+            from_z = z0 + at * D
+        else:
+            from_s = None
+            from_z = None
+        mend(
+            (q, k, v, mask, o, b), from_s, from_z, T, start, start, end, row, first, delay, eps, i_h, ov, H, G,
+            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
+            D, V, BD, BT, MAP, SIGNED, "none" if SOURCE == "none" else "carried",
+            MASKED, DELAYED, FADED, PRECISION, PIN,
+        )  # fmt: skip
+
+
+def mend_launch(walk: Launch, sums: Tensor) -> Launch:
+    """Plan what looks after a walk that carries its state.
+
+    Args:
+        walk: The walk, which does not look.
+        sums: What each segment's keys add to the state, or where sequences are whole, the final ``kv``.
+    """
+    of_walk = ("den", "d_b", "kv0", "kv", "z_out", "states", "CAUSAL", "FINAL", "LOOKS")
+    arguments = {name: x for name, x in walk.arguments.items() if name not in of_walk}
+    starts = walk.arguments["states" if arguments["SOURCE"] == "segment" else "kv0"]
+    # It has neither work for many warps nor a loop worth a pipeline.
+    tile = walk.tile._replace(warps=4, stages=1)
+    arguments |= {"sums": sums, "starts": starts}
+    return Launch("mend_forward", mend_forward_kernel, walk.programs, arguments, tile)

@@ -76,18 +76,22 @@ def key_scan_kernel(
     acc = tl.zeros([BD], tl.float32)
     if INITIAL:
         acc = tl.load(before + bh * D + od, mask=od < D, other=0.0)
-    for c in range(0, N, BN):
+    # Each row of a tile takes in the row before it, so that none sees itself: a NaN less itself is one.
+    for c in range(0, N + 1, BN):
         i = c + on
+        before_i = i - 1
+        there = ((before_i >= 0) & (before_i < N))[:, None] & (od < D)[None, :]
+        inside = (i < N)[:, None] & (od < D)[None, :]
         if REVERSE:
             i = N - 1 - i
-        inside = (c + on < N)[:, None] & (od < D)[None, :]
+            before_i = N - 1 - before_i
         # [BN, BD]
         y = tl.zeros([BN, BD], tl.float32)
         for g in range(G):
-            rows = (bh * G + g) * N + i
-            y += tl.load(x + rows[:, None] * D + od[None, :], mask=inside, other=0.0)
+            rows = (bh * G + g) * N + before_i
+            y += tl.load(x + rows[:, None] * D + od[None, :], mask=there, other=0.0)
         rows = bh * N + i
-        tl.store(out + rows[:, None] * D + od[None, :], acc[None, :] + tl.cumsum(y, 0) - y, mask=inside)
+        tl.store(out + rows[:, None] * D + od[None, :], acc[None, :] + tl.cumsum(y, 0), mask=inside)
         acc += tl.sum(y, 0)
     tl.store(total + bh * D + od, acc, mask=od < D)
 
