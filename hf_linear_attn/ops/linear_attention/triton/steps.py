@@ -106,10 +106,8 @@ def faded(x, left, PRECISION: tl.constexpr):
 @triton.jit
 def whole_z(parts, od, inside, D: tl.constexpr):
     """Return in fp32 the sum of keys of which a scan wrote three parts."""
-    z = tl.zeros(od.shape, tl.float32)
-    for i in tl.static_range(3):
-        z += tl.load(parts + i * D + od, mask=inside, other=0.0).to(tl.float32)
-    return z
+    o3 = tl.arange(0, 4)
+    return tl.sum(load_tile(parts, od[:, None] + o3[None, :] * D, inside, o3 < 3, False).to(tl.float32), 1)
 
 
 @triton.jit
