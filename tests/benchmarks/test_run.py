@@ -436,6 +436,14 @@ def test_uniform_registers_that_nothing_wrote_are_noticed(monkeypatch: pytest.Mo
     assert unwritten(code.format("UR30")) == ["UIADD3 UR4, UP0, UR30, 0x20, URZ"]
 
 
+def test_what_the_kernels_refuse_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    check = load("compile_check")
+    for release, refused in (("3.6.0", {"sm_100"}), ("3.9.0", set())):
+        monkeypatch.setattr(check.triton, "__version__", release)
+        assert {arch for arch in check.PROCESSORS if check.is_refused(arch)} == refused
+
+
 def test_budget_covers_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     check = load("compile_check")
