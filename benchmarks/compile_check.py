@@ -58,7 +58,8 @@ from hf_linear_attn.ops.rotation.triton import turn_launch
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
-from hf_linear_attn.ops.window.triton.kernels import window_backward_launches, window_launches
+from hf_linear_attn.ops.window.triton.backward import window_backward_launches
+from hf_linear_attn.ops.window.triton.forward import window_launches
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 LOOP_SLACK = 1.05

@@ -9,7 +9,7 @@ from hf_linear_attn.ops.prefill import Prefill
 from hf_linear_attn.ops.step import HybridStep
 from hf_linear_attn.ops.triton.plan import Problem, has_tile, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
-from hf_linear_attn.ops.window.triton.kernels import WindowProblem
+from hf_linear_attn.ops.window.triton.problem import WindowProblem
 
 WINDOW, SINKS = 64, 4
 

@@ -32,7 +32,9 @@ from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile
-from hf_linear_attn.ops.window.triton.kernels import BLOCK, window_backward_launches, window_launches
+from hf_linear_attn.ops.window.triton.backward import window_backward_launches
+from hf_linear_attn.ops.window.triton.forward import window_launches
+from hf_linear_attn.ops.window.triton.problem import BLOCK
 
 DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 OF_WINDOW = ("window", "window_dq", "window_dkv")

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target
 from hf_linear_attn.ops.window import OwnKey, window_attention
-from hf_linear_attn.ops.window.triton import kernels as window
-from hf_linear_attn.ops.window.triton import op
+from hf_linear_attn.ops.window.triton import forward, op, problem
+from hf_linear_attn.ops.window.triton.backward import window_backward_launches
+from hf_linear_attn.ops.window.triton.forward import window_launches
+from hf_linear_attn.ops.window.triton.problem import WindowProblem
 
 from .oracle import DEVICE, poison
 
@@ -169,11 +171,17 @@ def check(case: Case, backend: str) -> None:
         assert worst <= 10 * tolerance, f"{case}: a row of {name} off by {worst:.1e}"
 
 
+def let_blocks_hold(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum keys over blocks of so many tokens."""
+    for module in (problem, forward):
+        monkeypatch.setattr(module, "BLOCK", tokens)
+
+
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small problems have several blocks where the interpreter's tiles divide them."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(window, "BLOCK", 16)
+        let_blocks_hold(16, monkeypatch)
 
 
 CORNERS = [
@@ -236,7 +244,7 @@ def test_drawn_problems_in_torch(seed: int) -> None:
 def test_blocks_of_several_tiles(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of keys are those of blocks, however many tiles of queries or of keys a block has."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(window, "BLOCK", 2 * tile if tile == 16 else 64)
+        let_blocks_hold(2 * tile if tile == 16 else 64, monkeypatch)
     check(Case(B=1, T=100, window=21, own=True, sinks=1, masked=True), "triton")
 
 
@@ -387,14 +395,14 @@ def test_a_backend_that_cannot_run_here_is_refused() -> None:
 @pytest.mark.parametrize(("H", "HKV"), [(32, 8), (32, 32)])
 def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor crosses memory once: 3 U + 2 U_kv, and for the sums of keys k once more."""
-    monkeypatch.setattr(window, "BLOCK", 64)
+    let_blocks_hold(64, monkeypatch)
     T, D = 131_072, 128
 
     def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     q, k, v, f = (empty(1, T, heads, D).transpose(1, 2) for heads in (H, HKV, HKV, H))
-    p = window.WindowProblem(
+    p = WindowProblem(
         Target("sm_90", 132),
         *(q, k, v, empty(1, T, dtype=torch.uint8)),
         *(empty(1, HKV, 4, D), empty(1, HKV, 4, D), empty(1, T, 4, dtype=torch.uint8)),
@@ -408,11 +416,11 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
     def traffic(launches: list[Launch]) -> int:
         return sum(x.nbytes for launch in launches for x in (*launch.reads, *launch.writes))
 
-    saved, launches = window.window_launches(p)
+    saved, launches = window_launches(p)
     assert [launch.role for launch in launches] == ["key_sums", "key_scan", "window"]
     # Sums of 64 keys in fp32 are 1/32 of them: written and read by the scan, whose result is written.
     assert traffic(launches) <= 3 * U + 3.1 * U_kv + 2 * saved.lse.nbytes
-    _, backward = window.window_backward_launches(p, saved, torch.empty_like(saved.o))
+    _, backward = window_backward_launches(p, saved, torch.empty_like(saved.o))
     assert [launch.role for launch in backward] == ["delta", "window_dq", "key_scan", "window_dkv"]
     assert traffic(backward) <= 9.1 * U + 6 * U_kv + 8 * saved.lse.nbytes
     for launch in (*launches, *backward):

@@ -37,14 +37,10 @@ from hf_linear_attn.ops.triton.primitives import (
     segment_bounds,
     store_tile,
 )
-from hf_linear_attn.ops.window.triton.kernels import (
-    BLOCK,
-    attend_near,
-    key_scan_kernel,
-    key_sums_kernel,
-    own_score,
-)
+from hf_linear_attn.ops.window.triton.forward import attend_near, own_score
+from hf_linear_attn.ops.window.triton.problem import BLOCK
 from hf_linear_attn.ops.window.triton.sight import first_key
+from hf_linear_attn.ops.window.triton.sums import key_scan_kernel, key_sums_kernel
 
 LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 

@@ -9,16 +9,14 @@ from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
-from hf_linear_attn.ops.window.triton.kernels import (
+from hf_linear_attn.ops.window.triton.backward import (
     WindowBackward,
-    WindowForward,
-    WindowProblem,
     WindowWanted,
-    allocate_window,
     allocate_window_backward,
     window_backward_launches,
-    window_launches,
 )
+from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, window_launches
+from hf_linear_attn.ops.window.triton.problem import WindowProblem
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? codes, Tensor? sink_k, Tensor? sink_v, Tensor? seen, Tensor? f, "

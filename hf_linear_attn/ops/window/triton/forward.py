@@ -1,0 +1,237 @@
+"""Kernels of exact softmax over a window, the sinks, and one more key per query that stands for all the others.
+
+Query t is array index P + t of the keys, of which P come from before the first query. It sees the W keys up to its own
+and its sinks; n more lie further back, and what linear attention makes of them is the value f of a key of its own::
+
+    e_t = log n + scaling q_t.m + bias + weight.q_t            m: the mean of those n keys
+    o_t = (sum_j exp(s_tj) v_j + exp(e_t) f_t) / (sum_j exp(s_tj) + exp(e_t))
+
+A program takes BT queries of one head through the BN-wide tiles of keys in their sight. Tiles begin at multiples of
+BLOCK, so the first ones also hold keys that are out of sight already: their products with q, which the matrix units
+compute anyway, count towards q.m, and all keys before the first tile come as one sum per BLOCK (`key_sums` and
+`key_scan`). In the backward the same pairs carry the gradient of e, and the sums' gradients return to the keys by a
+scan in reverse.
+
+Scores are kept in base 2. Operands have the input's dtype, accumulators are fp32, no sum crosses programs but in a
+fixed order.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_linear_attn.ops.linear_attention.triton.steps import is_broken
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, padded, strides
+from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
+from hf_linear_attn.ops.window.triton.mend import mend_window
+from hf_linear_attn.ops.window.triton.problem import BLOCK, WindowProblem, fp32
+from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, near, sees_sink
+from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
+
+
+@triton.jit
+def attend_near(
+    x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
+    sink_k, sink_v, seen,
+    D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from the queries ``x [BT, BD]`` to the tiles of keys from ``start`` on, and to the sinks.
+
+    Returns:
+        Each row's largest score in base 2, the sums of weights and of weighted values relative to it, and where OWN the
+        sum of products with the keys of these tiles that are out of sight and count.
+    """
+    BT: tl.constexpr = x.shape[0]
+    BN: tl.constexpr = on.shape[0]
+    BV: tl.constexpr = ov.shape[0]
+    base2 = scaling * LOG2E
+    m = tl.full([BT], float("-inf"), tl.float32)
+    mass = tl.zeros([BT], tl.float32)
+    acc = tl.zeros([BT, BV], tl.float32)
+    products = tl.zeros([BT], tl.float32)
+    for j in range(start, P + c + BT, BN):
+        _, code = key_codes(codes, j, on, S, MASKED)
+        # [BN, BD] and [BN, BV]
+        kk = load_operand(k + j * k_t, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
+        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], code != 0, ov < V, EXACT_V, PRECISION)
+        code = code[None, :]
+        distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
+        s = product(x, tl.trans(kk), PRECISION)
+        if OWN:
+            products += tl.sum(tl.where(far(distance, code, W), s, 0.0), 1)
+        s = tl.where(near(distance, code, W), s * base2, float("-inf"))
+        largest = tl.maximum(m, tl.max(s, 1))
+        # Tiles come in which a row sees nothing yet.
+        origin = tl.where(largest == float("-inf"), 0.0, largest)
+        p = tl.exp2(s - origin[:, None])
+        old = tl.exp2(m - origin)
+        mass = mass * old + tl.sum(p, 1)
+        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
+        m = largest
+    if SINKS > 0:
+        os = tl.arange(0, BS)
+        visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
+        # Nothing else is read, since 0 times a NaN is one.
+        seen_here = tl.max(visible.to(tl.int32), 0) != 0
+        # [BS, BD] and [BS, BV]
+        kk = load_operand(
+            sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
+        )
+        vv = load_operand(
+            sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
+        )
+        s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
+        largest = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - largest[:, None])
+        old = tl.exp2(m - largest)
+        mass = mass * old + tl.sum(p, 1)
+        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
+        m = largest
+    return m, mass, acc, products
+
+
+@triton.jit
+def own_score(x, products, n, keys, bias, weight, od, scaling, D: tl.constexpr):
+    """Return the scores of the queries' own keys in base 2, which stand for n keys each; -inf where n is 0."""
+    y = x.to(tl.float32)
+    u = tl.load(weight + od, mask=od < D, other=0.0).to(tl.float32)
+    before = tl.load(keys + od, mask=od < D, other=0.0)
+    some = tl.maximum(n, 1.0)
+    e = (products + tl.sum(y * before[None, :], 1)) * (scaling / some) + tl.log(some)
+    e += tl.load(bias).to(tl.float32) + tl.sum(y * u[None, :], 1)
+    return tl.where(n > 0, e * LOG2E, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
+def window_kernel(
+    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, o, lse, score,
+    T, S, P, W, NB, scaling, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    given = q, k, v, codes, sink_k, sink_v, seen, f, o, lse, score
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(T, BT)
+    i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
+    i_hk = i_h // G
+    c = i_t.to(tl.int64) * BT
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
+    rows = ot < (T - c).to(tl.int32)
+    kv_head = i_b * (H // G) + i_hk
+    row = (i_b * H + i_h) * T + c + ot
+    k += i_b * k_b + i_hk.to(tl.int64) * k_h
+    v += i_b * v_b + i_hk.to(tl.int64) * v_h
+    if MASKED:
+        codes += i_b * c_b
+    # [BT, BD]
+    q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    start = first_key(c, P, W, BLOCK)
+    m, mass, acc, products = attend_near(
+        x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
+        sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, MASKED, OWN, PRECISION,
+    )  # fmt: skip
+    if OWN:
+        n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
+        keys = prefix + (kv_head * NB + start // BLOCK) * D
+        e = own_score(x, products, n, keys, bias + i_h, weight + i_h * D, od, scaling, D)
+        largest = tl.maximum(m, e)
+        w = tl.exp2(e - largest)
+        old = tl.exp2(m - largest)
+        mass = mass * old + w
+        # [BT, BV]
+        f += i_b * f_b + i_h.to(tl.int64) * f_h + c * f_t
+        ff = load_tile(f, ot[:, None] * f_t + ov[None, :], rows, ov < V, EXACT_V)
+        acc = acc * old[:, None] + w[:, None] * ff.to(tl.float32)
+        m = largest
+        tl.store(score + row, e, mask=rows)
+    o += i_b * o_b + i_h.to(tl.int64) * o_h + c * o_t
+    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
+    tl.store(lse + row, m + tl.log2(mass), mask=rows)
+    if is_broken(tl.sum(acc, 1)):
+        # What is read there was written here, by other threads.
+        tl.debug_barrier()
+        mend_window(
+            given, T, S, P, W, scaling, H, G,
+            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (f_b, f_h, f_t), (o_b, o_h, o_t), c_b,
+            D, V, BD, BV, BT, SINKS, BS, MASKED, OWN, PRECISION, PIN,
+        )  # fmt: skip
+
+
+class WindowForward(NamedTuple):
+    """What the forward leaves behind.
+
+    Attributes:
+        o: Outputs ``[B, H, T, V]``.
+        lse: Log-sum-exp of the scores ``[B, H, T]``, fp32, base 2.
+        score: Scores of the queries' own keys ``[B, H, T]``, fp32, base 2; empty where there are none.
+        prefix: Sums of the keys before each beginning of tiles, ``[B, HKV, blocks, D]``, fp32; empty likewise.
+    """
+
+    o: Tensor
+    lse: Tensor
+    score: Tensor
+    prefix: Tensor
+
+
+def allocate_window(p: WindowProblem) -> WindowForward:
+    """Allocate the results of the forward."""
+    (B, H, T, _), HKV, D = p.q.shape, p.k.shape[1], p.k.shape[3]
+    own = p.f is not None
+    return WindowForward(
+        empty_like_tokens(p.q, p.v.shape[3]),
+        fp32(p, B, H, T),
+        fp32(p, B, H, T) if own else fp32(p, 0),
+        fp32(p, B, HKV, p.blocks, D) if own else fp32(p, 0),
+    )
+
+
+def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
+    """Plan the forward.
+
+    Returns:
+        The results, allocated but not computed, and the launches that compute them, in order.
+    """
+    q, k, v = p.q, p.k, p.v
+    (B, H, T, _), (_, HKV, S, D) = q.shape, k.shape
+    out = allocate_window(p)
+    launches = []
+    if p.f is not None and p.blocks > 1:
+        # The last block of keys is before no tile.
+        chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
+        arguments = {
+            **{"k": k, "codes": p.codes, "sums": sums, "S": S, "N": p.blocks, "HKV": HKV},
+            **strides("k", k),
+            **{"c_b": S, "D": D, "BD": padded(D), "BLOCK": BLOCK, "MASKED": p.codes is not None},
+        }
+        launches.append(Launch("key_sums", key_sums_kernel, B * HKV * p.blocks, arguments, chosen, (k,), (sums,)))
+        launches.append(scan_launch(p, sums, p.before, out.prefix, fp32(p, B, HKV, D), reverse=False))
+    elif p.f is not None:
+        out.prefix.zero_() if p.before is None else out.prefix.copy_(p.before[:, :, None])
+    chosen = p.tile("window")
+    arguments = {
+        **p.shared(chosen),
+        **p.of_queries(),
+        **{"bias": p.bias, "prefix": out.prefix, "o": out.o, "lse": out.lse, "score": out.score},
+        "PIN": p.target.arch.startswith("sm_"),
+        **strides("o", out.o),
+    }
+    own: tuple[Tensor, ...] = () if p.f is None else (p.f,)
+    writes = (out.o, out.lse) if p.f is None else (out.o, out.lse, out.score)
+    programs = B * H * -(-T // chosen.tokens)
+    launches.append(Launch("window", window_kernel, programs, arguments, chosen, (q, k, v, *own), writes))
+    return out, launches

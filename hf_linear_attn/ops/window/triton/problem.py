@@ -1,0 +1,101 @@
+"""What a call of the window's kernels is given, in the layout that they read."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.ops.triton.plan import Target, Tile, padded, precision, strides, tile
+
+BLOCK = 64
+"""Tokens per sum of keys; tiles of queries and of keys divide it."""
+
+
+class WindowProblem(NamedTuple):
+    """One call of the op, with inputs in the layout that kernels read.
+
+    Attributes:
+        target: The device.
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, S, D]``: those from before the first query, then its own.
+        v: Values ``[B, HKV, S, V]``.
+        codes: ``[B, S]`` uint8, bit 0 for real keys and bit 1 for those that count once out of sight; None: all do.
+        sink_k: Keys ``[B, HKV, n, D]``, contiguous, or None.
+        sink_v: Values ``[B, HKV, n, V]``.
+        seen: Which query sees which sink, ``[B, T, n]`` uint8, contiguous.
+        f: Values of the queries' own keys ``[B, H, T, V]``, or None: there are no such keys.
+        number: Keys that each stands for ``[B, T]`` int64, contiguous.
+        before: Sum of those that ``k`` does not hold ``[B, HKV, D]`` fp32, contiguous, or None.
+        bias: ``[H]``.
+        weight: ``[H, D]``, contiguous.
+        window: Keys in sight, a query's own included.
+        scaling: Factor on ``q.k``.
+    """
+
+    target: Target
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    codes: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    seen: Tensor | None
+    f: Tensor | None
+    number: Tensor | None
+    before: Tensor | None
+    bias: Tensor | None
+    weight: Tensor | None
+    window: int
+    scaling: float
+
+    @property
+    def past(self) -> int:
+        """Keys from before the first query."""
+        return self.k.shape[2] - self.q.shape[2]
+
+    @property
+    def sinks(self) -> int:
+        """Sinks per row."""
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
+
+    @property
+    def blocks(self) -> int:
+        """Different beginnings of tiles of keys."""
+        last = (self.q.shape[2] - 1) // BLOCK * BLOCK
+        return max(self.past + last - self.window + 1, 0) // BLOCK + 1
+
+    def tile(self, role: str) -> Tile:
+        """Return the tile with which a kernel is launched."""
+        group = self.q.shape[1] // self.k.shape[1]
+        return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3], group)
+
+    def shared(self, chosen: Tile) -> dict[str, Any]:
+        """Return the arguments that all kernels over pairs take."""
+        q, k, v = self.q, self.k, self.v
+        D, V = k.shape[3], v.shape[3]
+        return {
+            **{"q": q, "k": k, "v": v, "codes": self.codes, "number": self.number},
+            **{"T": q.shape[2], "S": k.shape[2], "P": self.past, "W": self.window, "scaling": self.scaling},
+            **strides("q", q),
+            **strides("k", k),
+            **strides("v", v),
+            **{"c_b": k.shape[2], "D": D, "V": V, "BD": padded(D), "BV": padded(V)},
+            **{"BT": chosen.tokens, "BN": chosen.width, "BLOCK": BLOCK},
+            **{"MASKED": self.codes is not None, "OWN": self.f is not None},
+            "PRECISION": precision(self.target, q.dtype, max(D, V)),
+        }
+
+    def of_queries(self) -> dict[str, Any]:
+        """Return the arguments that kernels over queries take besides."""
+        f = self.q if self.f is None else self.f
+        return {
+            **{"sink_k": self.sink_k, "sink_v": self.sink_v, "seen": self.seen, "f": self.f, "weight": self.weight},
+            **{"H": self.q.shape[1], "G": self.q.shape[1] // self.k.shape[1], "NB": self.blocks},
+            **strides("f", f),
+            **{"SINKS": self.sinks, "BS": padded(self.sinks) if self.sinks else 16},
+        }
+
+
+def fp32(p: WindowProblem, *sizes: int) -> Tensor:
+    """Return an empty fp32 tensor on the problem's device."""
+    return torch.empty(sizes, dtype=torch.float32, device=p.q.device)
