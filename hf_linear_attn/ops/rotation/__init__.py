@@ -1,11 +1,11 @@
 """The rotation by which queries and keys know their positions, and how it is undone (RoPE, arXiv:2104.09864)."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.feature_maps.base import is_watched, upcast
 from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
 
 
@@ -140,8 +140,33 @@ class Rotation(NamedTuple):
         cos, sin, width = cos[:, None], sin[:, None], self.turns.shape[-1]
         still = x.shape[-1] - width
         turned = x if not still else x[..., still:] if self.layout.at_end else x[..., :width]
-        a, b = self.layout.pairs_of(upcast(turned))
-        turned = self.layout.whole((a * cos).addcmul(b, sin), (b * cos).addcmul(a, sin, value=-1)).to(x.dtype)
+        if is_watched() or cos.requires_grad or sin.requires_grad:
+            a, b = self.layout.pairs_of(upcast(turned))
+            turned = self.layout.whole((a * cos).addcmul(b, sin), (b * cos).addcmul(a, sin, value=-1)).to(x.dtype)
+        else:
+            turned = _Turn.apply(turned, cos, sin, self.layout)  # type: ignore[no-untyped-call]
         if not still:
             return turned
         return torch.cat([x[..., :still], turned] if self.layout.at_end else [turned, x[..., width:]], -1)
+
+
+class _Turn(torch.autograd.Function):
+    """Turn pairs in few passes over memory, forward and backward; angles have no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+        """Return ``x [B, heads, T, R]``, all of which is turned by ``[B or 1, 1, T, R / 2]``."""
+        ctx.save_for_backward(cos, sin)
+        ctx.layout = layout
+        x, dtype = upcast(x), x.dtype
+        turned = x * layout.whole(cos, cos)
+        (a, b), (to_a, to_b) = layout.pairs_of(x), layout.pairs_of(turned)
+        to_a.addcmul_(b, sin)
+        to_b.addcmul_(a, sin, value=-1)
+        return turned.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        """Turn the gradient the other way, which has a gradient in turn."""
+        cos, sin = ctx.saved_tensors
+        return _Turn.apply(dx, cos, -sin, ctx.layout), None, None, None  # type: ignore[no-untyped-call]

@@ -48,8 +48,8 @@ class OwnKey(NamedTuple):
         keys = upcast(k[:, :, :gone]).masked_fill(~self.counts[:, None, :gone, None], 0)
         keys = running_sum(keys, q.shape[2] - gone, self.before)
         number = self.number.clamp(min=1)[:, None].to(x.dtype)
-        learned = torch.einsum("bhtd,hd->bht", x, self.weight.to(x.dtype)) + self.bias[:, None]
-        return learned + scaling * key_product(q, keys) / number + number.log()
+        learned = (x @ self.weight.to(x.dtype)[..., None])[..., 0] + self.bias[:, None]
+        return torch.addcmul(learned + number.log(), key_product(q, keys), scaling / number)
 
 
 def running_sum(x: Tensor, lag: int, before: Tensor | None) -> Tensor:

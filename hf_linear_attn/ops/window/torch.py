@@ -30,28 +30,29 @@ def window_attention_torch(
 ) -> Tensor:
     """Compute :func:`hf_linear_attn.ops.window.window_attention`; arguments as in its reference."""
     band = Band(q, k, v, window, key_mask, sinks, own is not None)
-    last = None
+    last = value = None
     if own is not None:
         last = band.rows(own[0].masked_fill(~own[1][:, None], torch.finfo(own[0].dtype).min)[..., None])
+        value = own[2]
     with own_precision(q.device):
         attend = _attend if is_watched() else _Attend.apply
-        o, share, *_ = attend(band.q, band.k, band.v, last, band, scaling)
-    o = band.join(o)
-    return o if own is None else torch.addcmul(o, band.join(share), own[2])
+        o: Tensor = attend(band.q, band.k, band.v, last, value, band, scaling)
+    return o
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, band: "Band", scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``o [rows, G C, V]``, the share of the last column ``[rows, G C, 1]``, and all weights.
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, value: Tensor | None, band: "Band", scaling: float
+) -> Tensor:
+    """Return ``o [B, H, T, V]``.
 
-    The scores of the last column are given where there are such.
+    Where given, the scores of the last column are ``last [rows, G C, 1]``, and its values ``value [B, H, T, V]``.
     """
     scores = band.hide(upcast(_scaled_product(q, k.mT, scaling)))
     if last is not None:
         scores = torch.cat([scores[..., :-1], last], -1)
     weights = scores.softmax(-1).to(v.dtype)
-    return torch.bmm(weights, v), weights[..., -1:], weights
+    o = band.join(torch.bmm(weights, v))
+    return o if value is None else torch.addcmul(o, band.join(weights[..., -1:]), value)
 
 
 class _Attend(torch.autograd.Function):
@@ -62,39 +63,45 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, last: Tensor | None, band: "Band", scaling: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        last: Tensor | None,
+        value: Tensor | None,
+        band: "Band",
+        scaling: float,
+    ) -> Tensor:
         scores = upcast(_scaled_product(q, k.mT, scaling))
         scores = band.hide(scores, out=scores)
         if last is not None:
             scores[..., -1:] = last
         weights = scores.softmax(-1).to(v.dtype)
-        return torch.bmm(weights, v), weights[..., -1:].clone(), weights
+        o = band.join(torch.bmm(weights, v))
+        if value is not None:
+            o.addcmul_(band.join(weights[..., -1:]), value)
+        ctx.band, ctx.scaling = band, scaling
+        ctx.save_for_backward(q, k, v, last, value, weights)
+        return o
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, last, ctx.band, ctx.scaling = inputs
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(q, k, v, last, output[2])
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor, dshare: Tensor, _: Tensor) -> tuple[Any, ...]:
-        q, k, v, last, weights = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        q, k, v, last, value, weights = ctx.saved_tensors
+        band, scaling = ctx.band, ctx.scaling
         if torch.is_grad_enabled():
-
-            def plain(*inputs: Any) -> Any:
-                return _attend(*inputs)[:2]
-
-            return second_gradients(ctx, plain, (q, k, v, last, ctx.band, ctx.scaling), do, dshare)
-        dweights = upcast(torch.bmm(do, v.mT))
-        dweights[..., -1:] += dshare
+            return second_gradients(ctx, _attend, (q, k, v, last, value, band, scaling), do)
+        rows = band.rows(do)
+        dweights, dvalue = upcast(torch.bmm(rows, v.mT)), None
+        if value is not None:
+            dvalue = band.join(weights[..., -1:]) * do
+            dweights[..., -1:] += band.rows(torch.linalg.vecdot(upcast(do), upcast(value))[..., None])
         weights_up = upcast(weights)
         dscores = torch._softmax_backward_data(dweights, weights_up, -1, weights_up.dtype)
         dlast = None if last is None else dscores[..., -1:].clone()
         dscores = dscores.to(q.dtype)
         # The row of zeros that stands for the last column has a gradient, too: nobody's.
-        dq, dk = (_scaled_product(x, y, ctx.scaling) for x, y in ((dscores, k), (dscores.mT, q)))
-        return dq, dk, torch.bmm(weights.mT, do), dlast, None, None
+        dq, dk = (_scaled_product(x, y, scaling) for x, y in ((dscores, k), (dscores.mT, q)))
+        return dq, dk, torch.bmm(weights.mT, rows), dlast, dvalue, None, None
 
 
 def _scaled_product(x: Tensor, y: Tensor, scaling: float) -> Tensor:
@@ -145,21 +152,17 @@ class Band:
         lead, self.own = window - 1 - past, own
         first = -min(lead, 0)
         visible = self._visible(window, first, max(lead, 0), past, key_mask).to(q.device)
-        k, v = (self._banded(x[:, :, first:], window, max(lead, 0)) for x in (k, v))
-        of_k, of_v = [k], [v]
+        of_sinks: tuple[Tensor | None, Tensor | None] = (None, None)
         if sinks is not None:
-            for parts, x in zip((of_k, of_v), sinks[:2], strict=True):
-                parts.insert(0, x[:, :, None].expand(-1, -1, self.blocks, -1, -1))
+            of_sinks = sinks[0], sinks[1]
             seen = torch.unflatten(F.pad(sinks[2], (0, 0, 0, self.pad)), 1, (self.blocks, self.block))
             visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
         if own:
-            for parts in (of_k, of_v):
-                parts.append(parts[-1].new_zeros(*parts[-1].shape[:3], 1, parts[-1].shape[4]))
             visible = F.pad(visible, (0, 1), value=True)
-        # All parts are copied at once.
-        k, v = (torch.cat(parts, 3) if len(parts) > 1 else parts[0] for parts in (of_k, of_v))
-        self.k, self.v, self.visible = k.flatten(0, 2), v.flatten(0, 2), visible
-        self.q = self.rows(q)
+        bands = _bands if is_watched() else _Bands.apply
+        size = self.block, self.blocks, window, first, max(lead, 0), self.pad, own
+        self.k, self.v = (bands(x, sink, *size).flatten(0, 2) for x, sink in zip((k, v), of_sinks, strict=True))
+        self.visible, self.q = visible, self.rows(q)
 
     def _block(self, window: int) -> int:
         """Return C: the larger the window, and the fewer heads share keys, the larger."""
@@ -178,12 +181,6 @@ class Band:
         device = key_mask.device
         real = F.pad(key_mask[:, first:], (lead, self.pad)).unfold(1, window - 1 + self.block, self.block)
         return (near.to(device) & real[:, :, None]) | itself.to(device)
-
-    def _banded(self, x: Tensor, window: int, lead: int) -> Tensor:
-        """Cut keys or values into bands that overlap, ``[B, HKV, n, W - 1 + C, D]``."""
-        if lead or self.pad:
-            x = F.pad(x, (0, 0, lead, self.pad))
-        return x.unfold(2, window - 1 + self.block, self.block).mT
 
     def rows(self, x: Tensor) -> Tensor:
         """Cut ``[B, H, T, E]`` into ``[B HKV n, G C, E]``."""
@@ -205,6 +202,58 @@ class Band:
         return torch.minimum(scores.view(shape), limits, out=to).view(scores.shape)
 
     def join(self, x: Tensor) -> Tensor:
-        """Put ``[B HKV n, G C, E]`` back together as ``[B, H, T, E]``."""
-        x = x.view(self.batch, self.kv_heads, self.blocks, -1, self.block, x.shape[-1]).transpose(2, 3)
-        return x.reshape(self.batch, self.heads, -1, x.shape[-1])[:, :, : self.tokens]
+        """Put ``[B HKV n, G C, E]`` back together as ``[B, H, T, E]``, laid out as output projections read it."""
+        x = x.view(self.batch, self.kv_heads, self.blocks, -1, self.block, x.shape[-1]).permute(0, 2, 4, 1, 3, 5)
+        return x.reshape(self.batch, -1, self.heads, x.shape[-1])[:, : self.tokens].transpose(1, 2)
+
+
+def _bands(
+    x: Tensor, sinks: Tensor | None, block: int, blocks: int, window: int, first: int, lead: int, pad: int, own: bool
+) -> Tensor:
+    """Cut keys or values into bands that overlap, ``[B, HKV, n, N + W - 1 + C, D]``, and one row more for an own key.
+
+    Args:
+        x: ``[B, HKV, P + T, D]``.
+        sinks: ``[B, HKV, N, D]``, which stand before each band.
+        block: C.
+        blocks: n.
+        window: W.
+        first: Which of the keys is the first that is seen.
+        lead: Zeros before the first one.
+        pad: Zeros behind the last one.
+        own: Whether a row of zeros follows each band.
+    """
+    x = x[:, :, first:]
+    if lead or pad:
+        x = F.pad(x, (0, 0, lead, pad))
+    parts = [x.unfold(2, window - 1 + block, block).mT]
+    if sinks is not None:
+        parts.insert(0, sinks[:, :, None].expand(-1, -1, blocks, -1, -1))
+    if own:
+        parts.append(x.new_zeros(*x.shape[:2], blocks, 1, x.shape[3]))
+    # All parts are copied at once.
+    return torch.cat(parts, 3)
+
+
+class _Bands(torch.autograd.Function):
+    """:func:`_bands`, the backward of which adds blocks, where PyTorch's own would add rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sinks: Tensor | None, *size: int) -> Tensor:
+        ctx.sinks, ctx.size, ctx.shape = 0 if sinks is None else sinks.shape[2], size, x.shape
+        return _bands(x, sinks, *size)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, dbands: Tensor) -> tuple[Tensor | None, ...]:
+        block, blocks, window, first, lead, *_ = ctx.size
+        width = window - 1 + block
+        over = -(-width // block)
+        dx = dbands.new_zeros(*ctx.shape[:2], first + (blocks + over - 1) * block, ctx.shape[3])
+        to = torch.unflatten(dx[:, :, first:], 2, (-1, block))
+        band = dbands[:, :, :, ctx.sinks : ctx.sinks + width]
+        for n in range(over):
+            part = band[:, :, :, n * block : (n + 1) * block]
+            to[:, :, n : n + blocks, : part.shape[3]] += part
+        start = 0 if first else lead
+        dsinks = dbands[:, :, :, : ctx.sinks].sum(2) if ctx.sinks else None
+        return dx[:, :, start : start + ctx.shape[2]], dsinks, *(None,) * len(ctx.size)
