@@ -90,25 +90,24 @@ class NormPreserving(LearnedMap):
     def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
         batch, kv_heads, group, dim = q.shape
         x, key = self.scaled(q), self.scaled(k)
-        of_q = self.weight_of("weight", "q", x).expand(kv_heads * group, -1, -1)
-        of_k = self.weight_of("weight", "k", x).expand(kv_heads, -1, -1)
-        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).view(kv_heads, group, batch, -1)
-        y_k = torch.bmm(key[:, :, 0].transpose(0, 1), of_k)[:, None]
-        y = torch.cat([y_k.permute(2, 0, 1, 3), y_q.permute(2, 0, 1, 3)], 2)
-        sides: tuple[tuple[Side, int], ...] = (("k", 1), ("q", group))
-        powers = [
-            self.weight_of("power", side, x).expand(kv_heads * heads, 1, 1).view(kv_heads, heads, 1)
-            for side, heads in sides
-        ]
+        of_q, of_k = self.weight_of("weight", "q", x), self.weight_of("weight", "k", x)
+        powers = [self.weight_of("power", "k", x), self.weight_of("power", "q", x)]
+        if len(of_q) == 1:
+            of_q, of_k = of_q.expand(kv_heads * group, -1, -1), of_k.expand(kv_heads, -1, -1)
+            powers = [powers[0].expand(kv_heads, 1, 1), powers[1].expand(kv_heads * group, 1, 1)]
+        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).transpose(0, 1)
+        y_k = torch.bmm(key.reshape(batch, -1, dim).transpose(0, 1), of_k).transpose(0, 1)
+        y = torch.cat([y_k[:, :, None], y_q.view(batch, kv_heads, group, -1)], 2)
+        power = torch.cat([powers[0], powers[1].view(kv_heads, group, 1)], 1)
         constants = _constants if torch.compiler.is_compiling() else _kept_constants
         tiny, factors, offsets = constants(group, math.sqrt(self.scaling), x.dtype, x.device)
         # Of each vector what its power depends on, its length, and minus that.
         lengths = torch.linalg.vector_norm(y, dim=-1, keepdim=True) * factors
-        power = torch.cat(powers, 1) * (lengths[..., :1].tanh() + offsets)
+        power = lengths[..., :1].tanh().add_(offsets).mul_(power)
         # p log y^2 is twice p log |y|.
-        r = torch.xlogy(power, torch.addcmul(tiny, y, y)).softmax(-1).sqrt()
-        bent = r.copysign(y)[..., None, :] * lengths[..., 1:, None]
-        return saturated(bent.relu().flatten(-2), q.dtype)
+        r = torch.xlogy(power, torch.addcmul(tiny, y, y)).softmax(-1).sqrt_()
+        bent = r.copysign_(y)[..., None, :] * lengths[..., 1:, None]
+        return saturated(bent.relu_().flatten(-2), q.dtype)
 
 
 def _directions(head_dim: int, columns: int) -> Tensor:

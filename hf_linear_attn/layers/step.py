@@ -282,7 +282,7 @@ def _full_(
     torch._foreach_copy_(slots, values)
     _count_(seen, None)
     scores = torch.baddbmm(constant(0.0, rows), rows.flatten(0, 1), near_k.flatten(0, 1).mT, beta=0, alpha=scaling)
-    scores = scores.view(*rows.shape[:3], -1).to(wide.dtype)
+    scores = upcast(scores).view(*rows.shape[:3], -1)
     if not layer.mix.takes_slot:
         _put_(scores, 3, old, torch.finfo(wide.dtype).min)
     if keys is not None and keys.ndim == 4:

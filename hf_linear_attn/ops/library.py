@@ -63,11 +63,14 @@ def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
         _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
 
 
+_NOTHING = nullcontext()
+
+
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast changes nothing, whatever casts products around it."""
     # Tensors without storage have no autocast, and to turn off what is off takes time.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)
 
 

@@ -166,6 +166,8 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 def part_of(module: nn.Module) -> LinearAttention | None:
     """Return what is learned in a patched attention module; None where it is not patched."""
     part: Any = getattr(module, "linear_attention", None)
+    if isinstance(part, LinearAttention):
+        return part
     if hasattr(part, "modules_to_save"):
         # PEFT trains a copy of it, kept in a wrapper beside the original.
         active = [] if part.disable_adapters else list(part.active_adapters)
@@ -256,16 +258,18 @@ def linear_attention_forward(
     if scope is not None and scope.looks:
         raise Seen(query, key)
     layer = None if scope is None else scope.next_layer()
-    key_mask, cu_seqlens = padding_of(
-        attention_mask,
-        query.shape[0],
-        query.shape[2],
-        start=0 if layer is None else layer.length,
-        causal=causal,
-        mixed=is_mixed(part),
-        strict=not part.settings.allow_approximate,
-        name=part.name,
-    )
+    key_mask = cu_seqlens = None
+    if attention_mask is not None:
+        key_mask, cu_seqlens = padding_of(
+            attention_mask,
+            query.shape[0],
+            query.shape[2],
+            start=0 if layer is None else layer.length,
+            causal=causal,
+            mixed=is_mixed(part),
+            strict=not part.settings.allow_approximate,
+            name=part.name,
+        )
     if cu_seqlens is None:
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
     tokens = New(query, key, value, key_mask)
@@ -302,7 +306,7 @@ def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
 def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAttentionCacheLayer) -> Tensor:
     """Attend to what a cache layer holds, too, and put the new tokens there."""
     q, k, v, mask = new
-    call = call._replace(state=layer.state, in_place=not layer.record_past)
+    call = call._replace(key_mask=mask, state=layer.state, in_place=not layer.record_past)
     if unread := layer.take_unread():
         # What a rollback has left is read again; nobody asks what it attends to.
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
@@ -314,7 +318,8 @@ def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAtte
         mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask
         turns = {} if call.rotation is None else {"turns": call.rotation.turns.expand(len(q), -1, -1)}
         layer.record(k=k, v=v, mask=mask, **turns)
-    o: Tensor = part(q, k, v, call._replace(key_mask=mask))
+        call = call._replace(key_mask=mask)
+    o: Tensor = part(q, k, v, call)
     return o
 
 

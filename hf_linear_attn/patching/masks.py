@@ -215,7 +215,7 @@ def _pattern(where: str) -> str:
 
 
 def padding_of(
-    attention_mask: Tensor | None,
+    attention_mask: Tensor,
     batch: int,
     tokens: int,
     *,
@@ -232,7 +232,7 @@ def padding_of(
     broadcast a padding mask over queries themselves, ``[B, 1, 1, T]``.
 
     Args:
-        attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, a 4-D mask, or None.
+        attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, or a 4-D mask.
         batch: B.
         tokens: T.
         start: Number of earlier tokens, a tensor where the cache is static.
@@ -247,8 +247,6 @@ def padding_of(
     Raises:
         UnsupportedError: If the mask has another form.
     """
-    if attention_mask is None:
-        return None, None
     if attention_mask.ndim == 4 and mixed:
         visible = attention_mask[:, 0]
         visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2

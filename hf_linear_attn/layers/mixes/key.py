@@ -47,11 +47,12 @@ class Key(Mix):
         else:
             direction = torch.add(learned, last.keys[:, :, None], alpha=last.scaling / number)
             base = bias + math.log(number)
-        own = torch.bmm(q.reshape(-1, 1, q.shape[3]), direction.reshape(-1, q.shape[3], 1)).view(*q.shape[:3], 1)
+        own = torch.bmm(q.reshape(-1, 1, q.shape[3]), direction.view(-1, q.shape[3], 1)).view(*q.shape[:3], 1)
         if last.free is None:
             shares = torch.cat([last.scores, own.add_(base)], -1).softmax(-1)
             return (shares[..., :-1].to(last.v.dtype) @ last.v).addcmul_(shares[..., -1:], o_far)
-        place = last.free
-        torch.add(own, base, out=last.scores.narrow(3, place, 1))
+        at = last.scores.narrow(3, last.free, 1)
+        torch.add(own, base, out=at)
         shares = last.scores.softmax(-1)
-        return (shares.to(last.v.dtype) @ last.v).addcmul_(shares.narrow(3, place, 1), o_far)
+        o = torch.bmm(shares.to(last.v.dtype).flatten(0, 1), last.v.flatten(0, 1)).view(o_far.shape)
+        return o.addcmul_(shares.narrow(3, last.free, 1), o_far)

@@ -111,8 +111,8 @@ class Rotation(NamedTuple):
 
     def divide(self, x: Tensor) -> Tensor:
         """Undo the rotation of ``x``, all entries of which are turned, in few operations; no pair's angle may be 0."""
-        cos, sin = upcast(self.turns).chunk(2, -1)
-        plain = torch.view_as_real(torch.complex(*self.layout.pairs_of(upcast(x))) / torch.complex(cos, sin)[:, None])
+        turns = torch.complex(*upcast(self.turns).chunk(2, -1))
+        plain = torch.view_as_real(torch.complex(*self.layout.pairs_of(upcast(x))).div_(turns[:, None]))
         return (plain.mT if self.layout.pairs == "half" else plain).flatten(-2).to(x.dtype)
 
     def cut(self, start: int, end: int) -> "Rotation":
