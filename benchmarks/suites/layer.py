@@ -4,11 +4,15 @@
 
 A Llama-shaped attention module, hidden size 512, 8 heads of 64, 2 key heads, fp32, with projections and rotation, as a
 model calls it. Softmax is PyTorch's scaled_dot_product_attention. Everything is measured in turn in one process, as
-processor time of one thread, and medians are compared; a step is that of a one-layer model with its cache.
+processor time of one thread, and medians are compared; a step is that of a one-layer model with its cache. What no
+layer can go below stands beside it: "projections" are a module's four projections and its rotation alone, "products"
+the recommended recipe's products of matrices alone, on tensors that are at hand. The last table is taken where the
+allocator keeps what is freed: else the kernel gives large buffers anew, page by page, and projections pay for it.
 """
 
 import argparse
 import copy
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +23,10 @@ import torch
 from harness import facts_line, markdown, provenance, write
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_linear_attn import patch_model
+from hf_linear_attn.ops.linear_attention.torch import CHUNK
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
 RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4, "rotary": "undo"}
@@ -33,6 +39,9 @@ LAYERS: dict[str, dict[str, Any] | None] = {
     "recommended, gate": RECIPE | {"mix": "gate"},
     **{f"recommended, {rule}": RECIPE | {"update_rule": rule} for rule in ("decay", "delta", "gated_delta")},
 }
+FLOOR = ("projections", "products")
+KEPT = ("softmax", "elu", "recommended")
+"""Kinds that are timed again where memory is kept."""
 BOTH = (512, 2048, 16384)
 """Lengths at which forward and backward are timed together."""
 ROWS = (1, 8)
@@ -84,6 +93,60 @@ def module_calls(models: dict[str, LlamaForCausalLM], tokens: int, both: bool) -
     return {name: call(model) for name, model in models.items()}
 
 
+def floor_calls(tokens: int) -> dict[str, Callable[[], object]]:
+    """Return calls of what the forward cannot leave out: :data:`FLOOR`."""
+    model = build(None)
+    attention: Any = model.model.layers[0].self_attn
+    x = torch.randn(1, tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+    cos, sin = model.model.rotary_emb(x, torch.arange(tokens)[None])
+
+    @torch.no_grad()
+    def projections() -> Tensor:
+        q, k, _ = (
+            of(x).view(1, tokens, -1, attention.head_dim).transpose(1, 2)
+            for of in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return attention.o_proj(q.transpose(1, 2).reshape(1, tokens, -1))
+
+    return dict(zip(FLOOR, (projections, _products(tokens)), strict=True))
+
+
+def _products(tokens: int) -> Callable[[], object]:
+    """Return the recommended recipe's products, span by span: of features, the window and the linear branch."""
+    heads, kv_heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+    dim, span, block, chunk = SIZES["hidden_size"] // heads, 512, 32, CHUNK
+    keys = RECIPE["sinks"] + RECIPE["window"] + block
+    group, blocks, chunks = heads // kv_heads, span // block, span // chunk
+    sizes = [
+        (heads, span, dim, dim),
+        (kv_heads, span, dim, dim),
+        (kv_heads * blocks, group * block, dim, keys),
+        (kv_heads * blocks, group * block, keys, dim),
+        (kv_heads * chunks, 2 * dim, chunk, dim + 1),
+        (kv_heads * chunks, group * chunk, 2 * dim, dim + 1),
+        (kv_heads * chunks, group * chunk, 2 * dim, chunk),
+        (kv_heads * chunks, group * chunk, chunk, dim + 1),
+    ]
+    operands = [(torch.rand(b, m, k), torch.rand(b, k, n), torch.empty(b, m, n)) for b, m, k, n in sizes]
+
+    def products() -> None:
+        for _ in range(tokens // span):
+            for x, y, out in operands:
+                torch.bmm(x, y, out=out)
+
+    return products
+
+
+def keep_memory() -> None:
+    """Let the C library's allocator keep all memory that is freed, where it is glibc's."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        # M_MMAP_MAX and M_TRIM_THRESHOLD: no buffer has a mapping of its own, and the heap does not shrink.
+        library.mallopt(-4, 0)
+        library.mallopt(-1, 2**31 - 1)
+
+
 def step_calls(
     models: dict[str, LlamaForCausalLM], context: int, rows: int, steps: int
 ) -> dict[str, Callable[[], object]]:
@@ -111,16 +174,19 @@ def step_calls(
     return {name: call(model) for name, model in models.items()}
 
 
-def time_modules(lengths: Sequence[int], both: bool, repeats: int) -> list[dict[str, Any]]:
-    """Time every kind of module at each length."""
-    models, rows = {name: build(settings) for name, settings in LAYERS.items()}, []
+def time_modules(
+    lengths: Sequence[int], both: bool, repeats: int, kinds: Sequence[str] = tuple(LAYERS)
+) -> list[dict[str, Any]]:
+    """Time kinds of modules at each length, and beside their forward what it cannot leave out."""
+    models, rows = {name: build(LAYERS[name]) for name in kinds}, []
     for tokens in lengths:
         # Softmax's time grows with the square of the length.
         known = {name: model for name, model in models.items() if tokens <= 16384 or name != "softmax"}
-        times = by_turns(module_calls(known, tokens, both), repeats if tokens < 8192 else max(repeats // 3, 2))
+        calls = module_calls(known, tokens, both) | ({} if both else floor_calls(tokens))
+        times = by_turns(calls, repeats if tokens < 8192 else max(repeats // 3, 2))
         row: dict[str, Any] = {"tokens": tokens} | {f"{name}, us": x / tokens * 1e6 for name, x in times.items()}
         if "softmax" in times:
-            row |= {f"{name}, times as fast": times["softmax"] / times[name] for name in times if name != "softmax"}
+            row |= {f"{name}, times as fast": times["softmax"] / times[name] for name in times if name in kinds[1:]}
         print(row, flush=True)
         rows.append(row)
     return rows
@@ -169,7 +235,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts.append(
         " ".join((__doc__ or "").split("\n\n")[-1].split()) + " Times are microseconds of a token or a step.\n"
     )
-    for name in ("forward", "forward and backward", "step"):
+    if "forward" in arguments.only:
+        keep_memory()
+        result["forward, memory kept"] = time_modules(arguments.lengths, False, arguments.repeats, KEPT)
+    for name in ("forward", "forward and backward", "step", "forward, memory kept"):
         if name in result:
             parts += [f"## {name.capitalize()}\n", markdown(result[name])]
     write(arguments.output, result, "\n".join(parts))

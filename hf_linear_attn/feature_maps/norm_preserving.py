@@ -142,7 +142,7 @@ def _bend(y: Tensor, power: Tensor, sharpness: float) -> Tensor:
 class _Bend(torch.autograd.Function):
     """:func:`_bend` in few passes over memory, forward and backward.
 
-    With ``w = |y|^(p - 1)`` it is ``|y| y w / |y w|``, which needs no sign. A power of 2 is the cheapest of all on CPUs.
+    With ``w = |y|^(p - 1)`` it is ``|y| y w / |y w|``, which needs no sign. On CPUs a power of 2 costs least.
     """
 
     @staticmethod
