@@ -249,6 +249,7 @@ class Data:
             stream += [tokenizer.bos_token_id, *encoding.ids, tokenizer.eos_token_id]
         self.stream = np.array(stream, dtype=np.int64)
         self.plain_tokens = range(tokenizer.eos_token_id + 1, len(tokenizer))
+        self.digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
 
     def batch(self, step: int, scale: float) -> Batch:
         """Return the batch of a step."""
@@ -268,7 +269,7 @@ class Data:
             # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
             text = round(rows * (TEXT_SHARE if length == TRAINED_LENGTH else LONG_TEXT_SHARE))
             kinds = ["text"] * text
-            kinds += [rng.choices(("repeat", "pairs", "task"), (0.05, 0.05, 0.25))[0] for _ in range(rows - text)]
+            kinds += [rng.choices(("repeat", "pairs", "task"), (0.05, 0.2, 0.3))[0] for _ in range(rows - text)]
         drawn = [(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds]
         leaps = stage.name != "repeat" and length <= TRAINED_LENGTH
         positions = [self._positions(length, rng if leaps and rng.random() < LEAPING_SHARE else None) for _ in kinds]
@@ -324,17 +325,21 @@ class Data:
         return row, [i > period for i in range(length)]
 
     def _pairs_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
-        """Return keys and values of 1-3 random tokens, then the same pairs asked in random order.
+        """Return keys of 1-3 random tokens and values of 1-5, then the same pairs asked in random order.
 
-        Up to two tokens, the same in all pairs of a row, stand before the key, and up to two before the value.
+        Half of the rows draw values from few tokens, such as the digits: where a token comes twice in a value, the one
+        before does not tell what is next, and two must match, as in pass key 22878. Up to two tokens, the same in all
+        pairs of a row, stand before the key, and up to two before the value.
         """
         before = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
         between = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
-        key_size, value_size = rng.randint(1, 3), rng.randint(1, 3)
+        key_size, value_size = rng.randint(1, 3), rng.randint(1, 5)
+        few = self.digits if rng.random() < 0.5 else rng.sample(self.plain_tokens, rng.randint(4, 16))
+        letters = self.plain_tokens if rng.random() < 0.5 else few
         width = len(before) + key_size + len(between) + value_size
         count = min(rng.randint(2, 16), (length - 1) // (2 * width))
         keys = [tuple(rng.choices(self.plain_tokens, k=key_size)) for _ in range(count)]
-        pairs = {key: tuple(rng.choices(self.plain_tokens, k=value_size)) for key in keys}
+        pairs = {key: tuple(rng.choices(letters, k=value_size)) for key in keys}
         row = [self.tokenizer.bos_token_id]
         for key, value in pairs.items():
             row += [*before, *key, *between, *value]
@@ -524,7 +529,11 @@ def train(args: argparse.Namespace) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     documents = load_documents("train", args)
     if not (run_dir / "tokenizer").exists():
-        train_tokenizer(documents, args.seed, args.vocab_size).save_pretrained(run_dir / "tokenizer.tmp")
+        if args.start_from:
+            chosen = PreTrainedTokenizerFast.from_pretrained(args.start_from)
+        else:
+            chosen = train_tokenizer(documents, args.seed, args.vocab_size)
+        chosen.save_pretrained(run_dir / "tokenizer.tmp")
         (run_dir / "tokenizer.tmp").rename(run_dir / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run_dir / "tokenizer")
     device = torch.device(args.device)
