@@ -88,10 +88,10 @@ WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
 FINAL_LR_SHARE = 0.02
 # Of the rows of a batch; of its tokens, one that holds few long contexts has half.
-TEXT_SHARE, LONG_TEXT_SHARE = 0.7, 0.5
+TEXT_SHARE, LONG_TEXT_SHARE = 0.65, 0.5
 # Of the rows of short batches: those whose positions leap, and how often they leap at most.
 LEAPING_SHARE, MOST_LEAPS = 0.5, 3
-TRAINED_TASKS = {"passkey": 6, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
+TRAINED_TASKS = {"passkey": 8, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
