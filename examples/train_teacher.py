@@ -48,6 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
 from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+from hf_linear_attn.evaluation.tasks.words import NOUNS
 
 logger = logging.getLogger("train_teacher")
 
@@ -94,6 +95,8 @@ LEAPING_SHARE, MOST_LEAPS = 0.5, 3
 TRAINED_TASKS = {"passkey": 8, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
+# Of a sentence with a number, the question for it and its answer, at most.
+NUMBER_TOKENS = 56
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
 ANSWER_WEIGHT = 0.5
 TEXT_SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -264,12 +267,12 @@ class Data:
         if stage.name == "repeat":
             kinds = ["repeat"] * rows
         elif stage.name == "recall":
-            kinds = [rng.choices(("repeat", "pairs", "task"), (0.1, 0.3, 0.6))[0] for _ in range(rows)]
+            kinds = rng.choices(("repeat", "pairs", "task"), (0.1, 0.3, 0.6), k=rows)
         else:
             # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
             text = round(rows * (TEXT_SHARE if length == TRAINED_LENGTH else LONG_TEXT_SHARE))
             kinds = ["text"] * text
-            kinds += [rng.choices(("repeat", "pairs", "task"), (0.05, 0.2, 0.3))[0] for _ in range(rows - text)]
+            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.05, 0.1, 0.15, 0.3), k=rows - text)
         drawn = [(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds]
         leaps = stage.name != "repeat" and length <= TRAINED_LENGTH
         positions = [self._positions(length, rng if leaps and rng.random() < LEAPING_SHARE else None) for _ in kinds]
@@ -350,6 +353,31 @@ class Data:
             key = rng.choice(list(pairs))
             row += [*before, *key, *between, *pairs[key]]
             asked += [False] * (width - value_size) + [True] * value_size
+        return row, asked
+
+    def _numbers_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        """Return named numbers in source text, then the question for each of them.
+
+        Half of the numbers have few digits of their own: a digit that comes twice does not tell what is next.
+        """
+        row, questions = [self.tokenizer.bos_token_id], []
+        said = []
+        for name in rng.sample(["pass", *NOUNS], rng.randint(1, min(16, length // NUMBER_TOKENS))):
+            digits = rng.sample("0123456789", 10 if rng.random() < 0.5 else 3)
+            value = "".join(rng.choices(digits, k=5))
+            said.append(self._ids(f"The {name} key is {value}. Remember it.\n"))
+            questions.append((self._ids(f"What is the {name} key? The {name} key is"), self._ids(f" {value}.\n")))
+        spare = length - 1 - sum(map(len, said)) - sum(len(question) + len(answer) for question, answer in questions)
+        ends = sorted(rng.randint(0, spare) for _ in said)
+        start = rng.randrange(len(self.stream) - length)
+        text = self.stream[start : start + spare].tolist()
+        for sentence, begin, end in zip(said, [0, *ends], ends, strict=False):
+            row += [*text[begin:end], *sentence]
+        row += text[ends[-1] :]
+        asked = [False] * len(row)
+        for question, answer in rng.sample(questions, k=len(questions)):
+            row += [*question, *answer]
+            asked += [False] * len(question) + [True] * len(answer)
         return row, asked
 
     def _task_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:

@@ -210,6 +210,11 @@ def test_rows_mark_as_asked_what_earlier_tokens_determine(killed_and_resumed):
         row, asked = data._pairs_row(256, rng)
         assert len(row) == len(asked) <= 256
         assert any(asked)
+        row, asked = data._numbers_row(256, rng)
+        assert len(row) == len(asked) == 256
+        said = tokenizer.decode(row)
+        answers = tokenizer.decode([token for token, wanted in zip(row, asked, strict=True) if wanted]).split(".\n")
+        assert all(said.count(f" {value.strip()}.") == 2 for value in answers if value)
         row, asked = data._task_row(256, rng)
         assert len(row) == len(asked) <= 256
         assert any(asked)
