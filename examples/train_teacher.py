@@ -5,15 +5,16 @@ long dependencies tells linear attention methods apart. It is trained in three s
 twice or more, which forms induction heads; `recall` asks for the values of keys; `mix` is source text with recall
 tasks and some repetition, down to a low learning rate. Recall mixed into text from scratch is not learned.
 
-    python examples/train_teacher.py                  # about two hours on one core; resumes where it was stopped
+    python examples/train_teacher.py                  # some three hours on one core; resumes where it was stopped
     python examples/train_teacher.py --export-only    # measure the last checkpoint and write it
     python examples/train_teacher.py --steps-scale 0.001 --max-documents 20 --samples 2 --lengths 256 \
         --run-dir runs/smoke --output-dir runs/smoke/teacher    # a smoke run
 
 A teacher of 86M parameters, on a GPU and with the source text of the installed packages as well:
 
-    python examples/train_teacher.py --device cuda --width 768 --layers 12 --heads 12 --kv-heads 6 --vocab-size 8192 \
-        --tokens-scale 8 --workers 8 --text "$(python -c 'import site; print(site.getsitepackages()[0])')" \
+    python examples/train_teacher.py --device cuda --bf16 --width 768 --layers 12 --heads 12 --kv-heads 6 \
+        --vocab-size 8192 --tokens-scale 8 --workers 8 \
+        --text "$(python -c 'import site; print(site.getsitepackages()[0])')" \
         --run-dir runs/teacher-86m --output-dir runs/teacher-86m/teacher
 """
 
@@ -47,12 +48,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
 from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+from hf_linear_attn.evaluation.tasks.words import NOUNS
 
 logger = logging.getLogger("train_teacher")
 
-TRAINED_LENGTH, LONGEST_LENGTH = 512, 2048
+# Tokens of a context in the last stage, and the share of its batches that have so many.
+MIX_LENGTHS = {512: 0.7, 1024: 0.12, 2048: 0.1, 4096: 0.08}
+TRAINED_LENGTH, LONGEST_LENGTH = min(MIX_LENGTHS), max(MIX_LENGTHS)
 LOG_LINES = 100
-LENGTHS, DEPTHS, PAIRS = (256, 512, 1024, 2048), (0, 25, 50, 75, 100), (2, 4, 8, 16)
+LENGTHS, DEPTHS, PAIRS = (256, 512, 1024, 2048, 4096), (0, 25, 50, 75, 100), (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,15 @@ STAGES = (
 WARMUP_STEPS = 50
 EMBEDDING_STD, EMBEDDING_CONSTANT, PREVIOUS_TOKEN_GAIN, PREVIOUS_TOKEN_BANDS = 0.1, 0.4, 2.0, 6
 FINAL_LR_SHARE = 0.02
-TEXT_SHARE = 0.75
-TRAINED_TASKS = {"passkey": 6, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
+# Of the rows of a batch; of its tokens, one that holds few long contexts has half.
+TEXT_SHARE, LONG_TEXT_SHARE = 0.65, 0.5
+# Of the rows of short batches: those whose positions leap, and how often they leap at most.
+LEAPING_SHARE, MOST_LEAPS = 0.5, 3
+TRAINED_TASKS = {"passkey": 8, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
+# Of a sentence with a number, the question for it and its answer, at most.
+NUMBER_TOKENS = 56
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
 ANSWER_WEIGHT = 0.5
 TEXT_SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -150,6 +159,8 @@ def make_model(
     layers: int = 4,
     heads: int = 4,
     kv_heads: int = 2,
+    head_dim: int = 64,
+    rope_theta: float = 500_000.0,
 ) -> LlamaForCausalLM:
     """Make the untrained teacher, with previous-token heads in its first layer.
 
@@ -165,8 +176,9 @@ def make_model(
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=width // heads,
+            head_dim=head_dim,
             max_position_embeddings=8192,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
             tie_word_embeddings=True,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
@@ -190,11 +202,38 @@ def make_model(
     return model
 
 
+@torch.no_grad()
+def start_from(model: LlamaForCausalLM, smaller: LlamaForCausalLM) -> None:
+    """Give a model the weights of one whose heads are narrower, so that it computes the same at the same `rope_theta`.
+
+    The narrow head's rotary frequencies are every `n`-th of the wide head's. What is new of queries and of the output
+    projection is zero, what is new of keys and values is not: the function is kept, and gradients are not zero.
+    """
+    narrow, wide = smaller.config.head_dim, model.config.head_dim
+    if wide % narrow or model.config.hidden_size != smaller.config.hidden_size:
+        raise SystemExit(f"Heads of {wide} cannot begin with heads of {narrow}, or the widths differ.")
+    bands = torch.arange(narrow // 2) * (wide // narrow)
+    turned, plain = torch.cat([bands, bands + wide // 2]), torch.arange(narrow)
+    given = smaller.state_dict()
+    for name, weight in model.state_dict().items():
+        kind = name.split(".")[-2]
+        if kind not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weight.copy_(given[name])
+            continue
+        places = turned if kind in ("q_proj", "k_proj") else plain
+        rows, old = (weight.T, given[name].T) if kind == "o_proj" else (weight, given[name])
+        rows, old = rows.unflatten(0, (-1, wide)), old.unflatten(0, (-1, narrow))
+        if kind in ("q_proj", "o_proj"):
+            rows.zero_()
+        rows[:, places] = old * (math.sqrt(wide / narrow) if kind == "q_proj" else 1.0)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """Token ids `[B, T]` and the weight of each token's loss `[B, T]`; a token of weight 0 is context only."""
+    """Token ids `[B, T]`, their positions, and the weight of each one's loss; a token of weight 0 is context only."""
 
     input_ids: Tensor
+    positions: Tensor
     weights: Tensor
 
 
@@ -213,14 +252,14 @@ class Data:
             stream += [tokenizer.bos_token_id, *encoding.ids, tokenizer.eos_token_id]
         self.stream = np.array(stream, dtype=np.int64)
         self.plain_tokens = range(tokenizer.eos_token_id + 1, len(tokenizer))
+        self.digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
 
     def batch(self, step: int, scale: float) -> Batch:
         """Return the batch of a step."""
         stage, progress = locate(step, scale)
         rng = random.Random(f"{self.seed}/{step}")
         if stage.name == "mix":
-            draw = rng.random()
-            length = TRAINED_LENGTH if draw < 0.85 else 2 * TRAINED_LENGTH if draw < 0.95 else LONGEST_LENGTH
+            length = rng.choices(tuple(MIX_LENGTHS), tuple(MIX_LENGTHS.values()))[0]
         else:
             # Constant at first, for copying must form before contexts grow, then doubling up to the trained length.
             length = min(TRAINED_LENGTH, int(stage.first_length * 2 ** max(0.0, 8 * progress - 3) / 32) * 32)
@@ -228,17 +267,40 @@ class Data:
         if stage.name == "repeat":
             kinds = ["repeat"] * rows
         elif stage.name == "recall":
-            kinds = [rng.choices(("repeat", "pairs", "task"), (0.1, 0.3, 0.6))[0] for _ in range(rows)]
+            kinds = rng.choices(("repeat", "pairs", "task"), (0.1, 0.3, 0.6), k=rows)
         else:
             # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
-            text = round(rows * TEXT_SHARE)
+            text = round(rows * (TEXT_SHARE if length == TRAINED_LENGTH else LONG_TEXT_SHARE))
             kinds = ["text"] * text
-            kinds += [rng.choices(("repeat", "pairs", "task"), (0.05, 0.05, 0.25))[0] for _ in range(rows - text)]
-        return self._collate([(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds], length)
+            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.05, 0.1, 0.15, 0.3), k=rows - text)
+        drawn = [(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds]
+        leaps = stage.name != "repeat" and length <= TRAINED_LENGTH
+        positions = [self._positions(length, rng if leaps and rng.random() < LEAPING_SHARE else None) for _ in kinds]
+        return self._collate(drawn, torch.tensor(positions))
 
-    def _collate(self, rows: Sequence[tuple[bool, list[int], list[bool]]], length: int) -> Batch:
-        ids = torch.full((len(rows), length), self.tokenizer.pad_token_id)
-        weights = torch.zeros(len(rows), length)
+    @staticmethod
+    def _positions(length: int, rng: random.Random | None) -> list[int]:
+        """Return a row's positions, which leap now and then where there is an `rng`.
+
+        A short row that leaps has distances of a long context, and trains the rotation for them at a fraction of what
+        one costs: "PoSE", Zhu et al. 2024, https://arxiv.org/abs/2309.10400.
+        """
+        if rng is None:
+            return list(range(length))
+        # Spans are drawn by their logarithm, so that each doubling is as frequent as the others.
+        spare = round(length * (LONGEST_LENGTH / length) ** rng.random()) - length
+        cuts = sorted(rng.sample(range(1, length), rng.randint(1, MOST_LEAPS)))
+        ends = [*sorted(rng.randint(0, spare) for _ in cuts[1:]), spare]
+        leaps = dict(zip(cuts, ends, strict=True))
+        ahead, positions = 0, []
+        for place in range(length):
+            ahead = leaps.get(place, ahead)
+            positions.append(place + ahead)
+        return positions
+
+    def _collate(self, rows: Sequence[tuple[bool, list[int], list[bool]]], positions: Tensor) -> Batch:
+        ids = torch.full(positions.shape, self.tokenizer.pad_token_id)
+        weights = torch.zeros(positions.shape)
         for i, (_, row, asked) in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row)
             weights[i, : len(row)] = torch.tensor(asked, dtype=torch.float32)
@@ -249,7 +311,7 @@ class Data:
         answer_weight = ANSWER_WEIGHT if bool(is_text.any()) else 1.0
         scale = torch.where(is_text, 1.0 / max(1, int(is_text.sum())), answer_weight / max(1, int((~is_text).sum())))
         weights = weights * scale
-        return Batch(ids, weights)
+        return Batch(ids, positions, weights)
 
     def _text_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
         start = rng.randrange(len(self.stream) - length)
@@ -266,17 +328,21 @@ class Data:
         return row, [i > period for i in range(length)]
 
     def _pairs_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
-        """Return keys and values of 1-3 random tokens, then the same pairs asked in random order.
+        """Return keys of 1-3 random tokens and values of 1-5, then the same pairs asked in random order.
 
-        Up to two tokens, the same in all pairs of a row, stand before the key, and up to two before the value.
+        Half of the rows draw values from few tokens, such as the digits: where a token comes twice in a value, the one
+        before does not tell what is next, and two must match, as in pass key 22878. Up to two tokens, the same in all
+        pairs of a row, stand before the key, and up to two before the value.
         """
         before = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
         between = rng.choices(self.plain_tokens, k=rng.randint(0, 2))
-        key_size, value_size = rng.randint(1, 3), rng.randint(1, 3)
+        key_size, value_size = rng.randint(1, 3), rng.randint(1, 5)
+        few = self.digits if rng.random() < 0.5 else rng.sample(self.plain_tokens, rng.randint(4, 16))
+        letters = self.plain_tokens if rng.random() < 0.5 else few
         width = len(before) + key_size + len(between) + value_size
         count = min(rng.randint(2, 16), (length - 1) // (2 * width))
         keys = [tuple(rng.choices(self.plain_tokens, k=key_size)) for _ in range(count)]
-        pairs = {key: tuple(rng.choices(self.plain_tokens, k=value_size)) for key in keys}
+        pairs = {key: tuple(rng.choices(letters, k=value_size)) for key in keys}
         row = [self.tokenizer.bos_token_id]
         for key, value in pairs.items():
             row += [*before, *key, *between, *value]
@@ -287,6 +353,31 @@ class Data:
             key = rng.choice(list(pairs))
             row += [*before, *key, *between, *pairs[key]]
             asked += [False] * (width - value_size) + [True] * value_size
+        return row, asked
+
+    def _numbers_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+        """Return named numbers in source text, then the question for each of them.
+
+        Half of the numbers have few digits of their own: a digit that comes twice does not tell what is next.
+        """
+        row, questions = [self.tokenizer.bos_token_id], []
+        said = []
+        for name in rng.sample(["pass", *NOUNS], rng.randint(1, min(16, length // NUMBER_TOKENS))):
+            digits = rng.sample("0123456789", 10 if rng.random() < 0.5 else 3)
+            value = "".join(rng.choices(digits, k=5))
+            said.append(self._ids(f"The {name} key is {value}. Remember it.\n"))
+            questions.append((self._ids(f"What is the {name} key? The {name} key is"), self._ids(f" {value}.\n")))
+        spare = length - 1 - sum(map(len, said)) - sum(len(question) + len(answer) for question, answer in questions)
+        ends = sorted(rng.randint(0, spare) for _ in said)
+        start = rng.randrange(len(self.stream) - length)
+        text = self.stream[start : start + spare].tolist()
+        for sentence, begin, end in zip(said, [0, *ends], ends, strict=False):
+            row += [*text[begin:end], *sentence]
+        row += text[ends[-1] :]
+        asked = [False] * len(row)
+        for question, answer in rng.sample(questions, k=len(questions)):
+            row += [*question, *answer]
+            asked += [False] * len(question) + [True] * len(answer)
         return row, asked
 
     def _task_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
@@ -338,23 +429,25 @@ def locate(step: int, scale: float) -> tuple[Stage, float]:
     return STAGES[-1], 1.0
 
 
-def total_steps(scale: float) -> int:
-    """Return the number of steps of all stages."""
-    return sum(max(1, round(stage.steps * scale)) for stage in STAGES)
+def total_steps(scale: float, stages: Sequence[Stage] = STAGES) -> int:
+    """Return the number of steps of all stages, or of some."""
+    return sum(max(1, round(stage.steps * scale)) for stage in stages)
 
 
 def lr_share(step: int, scale: float) -> float:
-    """Return the learning rate as a share of the stage's: a warm-up at the very start, a cosine over the last stage."""
+    """Return the learning rate as a share of the stage's: constant, then a cosine over the last stage."""
     stage, progress = locate(step, scale)
-    warm = min(1.0, (step + 1) / WARMUP_STEPS)
     if stage is not STAGES[-1]:
-        return warm
-    return warm * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return 1.0
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     """Return the weighted sum of next-token losses in nats; the head is applied only where there is a weight."""
-    hidden = model.model(input_ids=batch.input_ids[:, :-1], use_cache=False).last_hidden_state
+    # Without a mask, Transformers takes a leap of positions for the start of a packed document.
+    ids, positions = batch.input_ids[:, :-1], batch.positions[:, :-1]
+    outputs = model.model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
+    hidden = outputs.last_hidden_state
     where = batch.weights[:, 1:] > 0
     losses = F.cross_entropy(model.lm_head(hidden[where]), batch.input_ids[:, 1:][where], reduction="none")
     return (losses * batch.weights[:, 1:][where]).sum()
@@ -453,9 +546,9 @@ def further_documents(folders: Sequence[Path]) -> list[str]:
     return list(found)
 
 
-def size_of(args: argparse.Namespace) -> dict[str, int]:
+def size_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the model's size."""
-    return {"width": args.width, "layers": args.layers, "heads": args.heads, "kv_heads": args.kv_heads}
+    return {name: getattr(args, name) for name in ("width", "layers", "heads", "kv_heads", "head_dim", "rope_theta")}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -464,27 +557,37 @@ def train(args: argparse.Namespace) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     documents = load_documents("train", args)
     if not (run_dir / "tokenizer").exists():
-        train_tokenizer(documents, args.seed, args.vocab_size).save_pretrained(run_dir / "tokenizer.tmp")
+        if args.start_from:
+            chosen = PreTrainedTokenizerFast.from_pretrained(args.start_from)
+        else:
+            chosen = train_tokenizer(documents, args.seed, args.vocab_size)
+        chosen.save_pretrained(run_dir / "tokenizer.tmp")
         (run_dir / "tokenizer.tmp").rename(run_dir / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run_dir / "tokenizer")
     device = torch.device(args.device)
     model = make_model(tokenizer, args.seed, **size_of(args)).to(device)
     optimizers = make_optimizers(model)
-    step, tokens, elapsed_s = 0, 0, 0.0
+    first, tokens, elapsed_s = 0, 0, 0.0
+    if args.start_from:
+        start_from(model, LlamaForCausalLM.from_pretrained(args.start_from, device_map=device))
+        # It copies already, so that only the last stage is left.
+        first = total_steps(args.steps_scale, STAGES[:-1])
+    step = first
     checkpoint = run_dir / "checkpoint.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        step, tokens, elapsed_s = state["step"], state["tokens"], state["elapsed_s"]
+        first, step, tokens, elapsed_s = state["first"], state["step"], state["tokens"], state["elapsed_s"]
         logger.info("resuming at step %d", step)
     data = Data(tokenizer, documents, args.seed, args.tokens_scale)
     model.train()
     started = time.monotonic() - elapsed_s
     saved_at = time.monotonic()
     last = total_steps(args.steps_scale)
-    glances = min(20, args.samples)
+    # At the start of a long context, where a small model fails first.
+    glances, glance = min(20, args.samples), min(2048, max(args.lengths))
 
     log_path = run_dir / "log.jsonl"
     if log_path.exists():
@@ -499,11 +602,11 @@ def train(args: argparse.Namespace) -> None:
     with log_path.open("a") as log, tqdm(total=last, initial=step, unit="step") as bar:
         for drawn in batches:
             stage, _ = locate(step, args.steps_scale)
-            share = lr_share(step, args.steps_scale)
+            share = lr_share(step, args.steps_scale) * min(1.0, (step - first + 1) / WARMUP_STEPS)
             for optimizer, lr in zip(optimizers, (stage.matrix_lr, stage.other_lr), strict=True):
                 optimizer.param_groups[0]["lr"] = lr * share
-            batch = Batch(drawn.input_ids.to(device), drawn.weights.to(device))
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            batch = Batch(drawn.input_ids.to(device), drawn.positions.to(device), drawn.weights.to(device))
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                 loss = weighted_loss(model, batch)
             if not torch.isfinite(loss):
                 raise SystemExit(f"The loss is {loss.item()} at step {step}. Last good checkpoint: {checkpoint}.")
@@ -525,21 +628,22 @@ def train(args: argparse.Namespace) -> None:
                     "lr_share": round(share, 4),
                     "tokens": tokens,
                     "elapsed_s": round(time.monotonic() - started, 1),
-                    "passkey_512": answer_accuracy(model, tokenizer, "passkey", 512, 50, glances, args.seed + 1),
-                    "kv_recall_4_512": answer_accuracy(
-                        model, tokenizer, "kv_recall", 512, 50, glances, args.seed + 1, pairs=4
+                    "passkey": answer_accuracy(model, tokenizer, "passkey", glance, 0, glances, args.seed + 1),
+                    "kv_recall_4": answer_accuracy(
+                        model, tokenizer, "kv_recall", glance, 0, glances, args.seed + 1, pairs=4
                     ),
                 }
                 model.train()
                 log.write(json.dumps(record) + "\n")
                 log.flush()
-                bar.set_postfix(stage=record["stage"], loss=record["loss_nats"], passkey=record["passkey_512"])
+                bar.set_postfix(stage=record["stage"], loss=record["loss_nats"], passkey=record["passkey"])
             if time.monotonic() - saved_at > args.save_every_s or step == last:
                 save_checkpoint(
                     checkpoint,
                     {
                         "model": model.state_dict(),
                         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                        "first": first,
                         "step": step,
                         "tokens": tokens,
                         "elapsed_s": time.monotonic() - started,
@@ -572,6 +676,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
         }
     return {
         "bits_per_byte": heldout_bits_per_byte(model, tokenizer, heldout),
+        "bits_per_byte_longest": heldout_bits_per_byte(model, tokenizer, heldout, LONGEST_LENGTH),
         "bits_per_byte_5gram": NgramModel(train_documents[: len(stdlib)], order=5).bits_per_byte(heldout),
         "heldout_bytes": sum(len(document.encode()) for document in heldout),
         "train_bytes": sum(len(document.encode()) for document in train_documents),
@@ -594,6 +699,7 @@ def table(cells: dict[str, dict[str, float]], corner: str, columns: Sequence[str
 def write_card(path: Path, model: LlamaForCausalLM, record: dict[str, Any]) -> None:
     """Write the model card; every figure in it comes from `record` or from the model's configuration."""
     stages = ", ".join(f"{name} {count:,} steps" for name, count in record["stage_steps"].items())
+    lengths = ", ".join(f"{length:,} ({share:.0%})" for length, share in MIX_LENGTHS.items())
     config = model.config
     path.write_text(
         f"""---
@@ -605,15 +711,18 @@ pipeline_tag: text-generation
 # A small teacher for linear-attention distillation
 
 A softmax Llama of {record["parameters"]:,} parameters: {config.num_hidden_layers} layers, width {config.hidden_size},
-{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads of {config.head_dim}, tied
-embeddings, a byte-level BPE vocabulary of {config.vocab_size} tokens in which every digit is a token. It reads Python
+{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads of {config.head_dim}, a
+rotation of base {record["rope_theta"]:,.0f}, tied embeddings, a byte-level BPE vocabulary of
+{config.vocab_size} tokens in which every digit is a token. It reads Python
 source and answers recall questions. It is there to be distilled and evaluated in minutes on a CPU, and is good for
 nothing else. Written by `examples/train_teacher.py`, figures included.
 
 ## Training
 
 Stages: {stages}; {record["tokens"]:,} tokens in {record["elapsed_s"] / 60:.0f} minutes with {record["device"]}.
-Contexts are {TRAINED_LENGTH} tokens, in one batch of the last stage out of seven up to {LONGEST_LENGTH}.
+Contexts of the last stage, in tokens, and their share of its batches: {lengths}. Of the rows
+of {TRAINED_LENGTH} tokens {LEAPING_SHARE:.0%} leap ahead in their positions, so that their distances reach
+{LONGEST_LENGTH:,}.
 Text: the standard library of Python {record["python"]} without tests and tables{record["further"]},
 {record["train_bytes"]:,} bytes.
 Recall: generated samples of {", ".join(TRAINED_TASKS)}, key-value pairs of random tokens, and repeated random
@@ -626,6 +735,7 @@ segments.
 | model | bits per byte |
 | --- | --- |
 | this one, windows of {TRAINED_LENGTH} tokens | {record["bits_per_byte"]:.3f} |
+| this one, windows of {LONGEST_LENGTH} tokens | {record["bits_per_byte_longest"]:.3f} |
 | byte 5-gram, interpolated Kneser-Ney, the standard library's training files | {record["bits_per_byte_5gram"]:.3f} |
 
 ## Retrieval
@@ -658,7 +768,7 @@ def export(args: argparse.Namespace) -> None:
     model.load_state_dict(state["model"])
     model.to(args.device).eval()
     log = [json.loads(line) for line in (args.run_dir / "log.jsonl").read_text().splitlines()]
-    stage_steps = Counter(locate(step, args.steps_scale)[0].name for step in range(state["step"]))
+    stage_steps = Counter(locate(step, args.steps_scale)[0].name for step in range(state["first"], state["step"]))
     record = {
         "step": state["step"],
         "stage_steps": dict(stage_steps),
@@ -668,6 +778,7 @@ def export(args: argparse.Namespace) -> None:
         "python": platform.python_version(),
         "further": ", and installed packages" if args.text else "",
         "remark": args.remark,
+        "rope_theta": args.rope_theta,
         "parameters": sum(p.numel() for p in model.parameters()),
         **measure(model, tokenizer, args),
     }
@@ -701,10 +812,14 @@ def main() -> None:
     add("--layers", type=int, default=4, help="default %(default)s")
     add("--heads", type=int, default=4, help="query heads; default %(default)s")
     add("--kv-heads", type=int, default=2, help="key/value heads; default %(default)s")
+    add("--head-dim", type=int, default=64, help="of a head; default %(default)s")
+    add("--rope-theta", type=float, default=500_000.0, help="base of the rotation; default %(default)s")
+    add("--start-from", type=Path, help="a teacher like this one, of narrower heads, to train on in the last stage")
     add("--vocab-size", type=int, default=1024, help="default %(default)s")
     add("--tokens-scale", type=int, default=1, help="multiply the tokens of every step; default %(default)s")
     add("--text", type=Path, nargs="+", default=[], help="folders with further source text to train on")
-    add("--device", default="cpu", help="cpu or cuda, where forwards run in bf16; default %(default)s")
+    add("--device", default="cpu", help="cpu or cuda; default %(default)s")
+    add("--bf16", action="store_true", help="forwards in bf16, which a CPU should have instructions for")
     add("--workers", type=int, default=0, help="processes that prepare batches; default %(default)s")
     add("--threads", type=int, default=1, help="CPU threads; default %(default)s")
     add("--log-every", type=int, default=100, help="steps between log lines; default %(default)s")

@@ -99,7 +99,8 @@ def test_larger_teachers_read_further_text_and_take_batches_from_other_processes
     assert train_teacher.further_documents([tmp_path / "text"]) == ["# beta\n" * 50, "alpha = 1\n" * 50]
     monkeypatch.setattr(train_teacher, "load_stdlib_documents", lambda split: ["x = 1\n" * 400])
     monkeypatch.setattr(train_teacher, "export", lambda args: None)
-    size = ["--width", "64", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--vocab-size", "300"]
+    size = ["--width", "64", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32"]
+    size += ["--vocab-size", "300"]
     weights = []
     for workers in ("0", "2"):
         folder = tmp_path / workers
@@ -145,6 +146,59 @@ def test_the_first_layer_attends_to_the_previous_token_before_training(killed_an
     assert previous[1::2].max() < 0.3
 
 
+def test_a_teacher_of_wider_heads_begins_with_what_a_smaller_one_computes(killed_and_resumed):
+    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
+    smaller = train_teacher.make_model(tokenizer, seed=1, head_dim=32)
+    model = train_teacher.make_model(tokenizer, seed=2, head_dim=64)
+    train_teacher.start_from(model, smaller)
+    ids = torch.randint(3, len(tokenizer), (2, 64), generator=torch.Generator().manual_seed(0))
+    expected = smaller(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    model(ids, labels=ids).loss.backward()
+    assert all(weight.grad.any() for weight in model.parameters())
+    new = model.model.layers[0].self_attn.q_proj.weight.grad.unflatten(0, (-1, 64))[:, 1::2]
+    assert new.any(), "what is new of the queries must learn"
+    with pytest.raises(SystemExit, match="Heads of 64 cannot begin with heads of 48"):
+        train_teacher.start_from(model, train_teacher.make_model(tokenizer, seed=1, head_dim=48))
+
+
+def test_a_run_that_starts_from_a_teacher_has_its_tokens_and_the_last_stage_alone(
+    killed_and_resumed, tmp_path, monkeypatch
+):
+    given = killed_and_resumed[0] / "teacher"
+    sizes = ["--start-from", str(given), "--head-dim", "128", "--steps-scale", "0.0002"]
+    folders = ["--run-dir", str(tmp_path), "--output-dir", str(tmp_path / "teacher")]
+    monkeypatch.setattr(sys, "argv", ["train_teacher.py", *folders, *SMALL, *sizes])
+    monkeypatch.setattr(train_teacher, "export", lambda args: None)
+    train_teacher.main()
+    assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").get_vocab() == (
+        AutoTokenizer.from_pretrained(given).get_vocab()
+    )
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in log] == ["mix"]
+
+
+def test_positions_leap_within_the_longest_context_and_each_token_still_sees_all_before_it(killed_and_resumed):
+    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
+    data = train_teacher.Data(tokenizer, ["x = 1\n" * 4000], seed=0)
+    last = train_teacher.total_steps(1.0, train_teacher.STAGES[:-1])
+    batches = [data.batch(step, 1.0) for step in range(last, last + 12)]
+    steps = torch.cat([batch.positions.diff(dim=1).flatten() for batch in batches])
+    ends = torch.stack([row[-1] for batch in batches for row in batch.positions])
+    assert steps.min() == 1
+    assert steps.max() > 256
+    assert train_teacher.LONGEST_LENGTH // 2 < ends.max() < train_teacher.LONGEST_LENGTH
+    assert 0.2 < (ends == train_teacher.TRAINED_LENGTH - 1).float().mean() < 0.8
+    model = train_teacher.make_model(tokenizer, seed=1)
+    ids = torch.randint(3, len(tokenizer), (1, 32), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(16), torch.arange(1000, 1016)])[None]
+    weights = torch.zeros(1, 32).index_fill_(1, torch.tensor([31]), 1.0)
+    other = ids.index_fill(1, torch.tensor([3]), 3)
+    losses = [train_teacher.weighted_loss(model, train_teacher.Batch(x, positions, weights)) for x in (ids, other)]
+    assert losses[0] != losses[1], "a leap must not hide what is before it"
+
+
 def test_rows_mark_as_asked_what_earlier_tokens_determine(killed_and_resumed):
     tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
     data = train_teacher.Data(tokenizer, ["x = 1\n" * 400], seed=0)
@@ -156,6 +210,11 @@ def test_rows_mark_as_asked_what_earlier_tokens_determine(killed_and_resumed):
         row, asked = data._pairs_row(256, rng)
         assert len(row) == len(asked) <= 256
         assert any(asked)
+        row, asked = data._numbers_row(256, rng)
+        assert len(row) == len(asked) == 256
+        said = tokenizer.decode(row)
+        answers = tokenizer.decode([token for token, wanted in zip(row, asked, strict=True) if wanted]).split(".\n")
+        assert all(said.count(f" {value.strip()}.") == 2 for value in answers if value)
         row, asked = data._task_row(256, rng)
         assert len(row) == len(asked) <= 256
         assert any(asked)
