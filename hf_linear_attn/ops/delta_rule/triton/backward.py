@@ -309,13 +309,9 @@ def dk_kernel(
     scale = tl.full([BT], 1.0, tl.float32)
     if NORM:
         scale = tl.load(r + at + c + ot, mask=rows, other=0.0)
-    acc = tl.zeros([BT, BD], tl.float32)
     joint = tl.zeros([BT, BT], tl.float32)
     turned = tl.zeros([BT, BT], tl.float32)
     d_weight = tl.zeros([BT], tl.float32)
-    of_past = tl.zeros([BT], tl.float32)
-    of_future = tl.zeros([BT], tl.float32)
-    of_state = 0.0
     for d in range(0, V, BV):
         ov = d + tl.arange(0, BV)
         o_n = ot[:, None] * V + ov[None, :]
@@ -329,30 +325,41 @@ def dk_kernel(
         joint = dot(y, tl.trans(e), joint, PRECISION)
         # Its transpose is a product of its own, since a product is never transposed, see benchmarks/compile_check.py.
         turned = dot(e, tl.trans(y), turned, PRECISION)
-        # [BD, BV]
-        s = load_operand(states, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
-        t = load_operand(ends, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
-        # [BT, BD], one after the other: accumulators of both would not fit into the tensor memory of sm_100.
-        y = -y.to(tl.float32) * fading[:, None]
-        share = product(operand(y, s.dtype, PRECISION), tl.trans(s), PRECISION)
-        acc += share
-        if GATED:
-            of_past += tl.sum(share * x.to(tl.float32), 1)
-            of_state += tl.sum(s.to(tl.float32) * t.to(tl.float32))
-        y = e.to(tl.float32) * (weight * after)[:, None]
-        share = product(operand(y, t.dtype, PRECISION), tl.trans(t), PRECISION)
-        acc += share
-        if GATED:
-            of_future += tl.sum(share * x.to(tl.float32), 1)
     within = decay_between(sums, sums, below, GATED)
     kk = product(x, tl.trans(x), PRECISION) * scale[:, None] * scale[None, :] * within
     d_weight -= tl.sum(kk * joint, 0)
     joint = -joint * weight[None, :]
     of_pairs = tl.sum(kk * joint, 1) - tl.sum(kk * joint, 0)
     joint = joint * within * scale[None, :]
-    acc = dot(operand(joint, x.dtype, PRECISION), x, acc, PRECISION)
+    acc = product(operand(joint, x.dtype, PRECISION), x, PRECISION)
     turned = turned * decay_since(sums, ot[:, None] < ot[None, :], GATED) * -weight[:, None] * scale[None, :]
     acc = dot(operand(turned, x.dtype, PRECISION), x, acc, PRECISION)
+    of_past = tl.zeros([BT], tl.float32)
+    of_future = tl.zeros([BT], tl.float32)
+    of_state = 0.0
+    # Values once more: registers do not hold what pairs and what states give at once.
+    for d in range(0, V, BV):
+        ov = d + tl.arange(0, BV)
+        o_n = ot[:, None] * V + ov[None, :]
+        # [BT, BV]
+        y = load_operand(dn, o_n, rows, ov < V, EXACT_V, PRECISION).to(tl.float32)
+        y = product(tl.trans(z), operand(y * weight[:, None], z.dtype, PRECISION), PRECISION)
+        y = -operand(y, x.dtype, PRECISION).to(tl.float32) * fading[:, None]
+        # [BD, BV]
+        s = load_operand(states, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
+        t = load_operand(ends, od[:, None] * V + ov[None, :], od < F, ov < V, EXACT_V, PRECISION)
+        # [BT, BD], one after the other: accumulators of both would not fit into the tensor memory of sm_100.
+        share = product(operand(y, s.dtype, PRECISION), tl.trans(s), PRECISION)
+        acc += share
+        if GATED:
+            of_past += tl.sum(share * x.to(tl.float32), 1)
+            of_state += tl.sum(s.to(tl.float32) * t.to(tl.float32))
+        e = load_operand(u, o_n, rows, ov < V, EXACT_V, PRECISION)
+        y = e.to(tl.float32) * (weight * after)[:, None]
+        share = product(operand(y, t.dtype, PRECISION), tl.trans(t), PRECISION)
+        acc += share
+        if GATED:
+            of_future += tl.sum(share * x.to(tl.float32), 1)
     decay = tl.zeros([BT], tl.float32)
     for g in range(G):
         i_h = h * G + g
