@@ -125,16 +125,24 @@ def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, offsets, rows, columns, EXACT: tl.constexpr):
-    """Load a tile with zeros outside; ``EXACT`` says that every column is inside, which saves instructions.
+def opaque(x, PIN: tl.constexpr):
+    """Return numbers of fp32 as they are, so that the compiler does not move what comes after ahead of this."""
+    if PIN:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
+def load_tile(pointer, offsets, rows, columns, EXACT: tl.constexpr, OUTSIDE: tl.constexpr = 0.0):
+    """Load a tile, zeros outside if not told; ``EXACT``: every column is inside, which saves instructions.
 
     Sums over tokens and their reciprocals leave fp16's range, so fp16 is widened here and multiplied as tf32, which has
     the same mantissa and fp32's exponent: memory traffic is that of fp16, and nothing over- or underflows.
     """
     if EXACT:
-        x = tl.load(pointer + offsets, mask=rows[:, None], other=0.0)
+        x = tl.load(pointer + offsets, mask=rows[:, None], other=OUTSIDE)
     else:
-        x = tl.load(pointer + offsets, mask=rows[:, None] & columns[None, :], other=0.0)
+        x = tl.load(pointer + offsets, mask=rows[:, None] & columns[None, :], other=OUTSIDE)
     if x.dtype == tl.float16:
         x = x.to(tl.float32)
     return x
@@ -207,13 +215,23 @@ def load_features(
     pointer, offsets, rows, columns,
     EXACT: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile's features with zeros outside, whatever stands there: ``phi(0)`` need not be 0."""
-    x = load_tile(pointer, offsets, rows, columns, EXACT)
-    y = phi(x, MAP)
+    """Load a tile's features with zeros outside, whatever stands there.
+
+    ``phi(0)`` need not be 0 but ``phi(-inf)`` is, so that nothing needs to be selected; on AMD loads give zeros for
+    less than that.
+    """
     if MAP == "elu" or MAP == "exp" or MAP == "sigmoid":
-        y = tl.where(rows[:, None], y, 0.0)
-        if not EXACT:
-            y = tl.where(columns[None, :], y, 0.0)
+        if PIN or INTERPRETED:
+            x = load_tile(pointer, offsets, rows, columns, EXACT, float("-inf"))
+            y = phi(x, MAP)
+        else:
+            x = load_tile(pointer, offsets, rows, columns, EXACT)
+            y = tl.where(rows[:, None], phi(x, MAP), 0.0)
+            if not EXACT:
+                y = tl.where(columns[None, :], y, 0.0)
+    else:
+        x = load_tile(pointer, offsets, rows, columns, EXACT)
+        y = phi(x, MAP)
     return rounded(y, x.dtype, PRECISION, PIN)
 
 

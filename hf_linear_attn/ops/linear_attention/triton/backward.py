@@ -33,6 +33,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     faded,
     fold,
+    in_parts,
     kept_by_chunk,
     read,
     sums_since,
@@ -43,6 +44,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
+    INTERPRETED,
     derivative,
     key_rows,
     load_features,
@@ -97,6 +99,10 @@ def reverse_state_kernel(
     ot = tl.arange(0, BT)
     r = tl.zeros([BD, BV], tl.float32)
     rz = tl.zeros([BD], tl.float32)
+    # On AMD the parts take longer than they save.
+    BY_PRODUCT: tl.constexpr = q.dtype.element_ty == tl.bfloat16 and (PIN or INTERPRETED)
+    if BY_PRODUCT:
+        drawn = tl.zeros([BD, 16], tl.float32)
     if FADED:
         b += (row * HKV + i_hk) * 2 * T
     for g in range(G):
@@ -122,7 +128,12 @@ def reverse_state_kernel(
             if i_d == 0:
                 tl.store(delta + offset + c + ot, dl, mask=rows)
             r = fold(fq, dd, r, PRECISION)
-            rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+            if BY_PRODUCT:
+                drawn = fold(fq, in_parts(dl, fq.dtype), drawn, PRECISION)
+            else:
+                rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+    if BY_PRODUCT:
+        rz = -tl.sum(drawn, 1)
     states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
     tl.store(states + od[:, None] * V + ov[None, :], r, mask=(od < D)[:, None] & (ov < V)[None, :])
     tl.store(states + D * V + od, rz, mask=od < D)
@@ -201,12 +212,12 @@ def dq_kernel(
             if FADED:
                 since = sums_since(b, T, c, start, c, end, ot)
                 acc *= tl.exp2(since)[:, None]
-                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, since, since, FADED)
+                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, since, since, FADED, LAST=True)
                 kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
                 s = fold(vv, faded(fk, kept, PRECISION), s * left, PRECISION)
                 z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
             else:
-                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION)
+                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, APART=BV > 64 and BT > 32, LAST=True)
                 s = fold(vv, fk, s, PRECISION)
                 z += tl.sum(fk.to(tl.float32), 0)
         # [BT, BD]
@@ -304,11 +315,11 @@ def dk_kernel(
                 )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
                 if FADED:
-                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, -since, -since, FADED)
+                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, -since, -since, FADED, LAST=True)
                     r = fold(dd, faded(fq, left, PRECISION), r, PRECISION)
                     rz -= tl.sum(fq.to(tl.float32) * (dl * left)[:, None], 0)
                 else:
-                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION)
+                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, LAST=True)
                     r = fold(dd, fq, r, PRECISION)
                     rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
         # [BT, BD]
@@ -400,10 +411,10 @@ def dv_kernel(
                     do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
                 )
                 if FADED:
-                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, -since, -since, FADED)
+                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, PIN, -since, -since, FADED)
                     r = fold(fq, faded(dd, left, PRECISION), r, PRECISION)
                 else:
-                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION)
+                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, PIN)
                     r = fold(fq, dd, r, PRECISION)
         if MASKED:
             acc = tl.where(counts[:, None], acc, 0.0)
@@ -474,9 +485,9 @@ def stored_dq_kernel(
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
         if FADED:
             before = sums_since(b, T, c, start, j, end, on)
-            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, since, before, FADED)
+            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, since, before, FADED, LAST=True)
         else:
-            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION)
+            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, LAST=True)
     # [BT, BD]
     x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
     w = 1.0 / tl.load(den + ot, mask=rows, other=1.0)
@@ -570,10 +581,13 @@ def stored_dkv_kernel(
             if FADED:
                 after = -sums_since(b, T, j, start, c, end, on)
             if OF_V:
-                acc_v, _p = attend(fk, fq, dd, 0.0, visible, acc_v, PRECISION, -since, after, FADED)
+                acc_v, _p = attend(
+                    fk, fq, dd, 0.0, visible, acc_v, PRECISION, PIN, -since, after, FADED,
+                    LAST=OF_K and MAP != "identity",
+                )  # fmt: skip
             if OF_K:
                 dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
-                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, -since, after, FADED)
+                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, -since, after, FADED, LAST=True)
     if OF_K:
         # [BT, BD]
         x = load_tile(k, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)

@@ -28,8 +28,10 @@ from hf_linear_attn.ops.linear_attention.triton.mend import can_look, mend, mend
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
+    counted_in,
     faded,
     fold,
+    fresh,
     guarded,
     is_broken,
     kept_by_chunk,
@@ -38,7 +40,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     sums_until,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
 from hf_linear_attn.ops.triton.primitives import (
     exact,
     key_rows,
@@ -89,6 +91,9 @@ def segment_state_kernel(
             mask -= delay
     s = tl.zeros([BD, BV], tl.float32)
     z = tl.zeros([BD], tl.float32)
+    BY_PRODUCT: tl.constexpr = k.dtype.element_ty == tl.bfloat16 and not FADED
+    if BY_PRODUCT:
+        counted = tl.zeros([BD, 16], tl.float32)
     for c in range(start, end, BT):
         _, counts = key_rows(mask, c, rows_before(end, c, ot), ot, first, delay, MASKED, DELAYED)
         # [BT, BD]
@@ -103,7 +108,12 @@ def segment_state_kernel(
             z += tl.sum(fk.to(tl.float32) * kept[:, None], 0)
         else:
             s = fold(fk, vv, s, PRECISION)
-            z += tl.sum(fk.to(tl.float32), 0)
+            if BY_PRODUCT:
+                counted = counted_in(fk, counted, PRECISION)
+            else:
+                z += tl.sum(fk.to(tl.float32), 0)
+    if BY_PRODUCT:
+        z = tl.max(counted, 1)
     states += (i_s.to(tl.int64) * HKV + i_h) * (D * V + D)
     tl.store(states + od[:, None] * V + ov[None, :], s, mask=(od < D)[:, None] & (ov < V)[None, :])
     if i_v == 0:
@@ -195,7 +205,7 @@ def forward_kernel(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
     VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, LOOKS: tl.constexpr,
-    PRECISION: tl.constexpr, PIN: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one query head and write its outputs and normalisers."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -239,6 +249,9 @@ def forward_kernel(
     else:
         s = tl.zeros([BD, BV], tl.float32)
         z = tl.zeros([BD], tl.float32)
+    BY_PRODUCT: tl.constexpr = APART and CAUSAL and k.dtype.element_ty == tl.bfloat16 and not FADED
+    if BY_PRODUCT:
+        counted = z[:, None] + tl.zeros([BD, 16], tl.float32)
     causal = ot[:, None] >= ot[None, :]
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
@@ -254,27 +267,34 @@ def forward_kernel(
         x = load_tile(q + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
         fq = rounded(phi(x, MAP), x.dtype, PRECISION, PIN)
         acc = read(fq, s, PRECISION)
+        if BY_PRODUCT:
+            z = tl.max(counted, 1)
         total = tl.sum(fq.to(tl.float32) * z[None, :], 1)
         if FADED:
             since = sums_since(b, T, c, start, c, end, ot)
             left = tl.exp2(since)
             acc *= left[:, None]
             total *= left
-            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, since, since, FADED)
+            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, PIN, since, since, FADED)
             total += tl.sum(p, 1)
             kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
             s = fold(fk, faded(vv, kept, PRECISION), s * left, PRECISION)
             z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
         elif CAUSAL:
-            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION)
+            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, PIN, APART=APART and BD > 64)
             total += tl.sum(p, 1)
             s = fold(fk, vv, s, PRECISION)
-            z += tl.sum(fk.to(tl.float32), 0)
+            if BY_PRODUCT:
+                counted = counted_in(fk, counted, PRECISION)
+            else:
+                z += tl.sum(fk.to(tl.float32), 0)
         total = guarded(total, eps, SIGNED)
         acc = acc * (1.0 / total)[:, None]
         store_tile(o + c * o_t, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
         if i_v == 0:
             tl.store(den + c + ot, total, mask=rows)
+    if BY_PRODUCT:
+        z = tl.max(counted, 1)
     if FINAL:  # noqa: SIM102 - known when compiling; the other is not
         if i_h % G == 0:
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
@@ -296,7 +316,7 @@ def forward_kernel(
                 from_s = None
                 from_z = None
             mend(
-                given, from_s, from_z, T, start, start, end, row, first, delay, eps, i_h, ov, H, G,
+                given, from_s, from_z, T, start, start, end, row, first, delay, eps, i_h, ov + fresh(PIN), H, G,
                 (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
                 D, V, BD, BT, MAP, SIGNED, "none" if SOURCE == "none" else "carried",
                 MASKED, DELAYED, FADED, PRECISION, PIN,
@@ -371,9 +391,9 @@ def stored_forward_kernel(
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
         if FADED:
             before = sums_since(b, T, c, start, j, end, on)
-            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, since, before, FADED)
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, since, before, FADED)
         else:
-            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION)
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN)
         total += tl.sum(p, 1)
     total = guarded(total, eps, SIGNED)
     acc = acc * (1.0 / total)[:, None]
@@ -499,6 +519,12 @@ def state_launch(p: Problem, segments: Segments, fades: Fades = NOTHING) -> Laun
     return Launch("state", segment_state_kernel, programs, arguments, chosen, (k, v))
 
 
+def takes_apart(p: Problem, chosen: Tile) -> bool:
+    """Tell whether a walk has registers for products of its own: of keys with 1, and of queries with the state."""
+    narrow = p.target.arch == "sm_80" and p.k.shape[3] > 64 and p.v.shape[3] <= 64
+    return chosen.tokens > 16 and not narrow
+
+
 def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     """Plan the forward.
 
@@ -553,6 +579,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
         **{"BV": chosen.width, "BT": chosen.tokens, "CAUSAL": p.causal},
         **{"SOURCE": source, "FINAL": p.causal and not segments.split, "LOOKS": can_look(p)},
+        "APART": takes_apart(p, chosen),
     }
     programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
     walked = Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))

@@ -210,7 +210,7 @@ def mend_launch(walk: Launch, sums: Tensor) -> Launch:
         walk: The walk, which does not look.
         sums: What each segment's keys add to the state, or where sequences are whole, the final ``kv``.
     """
-    of_walk = ("den", "d_b", "kv0", "kv", "z_out", "states", "CAUSAL", "FINAL", "LOOKS")
+    of_walk = ("den", "d_b", "kv0", "kv", "z_out", "states", "CAUSAL", "FINAL", "LOOKS", "APART")
     arguments = {name: x for name, x in walk.arguments.items() if name not in of_walk}
     starts = walk.arguments["states" if arguments["SOURCE"] == "segment" else "kv0"]
     # It has neither work for many warps nor a loop worth a pipeline.

@@ -12,23 +12,54 @@ from a tile's own beginning or end, so that no digits are lost in what a long se
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.triton.primitives import dot, load_tile, operand, phi, product, rounded
+from hf_linear_attn.ops.triton.primitives import dot, load_tile, opaque, operand, phi, product, rounded
 
 
 @triton.jit
-def attend(a, b, c, less, visible, acc, PRECISION: tl.constexpr, later=0.0, earlier=0.0, FADED: tl.constexpr = False):
-    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded by ``later - earlier``."""
+def attend(
+    a, b, c, less, visible, acc,
+    PRECISION: tl.constexpr, PIN: tl.constexpr, later=0.0, earlier=0.0,
+    FADED: tl.constexpr = False, APART: tl.constexpr = False, LAST: tl.constexpr = False,
+):  # fmt: skip
+    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded by ``later - earlier``.
+
+    ``APART`` says that acc comes from a product of its own and its sum with this one is taken last: where eight warps
+    share out a chunk, acc is else held by four of them twice, in registers that a carried state needs.
+    """
     p = product(a, tl.trans(b), PRECISION) - less
     if FADED:
         p *= tl.exp2(tl.minimum(later[:, None] - earlier[None, :], 0.0))
     p = tl.where(visible, p, 0.0)
-    return dot(operand(p, c.dtype, PRECISION), c, acc, PRECISION), p
+    if LAST:
+        p = opaque(p, PIN)
+    if APART:
+        return acc + opaque(product(operand(p, c.dtype, PRECISION), c, PRECISION), PIN), p
+    else:
+        return dot(operand(p, c.dtype, PRECISION), c, acc, PRECISION), p
 
 
 @triton.jit
 def fold(b, c, state, PRECISION: tl.constexpr):
     """Return ``state + b^T c``."""
     return dot(tl.trans(b), c, state, PRECISION)
+
+
+@triton.jit
+def counted_in(b, count, PRECISION: tl.constexpr):
+    """Return ``count + b^T 1`` of a count of 16 equal columns: so narrow a product costs less than sums of fp32."""
+    return dot(tl.trans(b), tl.full([b.shape[0], 16], 1.0, b.dtype), count, PRECISION)
+
+
+@triton.jit
+def in_parts(x, dtype: tl.constexpr):
+    """Return numbers of fp32 as three of bf16 whose sum they are, the first columns of 16."""
+    high = x.to(dtype)
+    x -= high.to(tl.float32)
+    middle = x.to(dtype)
+    x -= middle.to(tl.float32)
+    o = tl.arange(0, 16)[None, :]
+    rest = tl.where(o == 2, x.to(dtype)[:, None], 0.0)
+    return tl.where(o == 0, high[:, None], tl.where(o == 1, middle[:, None], rest)).to(dtype)
 
 
 @triton.jit
