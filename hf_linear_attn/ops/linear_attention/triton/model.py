@@ -1,8 +1,10 @@
 """How long a plan would take, counted in clocks and bytes, and the cut into segments that takes the least.
 
-A walk is bound by the slots in which a processor issues instructions or by memory, whichever takes longer; see
-docs/results/predicted.md for what that gives. The figures here are few and rough: they are to tell a good cut
-from a bad one, and compiled instruction counts lie within a factor of 1.7 of them (tested).
+A walk is bound by its instructions or by memory, whichever takes longer. Programs here have all the registers that a
+processor gives out to eight warps, which are too few to fill its issue slots: a warp waits for memory, for products and
+for its own last result before it goes on. See docs/results/predicted.md for what that gives. The figures here are few
+and rough: they are to tell a good cut from a bad one. Compiled instruction counts lie within a factor of 1.7 of them,
+and times that were measured on an H100 within one of 1.4 (both tested).
 """
 
 from collections.abc import Callable, Iterator
@@ -31,26 +33,40 @@ PROCESSORS = {
     "sm_80": Processor(1410, 1.9e6, 40e6, 1.6),
     "sm_86": Processor(1695, 0.9e6, 6e6, 1.6),
     "sm_89": Processor(2520, 0.95e6, 72e6, 1.6),
-    "sm_90": Processor(1755, 4.0e6, 50e6, 1.0),
+    "sm_90": Processor(1755, 2.9e6, 50e6, 1.0),
     "gfx942": Processor(2100, 4.0e6, 256e6, 1.6),
     "interpreter": Processor(1000, 1e6, 1e6, 1.0),
 }
-"""By architecture: boost clocks, and about nine tenths of what the data sheet of its largest part says of memory."""
+"""By architecture: boost clocks, and about nine tenths of what the data sheet of its largest part says of memory; of
+sm_90, what a copy moved on an H100."""
 
 CACHED = 3.0
 """How many times as fast the cache is as memory."""
 
-CARRIED = 0.075
-"""Clocks per number that a walk with its state in registers touches."""
-
-STORED = 0.045
-"""The same where states are read, in tiles twice as large."""
+CLOCKS = {
+    **{"state": 0.04, "reverse_state": 0.054},
+    **{"forward": 0.073, "dq": 0.055, "dk": 0.085, "dv": 0.071},
+    **{"stored_forward": 0.045, "stored_dq": 0.039, "stored_dk": 0.055, "stored_dv": 0.052, "stored_dkv": 0.05},
+}
+"""Clocks for issue per number that a kernel touches, on Hopper: fitted to compiled instruction counts."""
 
 IDENTITY = 0.6
 """Share of them that is left where q and k are features already."""
 
 ROUND = 1400
 """Clocks until memory answers."""
+
+HELD_WARPS = 8
+"""Warps that a processor holds of these kernels, for their registers."""
+
+GAP = 10.0
+"""Clocks from one instruction of a warp to its next, its waits for memory among them.
+
+Fitted to what further tokens took on an H100 with eight key heads of 128; those with 32 key heads test it.
+"""
+
+SCHEDULERS = 4
+"""Instructions that a processor issues per clock, of as many warps."""
 
 START_US = 1.5
 """Microseconds until a launch has replaced the one before."""
@@ -65,7 +81,8 @@ class Work(NamedTuple):
     Attributes:
         role: Name of the kernel.
         programs: Size of its grid.
-        clocks: That one program issues for, on Hopper.
+        clocks: That one program issues for, on Hopper, were there no gaps.
+        warps: Of a program.
         moved: Bytes of tensors, which cross memory.
         states: Bytes of states, which the next launch reads: they stay in the cache if half of it holds them.
         waits: Clocks that every program waits for memory, however few there are.
@@ -74,6 +91,7 @@ class Work(NamedTuple):
     role: str
     programs: int
     clocks: float
+    warps: int
     moved: float
     states: float = 0.0
     waits: float = 0.0
@@ -96,8 +114,11 @@ def microseconds(target: Target, works: list[Work]) -> float:
     kind = PROCESSORS[target.arch]
     total = 0.0
     for work in works:
-        rounds = -(-work.programs // target.processors)
-        issued = (rounds * work.clocks * kind.instructions + work.waits) / kind.clocks
+        beside = min(max(1, HELD_WARPS // work.warps), -(-work.programs // target.processors))
+        rounds = -(-work.programs // (target.processors * beside))
+        # Programs side by side fill each other's gaps.
+        stretched = work.clocks * kind.instructions * max(beside, GAP * SCHEDULERS / work.warps)
+        issued = (rounds * (ROUND + stretched) + work.waits) / kind.clocks
         states = work.states / (CACHED if work.states <= kind.cache / 2 else 1)
         # A processor without a program moves nothing.
         busy = min(1.0, work.programs / target.processors)
@@ -148,8 +169,8 @@ class Costs:
             passes, numbers = -(-self.D // BD), self.group * (BD + 2 * self.V)
             moved = self.crossing(tokens, self.D + 2 * self.V, 0)
         states = segments * self.HKV * (self.D + 1) * self.V * 4
-        clocks = ROUND + self.share * CARRIED * min(length, tokens) * numbers
-        return Work(role, segments * self.HKV * passes, clocks, moved, states)
+        clocks = self.share * CLOCKS[role] * min(length, tokens) * numbers
+        return Work(role, segments * self.HKV * passes, clocks, tile.warps, moved, states)
 
     def scan(self, tokens: int, length: int, *, stored: bool) -> Work:
         """Return the scan over segments."""
@@ -158,7 +179,7 @@ class Costs:
         programs = self.rows * self.HKV * -(-numbers // tile.width)
         reads = 2 + segments // self.rows // tile.tokens
         written = self.size if stored else 4
-        return Work("scan", programs, 0, 0, segments * self.HKV * numbers * (4 + written), ROUND * reads)
+        return Work("scan", programs, 0, tile.warps, 0, segments * self.HKV * numbers * (4 + written), ROUND * reads)
 
     def carried(self, role: str, tokens: int, length: int) -> Work:
         """Return a walk that carries its state."""
@@ -184,8 +205,8 @@ class Costs:
         heads, segments = self.HKV if of_keys else self.H, self.count(tokens, length)
         moved = self.crossing(tokens, queries, keys)
         states = segments * self.HKV * self.D * self.V * 4 if length < tokens else 0
-        clocks = ROUND + self.share * CARRIED * (numbers * min(length, tokens) + self.D * self.V)
-        return Work(role, segments * heads * -(-tiled // width), clocks, moved, states)
+        clocks = self.share * CLOCKS[role] * (numbers * min(length, tokens) + self.D * self.V)
+        return Work(role, segments * heads * -(-tiled // width), clocks, tile.warps, moved, states)
 
     def stored(self, role: str, tokens: int, length: int) -> Work:
         """Return a walk that reads its states."""
@@ -206,8 +227,8 @@ class Costs:
         segments = self.count(tokens, length)
         programs = segments * -(-length // tile.tokens) * (self.HKV if of_keys else self.H)
         states = segments * self.HKV * D * V * self.size
-        clocks = ROUND + self.share * STORED * numbers
-        return Work(role, programs, clocks, self.crossing(tokens, queries, keys), states)
+        clocks = self.share * CLOCKS[role] * numbers
+        return Work(role, programs, clocks, tile.warps, self.crossing(tokens, queries, keys), states)
 
     def sums(self, role: str, tokens: int, cut: Cut) -> list[Work]:
         """Return what comes before a walk over segments."""
@@ -260,7 +281,7 @@ def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
     pieces = 2
     while tokens > pieces * chunk and pieces <= 4 * p.target.processors:
         yield Cut(False, -(-tokens // (pieces * chunk)) * chunk)
-        pieces += max(1, pieces // 3)
+        pieces += max(1, pieces // 6)
     if stored:
         for length in STORED_LENGTHS:
             yield Cut(True, length)
