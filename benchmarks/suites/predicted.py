@@ -15,6 +15,7 @@ import torch
 from harness import facts_line, markdown, provenance, write
 
 from hf_linear_attn.ops.linear_attention.triton.model import (
+    GAP,
     Costs,
     Cut,
     dkv_cut,
@@ -90,16 +91,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = [
         "# Predicted times of linear attention's kernels\n",
         facts_line(facts),
-        "**Predictions, not measurements**: microseconds by a model that counts the clocks in which processors issue "
-        "instructions, the bytes that cross memory, and a start per launch; bf16, batch 1, whole launches one after "
-        "the other. The model is what cuts sequences into segments, and decides whether a walk carries its state or "
-        f"reads stored ones. The last two columns are the same kernels with carried states and segments of {FORMER} "
-        "tokens. Features wider than values are those of a learned map, computed before.\n",
-        "Its counts of instructions are within a factor of 1.7 of those of compiled kernels on sm_90 "
-        "(`tests/ops/test_model.py`); for the other processors they are scaled by one number each, and on sm_86, sm_89 "
-        "and gfx942 no walk reads stored states yet. What it leaves out: waits within a program that no other program "
-        "fills, and clocks that sink under load. Compare ratios rather than times: [on an H100](gpu.md) further tokens "
-        "of 128 dimensions took four times as long as here.\n",
+        "**Predictions, not measurements**: microseconds by a model that counts the instructions that processors "
+        "issue, the gaps between them, the bytes that cross memory, and a start per launch; bf16, batch 1, whole "
+        "launches one after the other. The model is what cuts sequences into segments, and decides whether a walk "
+        "carries its state or reads stored ones. The last two columns are the same kernels with carried states and "
+        f"segments of {FORMER} tokens. Features wider than values are those of a learned map, computed before.\n",
+        "Its counts of instructions are within a factor of 1.7 of those of compiled kernels on sm_90; for the other "
+        "processors they are scaled by one number each, and on sm_86, sm_89 and gfx942 no walk reads stored states "
+        f"yet. That a warp goes on only every {GAP:.0f} clocks is the one constant that was fitted to a GPU, [an "
+        "H100](gpu.md), and to eight key heads alone: there 24,576 further tokens take 0.78 and 1.01 of what was "
+        "measured, forwards and backwards, with 32 key heads 1.05 and 1.04 (`tests/ops/test_model.py` allows a factor "
+        "of 1.4). The kernels that were measured issued up to a fifth more instructions than those of today. What the "
+        "model leaves out: the host, and clocks that sink under load.\n",
         markdown(rows),
     ]
     write(arguments.output, {"provenance": facts, "rows": rows}, "\n".join(parts))

@@ -129,7 +129,7 @@ def reverse_state_kernel(
                 tl.store(delta + offset + c + ot, dl, mask=rows)
             r = fold(fq, dd, r, PRECISION)
             if BY_PRODUCT:
-                drawn = fold(fq, in_parts(dl, fq.dtype), drawn, PRECISION)
+                drawn = fold(fq, tl.trans(in_parts(dl, fq.dtype)), drawn, PRECISION)
             else:
                 rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
     if BY_PRODUCT:
@@ -217,7 +217,9 @@ def dq_kernel(
                 s = fold(vv, faded(fk, kept, PRECISION), s * left, PRECISION)
                 z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
             else:
-                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, APART=BV > 64 and BT > 32, LAST=True)
+                acc, _p = attend(
+                    dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, APART=BV > 64 and BT > 32, LAST=True
+                )
                 s = fold(vv, fk, s, PRECISION)
                 z += tl.sum(fk.to(tl.float32), 0)
         # [BT, BD]
@@ -315,7 +317,9 @@ def dk_kernel(
                 )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
                 if FADED:
-                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, -since, -since, FADED, LAST=True)
+                    acc, _p = attend(
+                        vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, -since, -since, FADED, LAST=True
+                    )
                     r = fold(dd, faded(fq, left, PRECISION), r, PRECISION)
                     rz -= tl.sum(fq.to(tl.float32) * (dl * left)[:, None], 0)
                 else:
@@ -587,7 +591,9 @@ def stored_dkv_kernel(
                 )  # fmt: skip
             if OF_K:
                 dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
-                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, -since, after, FADED, LAST=True)
+                acc_k, _p = attend(
+                    vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, -since, after, FADED, LAST=True
+                )
     if OF_K:
         # [BT, BD]
         x = load_tile(k, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)

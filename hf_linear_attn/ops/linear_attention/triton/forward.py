@@ -520,7 +520,7 @@ def state_launch(p: Problem, segments: Segments, fades: Fades = NOTHING) -> Laun
 
 
 def takes_apart(p: Problem, chosen: Tile) -> bool:
-    """Tell whether a walk has registers for products of its own: of keys with 1, and of queries with the state."""
+    """Tell whether a walk gains by more products: one that sums up keys, and one of queries with the state alone."""
     narrow = p.target.arch == "sm_80" and p.k.shape[3] > 64 and p.v.shape[3] <= 64
     return chosen.tokens > 16 and not narrow
 

@@ -23,8 +23,11 @@ def attend(
 ):  # fmt: skip
     """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded by ``later - earlier``.
 
-    ``APART`` says that acc comes from a product of its own and its sum with this one is taken last: where eight warps
-    share out a chunk, acc is else held by four of them twice, in registers that a carried state needs.
+    ``LAST`` rounds weights to what products take after they are selected. Else the compiler rounds first and selects
+    numbers of 16 bits one by one, which takes longer where something was subtracted.
+
+    ``APART`` adds acc, a product of its own, to a finished ``p c``. As accumulator of both it would be held twice where
+    eight warps share out a chunk of 64 rows, in registers that a carried state needs.
     """
     p = product(a, tl.trans(b), PRECISION) - less
     if FADED:
@@ -47,19 +50,19 @@ def fold(b, c, state, PRECISION: tl.constexpr):
 @triton.jit
 def counted_in(b, count, PRECISION: tl.constexpr):
     """Return ``count + b^T 1`` of a count of 16 equal columns: so narrow a product costs less than sums of fp32."""
-    return dot(tl.trans(b), tl.full([b.shape[0], 16], 1.0, b.dtype), count, PRECISION)
+    return dot(tl.trans(b), tl.trans(tl.full([16, b.shape[0]], 1.0, b.dtype)), count, PRECISION)
 
 
 @triton.jit
 def in_parts(x, dtype: tl.constexpr):
-    """Return numbers of fp32 as three of bf16 whose sum they are, the first columns of 16."""
+    """Return numbers of fp32 as three of bf16 whose sum they are, the first rows of 16."""
     high = x.to(dtype)
     x -= high.to(tl.float32)
     middle = x.to(dtype)
     x -= middle.to(tl.float32)
-    o = tl.arange(0, 16)[None, :]
-    rest = tl.where(o == 2, x.to(dtype)[:, None], 0.0)
-    return tl.where(o == 0, high[:, None], tl.where(o == 1, middle[:, None], rest)).to(dtype)
+    o = tl.arange(0, 16)[:, None]
+    rest = tl.where(o == 2, x.to(dtype)[None, :], 0.0)
+    return tl.where(o == 0, high[None, :], tl.where(o == 1, middle[None, :], rest)).to(dtype)
 
 
 @triton.jit
