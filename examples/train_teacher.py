@@ -273,7 +273,7 @@ class Data:
             # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
             text = round(rows * (TEXT_SHARE if length == TRAINED_LENGTH else LONG_TEXT_SHARE))
             kinds = ["text"] * text
-            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.05, 0.1, 0.15, 0.3), k=rows - text)
+            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.1, 0.1, 0.15, 0.3), k=rows - text)
         drawn = [(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds]
         leaps = stage.name != "repeat" and length <= TRAINED_LENGTH
         positions = [self._positions(length, rng if leaps and rng.random() < LEAPING_SHARE else None) for _ in kinds]
@@ -323,7 +323,8 @@ class Data:
     def _repeat_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
         """Return a random segment over and over; out of few tokens, more than one must match to find its place."""
         period = rng.randint(4, length // 2)
-        tokens = self.plain_tokens if rng.random() < 0.7 else rng.sample(self.plain_tokens, rng.randint(32, 256))
+        few = rng.sample(self.plain_tokens, rng.choice((4, 16, 64, 256)))
+        tokens = rng.choices((self.plain_tokens, few, self.digits), (0.5, 0.35, 0.15))[0]
         segment = rng.choices(tokens, k=period)
         row = [self.tokenizer.bos_token_id, *segment * (length // period + 1)][:length]
         return row, [i > period for i in range(length)]
