@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -272,7 +273,7 @@ class Data:
             # Shares hold in every batch as nearly as its rows allow: the loss is less noisy than with free draws.
             text = round(rows * (TEXT_SHARE if length == TRAINED_LENGTH else LONG_TEXT_SHARE))
             kinds = ["text"] * text
-            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.05, 0.1, 0.15, 0.3), k=rows - text)
+            kinds += rng.choices(("repeat", "pairs", "numbers", "task"), (0.1, 0.1, 0.15, 0.3), k=rows - text)
         drawn = [(kind == "text", *getattr(self, f"_{kind}_row")(length, rng)) for kind in kinds]
         leaps = stage.name != "repeat" and length <= TRAINED_LENGTH
         positions = [self._positions(length, rng if leaps and rng.random() < LEAPING_SHARE else None) for _ in kinds]
@@ -322,7 +323,8 @@ class Data:
     def _repeat_row(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
         """Return a random segment over and over; out of few tokens, more than one must match to find its place."""
         period = rng.randint(4, length // 2)
-        tokens = self.plain_tokens if rng.random() < 0.7 else rng.sample(self.plain_tokens, rng.randint(32, 256))
+        few = rng.sample(self.plain_tokens, rng.choice((4, 16, 64, 256)))
+        tokens = rng.choices((self.plain_tokens, few, self.digits), (0.5, 0.35, 0.15))[0]
         segment = rng.choices(tokens, k=period)
         row = [self.tokenizer.bos_token_id, *segment * (length // period + 1)][:length]
         return row, [i > period for i in range(length)]
@@ -362,7 +364,7 @@ class Data:
         """
         row, questions = [self.tokenizer.bos_token_id], []
         said = []
-        for name in rng.sample(["pass", *NOUNS], rng.randint(1, min(16, length // NUMBER_TOKENS))):
+        for name in rng.sample(["pass", *NOUNS], min(rng.choice((1, 1, 2, 3, 4, 8)), length // NUMBER_TOKENS)):
             digits = rng.sample("0123456789", 10 if rng.random() < 0.5 else 3)
             value = "".join(rng.choices(digits, k=5))
             said.append(self._ids(f"The {name} key is {value}. Remember it.\n"))
@@ -395,6 +397,10 @@ class Data:
         # The longer of two draws: lengths vary, but little of a row is left empty.
         asked_length = max(rng.randint(shortest, longest), rng.randint(shortest, longest))
         sample = task.build(self.tokenizer, asked_length, depth, rng)
+        if name == "passkey" and rng.random() < 0.5:
+            # Every other one has a digit twice in a row, which one in three has by chance and which is hardest to copy.
+            while not any(x == y for x, y in pairwise(sample.references[0])):
+                sample = task.build(self.tokenizer, asked_length, depth, rng)
         row, asked = answered(self.tokenizer, sample)
         if name == "kv_recall":
             row.pop()
