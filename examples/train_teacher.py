@@ -96,8 +96,6 @@ LEAPING_SHARE, MOST_LEAPS = 0.5, 3
 TRAINED_TASKS = {"passkey": 8, "kv_recall": 5, "niah_single": 3, "niah_multikey": 1}
 # Room for a further question of key-value recall and its answer.
 QUESTION_TOKENS = 14
-# Of a sentence with a number, the question for it and its answer, at most.
-NUMBER_TOKENS = 56
 # A batch's loss is the mean over its rows of text plus this times the mean over its rows with answers.
 ANSWER_WEIGHT = 0.5
 TEXT_SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -362,14 +360,19 @@ class Data:
 
         Half of the numbers have few digits of their own: a digit that comes twice does not tell what is next.
         """
-        row, questions = [self.tokenizer.bos_token_id], []
-        said = []
-        for name in rng.sample(["pass", *NOUNS], min(rng.choice((1, 1, 2, 3, 4, 8)), length // NUMBER_TOKENS)):
+        row, said, questions, spare = [self.tokenizer.bos_token_id], [], [], length - 1
+        for name in rng.sample(["pass", *NOUNS], rng.choice((1, 1, 2, 3, 4, 8))):
             digits = rng.sample("0123456789", 10 if rng.random() < 0.5 else 3)
             value = "".join(rng.choices(digits, k=5))
-            said.append(self._ids(f"The {name} key is {value}. Remember it.\n"))
-            questions.append((self._ids(f"What is the {name} key? The {name} key is"), self._ids(f" {value}.\n")))
-        spare = length - 1 - sum(map(len, said)) - sum(len(question) + len(answer) for question, answer in questions)
+            sentence = self._ids(f"The {name} key is {value}. Remember it.\n")
+            question, answer = self._ids(f"What is the {name} key? The {name} key is"), self._ids(f" {value}.\n")
+            left = spare - len(sentence) - len(question) - len(answer)
+            if left >= 0:
+                said.append(sentence)
+                questions.append((question, answer))
+                spare = left
+        if not said:
+            return self._pairs_row(length, rng)
         ends = sorted(rng.randint(0, spare) for _ in said)
         start = rng.randrange(len(self.stream) - length)
         text = self.stream[start : start + spare].tolist()

@@ -123,9 +123,11 @@ def test_masked_content_matters_nowhere_and_broken_content_from_there_on(backend
 
 
 @triton.jit
-def within_a_chunk(a, b, c, less, visible, acc, PRECISION, later=0.0, earlier=0.0, FADED=False):
+def within_a_chunk(
+    a, b, c, less, visible, acc, PRECISION, PIN, later=0.0, earlier=0.0, FADED=False, APART=False, LAST=False
+):
     """Attend as if nothing faded."""
-    return steps.attend(a, b, c, less, visible, acc, PRECISION)
+    return steps.attend(a, b, c, less, visible, acc, PRECISION, PIN)
 
 
 @triton.jit
