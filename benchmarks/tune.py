@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from harness import replace_text
-from problems import feature_problem, hybrid_problem, window_problem
+from problems import WINDOW, feature_problem, hybrid_problem, window_problem
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.linear_attention.triton import model
@@ -85,22 +85,31 @@ def launch_of(
     D: int,
     V: int,
     *,
-    tokens: int = 32_768,
-    heads: int = 16,
+    tokens: int = 16_384,
+    heads: int = 32,
+    key_heads: int = 8,
     device: str = "cuda",
 ) -> Launch:
-    """Plan one launch of a kernel, on real tensors that fill the device."""
+    """Plan one launch of a kernel, on real tensors that fill the device.
 
-    def draw(dim: int, tokens: int = tokens) -> torch.Tensor:
+    What has more features than values is what distillation's recommended recipe runs, and gets features as they are.
+    """
+
+    def draw(dim: int, heads: int = key_heads, tokens: int = tokens) -> torch.Tensor:
         return torch.randn(1, tokens, heads, dim, device=device, dtype=dtype).transpose(1, 2)
 
     if role == "decode":
-        q, k, v = draw(D, 1), draw(D, 1), draw(V, 1)
-        kv = torch.zeros(1, heads, D, V, device=device)
-        width = plan.tile(target, dtype, role, D, V, 1).width
-        z = torch.zeros(1, heads, -(-V // width), D, device=device)
+        q, k, v = draw(D, heads, 1), draw(D, tokens=1), draw(V, tokens=1)
+        kv = torch.zeros(1, key_heads, D, V, device=device)
+        width = plan.tile(target, dtype, role, D, V, heads // key_heads).width
+        z = torch.zeros(1, key_heads, -(-V // width), D, device=device)
         return decode_launch(target, q, k, v, kv, z, None, "elu", 1e-6)[1]
-    p = Problem(target, draw(D), draw(D), draw(V), None, None, None, None, "elu", True, 0)
+    given = draw(D, heads), draw(D), draw(V)
+    phi, delay = ("identity", WINDOW) if D > V else ("elu", 0)
+    if phi == "identity":
+        # A normaliser of features of either sign may vanish.
+        given = given[0].abs(), given[1].abs(), given[2]
+    p = Problem(target, *given, None, None, None, None, phi, True, delay)
     if role in (*OF_WINDOW, *OF_FEATURES):
         return launch_of_recipe(role, p)
     if role == "hybrid":

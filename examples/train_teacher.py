@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
 from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
@@ -696,12 +697,21 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: a
     }
 
 
-def table(cells: dict[str, dict[str, float]], corner: str, columns: Sequence[str]) -> str:
-    """Return a Markdown table with one row per key of `cells`; a cell that was not measured is a dash."""
+def table(cells: dict[str, dict[str, float]], corner: str, columns: Sequence[str], samples: int) -> str:
+    """Return a Markdown table with one row per key of `cells`: shares of so many samples, and 95% intervals.
+
+    A cell that was not measured is a dash.
+    """
+
+    def shown(share: float | None) -> str:
+        if share is None:
+            return "-"
+        low, high = wilson_interval(share * samples, samples)
+        return f"{share:.2f} ({low:.2f} - {high:.2f})"
+
     lines = [f"| {corner} | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for row, values in cells.items():
-        shown = [f"{values[column]:.2f}" if column in values else "-" for column in columns]
-        lines.append(f"| {row} | {' | '.join(shown)} |")
+        lines.append(f"| {row} | {' | '.join(shown(values.get(column)) for column in columns)} |")
     return "\n".join(lines)
 
 
@@ -749,17 +759,17 @@ segments.
 
 ## Retrieval
 
-Share of samples whose answer greedy decoding writes token for token; none of them is from training.
+Share of samples whose answer greedy decoding writes token for token, and its 95% interval; none is from training.
 
 Passkey, by length in tokens (rows) and depth in percent (columns), {record["passkey_samples_per_cell"]} samples per
 cell:
 
-{table(record["passkey"], "length", [str(depth) for depth in DEPTHS])}
+{table(record["passkey"], "length", [str(depth) for depth in DEPTHS], record["passkey_samples_per_cell"])}
 
 Key-value recall, by length in tokens (rows) and number of pairs (columns), {record["kv_recall_samples_per_cell"]}
 samples per cell, spread over the same depths:
 
-{table(record["kv_recall"], "length", [str(pairs) for pairs in PAIRS])}
+{table(record["kv_recall"], "length", [str(pairs) for pairs in PAIRS], record["kv_recall_samples_per_cell"])}
 
 ## Limits
 

@@ -2,15 +2,15 @@
 
     python benchmarks/run.py --suite kernels
 
-Correctness: fresh inputs against the float64 oracle, unwritten memory filled with NaN, and the same bits twice; a suite
-whose kernels are wrong times nothing. Time: medians of events around calls, over buffers that together exceed the
-cache. In that time is the host's, who starts a call launch by launch: up to some thousand tokens there is little else.
-What the device takes alone is timed besides, as replays of a graph; decode steps only so. The floor is the bytes of q,
-k, v, o and their gradients, each moved once, over the bandwidth of a large copy on the same device. What distillation's
-recommended recipe runs besides, features and a window with sinks and a key of each query's own, is timed against the
-same in PyTorch. Peers that are installed take part: flash-linear-attention (`pip install flash-linear-attention`) and
-the kernels behind scaled_dot_product_attention. Every row is kept in the output as soon as it is measured, and the same
-command goes on from there.
+Correctness: fresh inputs against the float64 oracle, unwritten memory filled with NaN, and the same bits twice; a
+suite whose kernels are wrong times nothing. Time: medians of events around calls, over buffers that together exceed
+the cache. In that time is the host's, who starts a call launch by launch: up to some thousand tokens there is little
+else. What the device takes alone is timed besides, as replays of a graph; decode steps only so. The floor is the bytes
+of q, k, v, o and their gradients, each moved once, over the bandwidth of a large copy on the same device. What
+distillation's recommended recipe runs, linear attention of its features, the features and a window with sinks and a
+key of each query's own, is timed against the same in PyTorch. Peers that are installed take part:
+flash-linear-attention (`pip install flash-linear-attention`) and the kernels behind scaled_dot_product_attention.
+Every row is kept in the output as soon as it is measured, and the same command goes on from there.
 """
 
 import argparse
@@ -42,6 +42,7 @@ OURS = "hf_linear_attn"
 PYTORCH = "PyTorch"
 ATTENTION = f"Window of {WINDOW}, {SINKS} sinks and a key of each query's own"
 FEATURES = "Norm-preserving features of q"
+LINEAR = f"Linear attention of twice as many features, masked and delayed by {WINDOW}"
 RECIPE_LENGTHS = (2048, 8192, 32768, 131072)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -61,10 +62,16 @@ class Shape:
 
     def draw(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
         """Draw q, k, v laid out as projections leave them."""
-        return [
-            torch.randn(self.B, tokens, heads, self.D, generator=_drawing(), device="cuda", dtype=dtype).transpose(1, 2)
-            for heads in (self.H, self.HKV, self.HKV)
-        ]
+        return [self._draw(tokens, heads, self.D, dtype) for heads in (self.H, self.HKV, self.HKV)]
+
+    def draw_features(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+        """Draw q and k of twice as many dimensions, not negative as the recommended map's features are, and v."""
+        q, k = (self._draw(tokens, heads, 2 * self.D, dtype).abs() for heads in (self.H, self.HKV))
+        return [q, k, self._draw(tokens, self.HKV, self.D, dtype)]
+
+    def _draw(self, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+        size = (self.B, tokens, heads, dim)
+        return torch.randn(size, generator=_drawing(), device="cuda", dtype=dtype).transpose(1, 2)
 
     def bytes(self, tokens: int) -> tuple[int, int]:
         """Return the bytes of a q and of a k in bf16."""
@@ -212,7 +219,16 @@ def recipe(shape: Shape, tokens: int, part: str) -> tuple[dict[str, Function], d
             return lambda q, k, v: features_of(feature_map, q, "q", backend=backend)
 
         return {OURS: features("triton"), PYTORCH: features("torch")}, {"forward": 3 * u, "backward": 4 * u}
-    (f, _, _), ones = shape.draw(tokens), torch.ones(shape.B, tokens, dtype=torch.bool, device="cuda")
+    ones = torch.ones(shape.B, tokens, dtype=torch.bool, device="cuda")
+    if part == LINEAR:
+
+        def linear(backend: str) -> Function:
+            settings: dict[str, Any] = {"feature_map": None, "key_mask": ones, "delay": WINDOW, "backend": backend}
+            return lambda q, k, v: linear_attention(q, k, v, return_state=False, **settings)
+
+        floor = {"forward": 3 * u + 3 * u_kv, "backward": 5 * u + 6 * u_kv}
+        return {OURS: linear("triton"), PYTORCH: linear("torch")}, floor
+    f, _, _ = shape.draw(tokens)
     number = (torch.arange(tokens, device="cuda") - WINDOW + 1).clamp(min=0).expand(shape.B, -1)
     own_key = OwnKey(f, torch.zeros(shape.H, device="cuda"), torch.zeros(shape.H, shape.D, device="cuda"), ones, number)
     seen = ones[..., None].expand(-1, -1, SINKS)
@@ -236,6 +252,7 @@ def time_shape(
     floor: dict[str, int],
     bandwidth: float,
     repeats: int,
+    draw: Callable[[Shape, int], list[Tensor]] = Shape.draw,
 ) -> dict[str, Any]:
     """Time all that can run this problem, whose passes move so many bytes; what cannot is left out with its reason."""
     u, u_kv = shape.bytes(tokens)
@@ -244,7 +261,7 @@ def time_shape(
     row: dict[str, Any] = asdict(shape) | {"tokens": tokens, "left_out": {}}
     for name, function in named.items():
         try:
-            calls = [passes(function, shape.draw(tokens)) for _ in range(sets)]
+            calls = [passes(function, draw(shape, tokens)) for _ in range(sets)]
             timed: dict[str, Any] = {}
             for which, size in floor.items():
                 found = times([call[which] for call in calls], repeats)
@@ -252,7 +269,7 @@ def time_shape(
                 timed[f"{which}_share_of_floor"] = size / bandwidth * 1e3 / timed[which]
             timed |= on_device(calls[0], repeats)
             del calls
-            inputs = [x.requires_grad_() for x in shape.draw(tokens)]
+            inputs = [x.requires_grad_() for x in draw(shape, tokens)]
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             o = function(*inputs)
@@ -374,11 +391,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result["left_out"].append(f"{shape} {tokens}: {row['left_out'][OURS]}")
             save(arguments.output, result)
     known = {(row["part"], shape_of(row), row["tokens"]) for row in result["recipe"]}
-    for key in itertools.product((ATTENTION, FEATURES), (SHAPES[0], SHAPES[2]), RECIPE_LENGTHS):
+    for key in itertools.product((LINEAR, ATTENTION, FEATURES), (SHAPES[0], SHAPES[2]), RECIPE_LENGTHS):
         part, shape, tokens = key
         if key in known or tokens not in arguments.lengths or tokens * shape.B > arguments.longest:
             continue
-        row = time_shape(shape, tokens, *recipe(shape, tokens, part), bandwidth, arguments.repeats)
+        draw = Shape.draw_features if part == LINEAR else Shape.draw
+        row = time_shape(shape, tokens, *recipe(shape, tokens, part), bandwidth, arguments.repeats, draw)
         print(f"{part}, {shape} {tokens}: {row.get(OURS)}", flush=True)
         if OURS in row:
             result["recipe"].append({"part": part} | row | {"commit": facts["commit"]})
@@ -434,7 +452,7 @@ def save(output: Path, result: dict[str, Any]) -> None:
         *tables(rows, names),
         *(
             part
-            for name in (ATTENTION, FEATURES)
+            for name in (LINEAR, ATTENTION, FEATURES)
             for part in (f"## {name}\n", *tables([r for r in result["recipe"] if r["part"] == name], [OURS, PYTORCH]))
         ),
         "## Decode\n",

@@ -550,6 +550,6 @@ def test_tuner_plans_real_launches(role: str, tokens: int, monkeypatch: pytest.M
     tuner = load("tune")
     target = tuner.Target("interpreter", 64)
     D = 32 if role == "hybrid" else 16
-    launch = tuner.launch_of(role, target, torch.float32, D, 16, tokens=tokens, heads=1, device="cpu")
+    launch = tuner.launch_of(role, target, torch.float32, D, 16, tokens=tokens, heads=2, key_heads=1, device="cpu")
     assert launch.role == role
     launch.run()
