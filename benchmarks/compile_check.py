@@ -44,7 +44,7 @@ from harness import replace_text
 from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, prefill_problem, window_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from uniform import unwritten
+from uniform import halved, unwritten
 
 from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
 from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
@@ -458,7 +458,7 @@ def _nvidia(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
             for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c", "-gi"]))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    bad = len(unwritten(code)) if "HGMMA" in matrix else 0
+    bad = len(unwritten(code)) + len(halved(code)) if "HGMMA" in matrix else 0
     code = _usual(code, r"//## File", r"/mend\.py")
     listing = _listing(code, r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)", r"/\*[0-9a-f]{4,5}\*/\s+\S")
     spilled = len(re.findall(r"\bSTL", code))
@@ -540,7 +540,7 @@ def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bo
     if result.transposed:
         found.append("a transposed product in shared memory, which Triton before 3.7.1 stores wrongly")
     if result.unwritten:
-        found.append(f"{result.unwritten} instructions read uniform registers that nothing wrote, as of ptxas 12.8")
+        found.append(f"{result.unwritten} instructions read uniform registers of something else, as of ptxas 12.8")
     if result.stack >= STACK_LIMIT:
         found.append(f"stack {result.stack}, and none may have {STACK_LIMIT}")
     if limits_only:

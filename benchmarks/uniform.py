@@ -1,8 +1,9 @@
-"""Machine code of sm_90 that reads a uniform register which nothing has written.
+"""Machine code of sm_90 that computes an address from a uniform register which holds something else, if anything.
 
 ptxas 12.8, which Triton 3.6 and 3.7 bring, makes such code where a product of warp groups takes an operand of 16 or 32
-columns in several steps: the address of a step is computed from a register that holds something else, if anything. On
-an H100 results were wrong, or a launch read where it may not. Interpretation cannot see it; the machine code shows it.
+columns in several steps: the address of a step comes from a register that nothing has written, or from the one that
+stands for the upper half of the sum, which is zero. On an H100 results were wrong, or a launch read where it may not.
+Interpretation cannot see it; the machine code shows it.
 """
 
 import re
@@ -34,6 +35,26 @@ def unwritten(code: str) -> list[str]:
         if target:
             # A wide product is a pair of two single factors.
             written.update(range(int(target[1]), int(target[1]) + 1 + (pairs or "WIDE" in operation)))
+    return found
+
+
+def halved(code: str) -> list[str]:
+    """Return the sums of 64 bits whose lower and upper half are those of the same uniform register.
+
+    Args:
+        code: A kernel as ``nvdisasm -c`` prints it.
+    """
+    lower: dict[str, str] = {}
+    found = []
+    for operation, operands in _instructions(code):
+        # UIADD3 UR26, UP0, UR7, 0x2, URZ and UIADD3.X UR27, UR7, -0x7fffffe0, URZ, UP0, !UPT: UP0 is what is carried.
+        if operation == "UIADD3" and re.match(r"UP\d+$", operands[1]):
+            lower[operands[1]] = operands[2]
+        elif operation == "UIADD3.X" and lower.get(operands[4]) == operands[1] != "URZ":
+            found.append(f"{operation} {', '.join(operands)}")
+        if WRITES.match(operation):
+            # What is written anew is no longer what the lower half was made of.
+            lower = {carry: source for carry, source in lower.items() if source != operands[0]}
     return found
 
 

@@ -315,7 +315,7 @@ def test_compile_check_complains(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"loop": 1261}, "loop 1261 instructions, budget 1200 + 5 %"),
         ({"matrix": 0}, "none of sm_90's matrix instructions"),
         ({"transposed": True}, "a transposed product in shared memory, which Triton before 3.7.1 stores wrongly"),
-        ({"unwritten": 2}, "2 instructions read uniform registers that nothing wrote, as of ptxas 12.8"),
+        ({"unwritten": 2}, "2 instructions read uniform registers of something else, as of ptxas 12.8"),
     ):
         assert check.complaints(replace(good, **change), budget) == [complaint]
         # Of another Triton, only what its processor has counts.
@@ -434,6 +434,13 @@ def test_uniform_registers_that_nothing_wrote_are_noticed(monkeypatch: pytest.Mo
     assert len(unwritten(code.format("UR8").replace("UR10, 0x20, URZ", "UR8, 0x20, URZ"))) == 1
     # A copy of what is not there yet does no harm until it is used.
     assert unwritten(code.format("UR30")) == ["UIADD3 UR4, UP0, UR30, 0x20, URZ"]
+    # What it made of the delta rule's values in 32 columns: UR7 is the upper half, and the address is not in it.
+    halved = load("uniform").halved
+    apart = code.replace("UMOV UR7, URZ", "UMOV UR12, URZ")
+    assert halved(apart.format("UR8")) == []
+    assert halved(apart.format("UR7")) == ["UIADD3.X UR5, UR7, -0x3ffffff0, URZ, UP0, !UPT"]
+    # UR7 is written in between, and is two registers.
+    assert halved(code.format("UR7")) == []
 
 
 def test_what_the_kernels_refuse_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

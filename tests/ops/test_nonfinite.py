@@ -138,7 +138,7 @@ def test_what_a_mask_hides_matters_to_nobody(operation: Callable[..., Tensor], b
 @pytest.mark.parametrize("lengths", [None, (0, 4, 0, 13, 3, 0)])
 def test_who_sees_a_broken_key(lengths: tuple[int, ...] | None, delay: int, causal: bool) -> None:
     """By hand: every key of a query's own text that came at least ``delay`` tokens before it, or any."""
-    broken = torch.rand(1 if lengths else 2, 3, 20, generator=torch.Generator().manual_seed(0)) < 0.15
+    broken = torch.rand(1 if lengths else 2, 3, 20, generator=torch.Generator(DEVICE).manual_seed(0)) < 0.15
     bounds = None if lengths is None else torch.tensor((0, *lengths)).cumsum(0)
     seen, kept = finite.who_sees(broken, 20, causal=causal, cu_seqlens=bounds, delay=delay)
     text = torch.zeros(20) if bounds is None else torch.repeat_interleave(torch.tensor(lengths))

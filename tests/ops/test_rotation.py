@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_linear_attn.ops.rotation import Layout, Rotation
+from tests.ops.oracle import DEVICE
 
 LAYOUTS = [Layout("half"), Layout("half", at_end=True), Layout("next"), Layout("next", at_end=True)]
 
@@ -11,7 +12,7 @@ LAYOUTS = [Layout("half"), Layout("half", at_end=True), Layout("next"), Layout("
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("width", [4, 8])
 def test_what_was_turned_comes_back_and_has_gradients(layout: Layout, width: int) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     angles = torch.rand(1, 5, width // 2, dtype=torch.float64, generator=generator) * 6
     # YaRN scales cosines and sines, too.
     rotation = Rotation(1.25 * torch.cat([angles.cos(), angles.sin()], -1), layout)

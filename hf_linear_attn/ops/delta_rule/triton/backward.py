@@ -35,7 +35,7 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     sequence_bounds,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, padded, strides
+from hf_linear_attn.ops.triton.plan import Launch, strides
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -433,7 +433,7 @@ def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[
         **{"q": p.q, "do": do, "b": found.b, "r": found.r, "inverse": found.inverse, "w": found.w, "u": found.u},
         **{"states": found.states, "ends": ends, "dn": dn, "dkv": dkv, "dkv0": out.dkv0, "dg_q": dg_q},
         **{"dq": out.dq, "dk": out.dk, "dv": out.dv, "dbeta": out.dbeta, "dg": out.dg},
-        **{"G": H // HKV, "BK": min(64, padded(F)), "BD": padded(F), "FINAL": dkv is not None},
+        **{"G": H // HKV, "BK": min(64, p.padded(F)), "BD": p.padded(F), "FINAL": dkv is not None},
         **strides("q", p.q),
         **strides("do", do),
         **strides("dq", out.dq),

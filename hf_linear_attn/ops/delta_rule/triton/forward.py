@@ -32,7 +32,7 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     unit_inverse,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Segments, padded, strides
+from hf_linear_attn.ops.triton.plan import Launch, Segments, strides
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     exact,
@@ -363,8 +363,8 @@ def walk_launches(p: DeltaProblem, chunks: Segments, kv: Tensor) -> tuple[Walked
     # Without a decay no kernel reads these.
     gate = p.beta if g is None else g
     shared = p.shared(chunks) | {"b": found.b, "r": found.r, "inverse": found.inverse, "w": found.w, "u": found.u}
-    shared |= {"v": v, "g": gate, "states": found.states, "kv0": p.kv0, "kv": kv, "BK": min(64, padded(F))}
-    shared |= {**strides("v", v), **strides("g", gate), "BH": min(32, p.tokens), "BD": padded(F)}
+    shared |= {"v": v, "g": gate, "states": found.states, "kv0": p.kv0, "kv": kv, "BK": min(64, p.padded(F))}
+    shared |= {**strides("v", v), **strides("g", gate), "BH": min(32, p.tokens), "BD": p.padded(F)}
     shared |= {"INITIAL": p.kv0 is not None}
     programs = chunks.count * HKV
     inverse = p.launch("delta_inverse", inverse_kernel, programs, shared, (k,), (found.inverse,))
@@ -390,7 +390,7 @@ def forward_launches(p: DeltaProblem) -> tuple[Forward, list[Launch]]:
         **strides("v", v),
         **strides("g", gate),
         **strides("o", out.o),
-        **{"G": q.shape[1] // HKV, "BK": min(64, padded(F)), "BD": padded(F)},
+        **{"G": q.shape[1] // HKV, "BK": min(64, p.padded(F)), "BD": p.padded(F)},
     }
     programs = chunks.count * q.shape[1] * -(-V // p.tile("delta_read").width)
     read = p.launch("delta_read", read_kernel, programs, arguments, (q, k, found.u, found.states), (out.o,))

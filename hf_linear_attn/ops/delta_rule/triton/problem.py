@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.plan import Launch, Segments, Target, Tile, bucket, cut, padded, precision, strides
+from hf_linear_attn.ops.triton.plan import (
+    Launch,
+    Segments,
+    Target,
+    Tile,
+    bucket,
+    cut,
+    padded,
+    padded_for,
+    precision,
+    strides,
+)
 
 WALKS = ("delta_walk", "delta_back", "delta_mend")
 """Kernels that carry a state, of which a program holds a tile ``[F, BV]`` in registers."""
@@ -27,12 +38,14 @@ def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
     # Chunks of fp32, of AMD, and of 256 features before Hopper do not fit into shared memory or registers otherwise.
     large = dtype == torch.bfloat16 and (target.arch == "sm_90" or (target.arch.startswith("sm_") and wide <= 2))
     tokens = 64 if large else 32
-    width = 32 if role in WALKS or role in OF_KEYS else 64
+    # Of narrower operands ptxas 12.8 makes wrong code there, see plan.padded_for.
+    least = padded_for(target, dtype, 1)
+    width = 32 if role in WALKS or (role in OF_KEYS and least < 64) else 64
     if wide > 1 and dtype != torch.bfloat16:
         # Products of fp32 hold their operands in registers, beyond 128 features as plain multiplications.
         tokens, width = 16, 16
     eight = wide > 2 or (role in OF_KEYS and target.arch.startswith("sm_"))
-    return Tile(tokens, min(width, padded(V)), 8 if eight else 4, 1)
+    return Tile(tokens, min(width, max(least, padded(V))), 8 if eight else 4, 1)
 
 
 class DeltaProblem(NamedTuple):
@@ -73,6 +86,10 @@ class DeltaProblem(NamedTuple):
     def wide(self) -> torch.dtype:
         """Dtype of operands that are kept between kernels; products take fp16 as tf32."""
         return torch.float32 if self.q.dtype == torch.float16 else self.q.dtype
+
+    def padded(self, dim: int) -> int:
+        """Return the size of the tile that holds ``dim`` whole."""
+        return padded_for(self.target, self.q.dtype, dim)
 
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched."""
