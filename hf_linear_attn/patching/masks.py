@@ -160,7 +160,8 @@ def linear_attention_mask(
     asks = (q_length > 1 or mask.device.type == "cpu") and not (torch.compiler.is_compiling() or mask.is_meta)
     if asks and bool(mask.all()):
         return None
-    return mask
+    # The column of a longer mask has strides that grow with it, and a compiled step would be captured anew each time.
+    return mask.clone(memory_format=torch.contiguous_format) if q_length == 1 else mask
 
 
 def _pattern_of(
