@@ -12,6 +12,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import LinearAttentionCacheLayer
+from hf_linear_attn.patching.masks import linear_attention_mask
 
 from .checks import Subject, close, patched
 from .zoo import tiny_model
@@ -228,3 +229,11 @@ def test_paged_attention_is_refused():
         model.generate_batch([[5, 6, 7]])
     with pytest.raises(UnsupportedError, match=r"`attn_implementation` must not be set on a model whose attention is"):
         model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_steps_mask_looks_the_same_at_every_length(rows):
+    """On a GPU, where nobody waits for what it holds: with a longer mask's strides each step was captured anew."""
+    wholes = [torch.ones(rows, length, dtype=torch.bool, device="meta") for length in (50, 51)]
+    masks = [linear_attention_mask(rows, 1, x.shape[1], x.shape[1] - 1, attention_mask=x) for x in wholes]
+    assert {(mask.shape, mask.stride()) for mask in masks} == {((rows, 1), (1, 1))}
