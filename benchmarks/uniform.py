@@ -42,10 +42,12 @@ def halved(code: str) -> list[str]:
     """Return the sums of 64 bits whose lower and upper half are those of the same uniform register.
 
     Args:
-        code: A kernel as ``nvdisasm -c`` prints it.
+        code: A kernel as ``nvdisasm -c`` prints it; one that describes no operands may add what it likes.
     """
     lower: dict[str, str] = {}
-    found = []
+    found: list[str] = []
+    if "gdesc[" not in code:
+        return found
     for operation, operands in _instructions(code):
         # UIADD3 UR26, UP0, UR7, 0x2, URZ and UIADD3.X UR27, UR7, -0x7fffffe0, URZ, UP0, !UPT: UP0 is what is carried.
         if operation == "UIADD3" and re.match(r"UP\d+$", operands[1]):
