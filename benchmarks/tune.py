@@ -2,11 +2,12 @@
 
     python benchmarks/tune.py --output tiles.json
 
-Every row of the table is timed with each candidate tile that compiles and fits; the fastest takes its place. Compiling
-takes far longer than timing, so other processes compile ahead into Triton's cache. The table is written after every
-row, and a further run starts from it: ``--roles`` and ``--sizes`` choose what to tune. Rows of other processors are
-kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json`` and run
-``benchmarks/compile_check.py --update``. Nothing is ever tuned while a model runs.
+Every row of the table is timed with each candidate tile that compiles and fits; the fastest takes its place.
+Compiling takes far longer than timing, so other processes compile ahead into Triton's cache. The table is written
+after every row, and a further run starts from it: ``--roles`` and ``--sizes`` choose what to tune. Rows of other
+processors are kept. To use the result, put it in place of ``hf_linear_attn/ops/triton/tiles.json``, run
+``hf-linear-attn check --full``, since some tiles are fast and wrong, and ``benchmarks/compile_check.py --update``.
+Nothing is ever tuned while a model runs.
 """
 
 import argparse
@@ -15,10 +16,11 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from harness import replace_text
@@ -57,7 +59,7 @@ def candidates(role: str, size: int) -> Iterator[Tile]:
             yield Tile(tokens, width, warps, 1)
     elif role in STORED:
         # Its width is that of the tiles that a program's own tile meets.
-        for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2)):
+        for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2, 3)):
             yield Tile(tokens, width, warps, stages)
     else:
         widths = [w for w in (32, 64, 128) if w <= (BLOCK if role in OF_WINDOW else size)]
@@ -186,21 +188,83 @@ def compile_all(target: Target, rows: Sequence[Key], jobs: int) -> None:
                 print(f"compiled {number} of {len(tasks)}", flush=True)
 
 
-def tune(target: Target, rows: Sequence[Key], repeats: int, output: Path) -> dict[Key, Tile]:
+class Timing(NamedTuple):
+    """What became of a candidate.
+
+    Attributes:
+        ms: Its median time; None where it does not run.
+        error: Why not.
+        lost: Whether its process has no device any more.
+    """
+
+    ms: float | None
+    error: str = ""
+    lost: bool = False
+
+
+def time_candidate(target: Target, key: Key, candidate: Tile, repeats: int) -> Timing:
+    """Time a kernel with a candidate in place of the table's tile."""
+    _, kind, role, D, V, _ = key
+    shipped = plan.tile_table()
+    table = {**shipped, key: candidate}
+    plan.tile_table = lambda: table
+    try:
+        return Timing(time_ms(launch_of(role, target, DTYPES[kind], D, V), repeats))
+    # A tile that does not fit or compile is no candidate; Triton has no common base for such errors.
+    except Exception as error:
+        return Timing(None, type(error).__name__, lost=not _has_device())
+    finally:
+        plan.tile_table = lambda: shipped
+
+
+def _has_device() -> bool:
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
+
+
+class Elsewhere:
+    """Times candidates in another process, and in a new one where that has lost its device.
+
+    A kernel that reads where it may not takes the device from its whole process: what comes after fails there, too.
+    """
+
+    def __init__(self) -> None:
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __call__(self, *arguments: Any) -> Timing:
+        """Time one."""
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        found = self.pool.submit(time_candidate, *arguments).result()
+        if found.lost:
+            self.close()
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self.pool is not None:
+            self.pool.shutdown()
+        self.pool = None
+
+
+def tune(
+    target: Target, rows: Sequence[Key], repeats: int, output: Path, timed: Callable[..., Timing] = time_candidate
+) -> dict[Key, Tile]:
     """Replace some rows by the fastest, write the table after each, and return it."""
     table = dict(plan.tile_table())
-    plan.tile_table = lambda: table
     for key in rows:
-        _, kind, role, D, V, _ = key
-        times: dict[Tile, float] = {}
         before = table[key]
-        for candidate in {before, *candidates(role, max(D, V))}:
-            table[key] = candidate
-            try:
-                times[candidate] = time_ms(launch_of(role, target, DTYPES[kind], D, V), repeats)
-            # A tile that does not fit or compile is no candidate; Triton has no common base for such errors.
-            except Exception as error:
-                print(f"  {key} {tuple(candidate)}: {type(error).__name__}", flush=True)
+        times: dict[Tile, float] = {}
+        for candidate in dict.fromkeys((before, *candidates(key[2], max(key[3:5])))):
+            found = timed(target, key, candidate, repeats)
+            if found.ms is None:
+                print(f"  {key} {tuple(candidate)}: {found.error}", flush=True)
+            else:
+                times[candidate] = found.ms
         table[key] = min(times, key=times.__getitem__) if times else before
         gain = f"{times[before]:.4f} -> {times[table[key]]:.4f} ms" if before in times else "the old one does not run"
         print(f"{key}: {tuple(before)} -> {tuple(table[key])}, {gain}", flush=True)
@@ -237,7 +301,9 @@ def main() -> int:
         plan.tile_table = lambda: known
     rows = rows_of(target.arch, arguments.dtypes, arguments.sizes, arguments.roles)
     compile_all(target, rows, arguments.jobs)
-    tune(target, rows, arguments.repeats, arguments.output)
+    elsewhere = Elsewhere()
+    tune(target, rows, arguments.repeats, arguments.output, elsewhere)
+    elsewhere.close()
     print(f"wrote {arguments.output}")
     return 0
 

@@ -59,11 +59,11 @@ class Arguments:
     window: int | None = RECOMMENDED.window
     sinks: int = RECOMMENDED.sinks
     transfer_steps: int = 60
-    distill_steps: int = 480
+    distill_steps: int = 260
     rows: int = 4
     block_tokens: int = 512
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
-    speed_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    speed_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     samples: int = 10
     seed: int = 0
 

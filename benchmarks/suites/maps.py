@@ -224,7 +224,7 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 TEXT = """\
-All maps on the embedded teacher, without a window, merely patched and after the same short distillation ({steps} steps
+All maps on one small teacher, without a window, merely patched and after the same short distillation ({steps} steps
 of {tokens} tokens, {transfer} of them attention transfer where the map has weights; {seeds}).
 *Gap closed* is `1 - (L - L_teacher) / (L_blind - L_teacher)`, L in nats per token of held-out {what}, {length} tokens
 at a time. The baseline is the teacher with a window of one token, so that no token sees another, treated alike: merely

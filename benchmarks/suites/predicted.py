@@ -99,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Its counts of instructions are within a factor of 1.7 of those of compiled kernels on sm_90; for the other "
         "processors they are scaled by one number each, and on sm_86, sm_89 and gfx942 no walk reads stored states "
         f"yet. That a warp goes on only every {GAP:.0f} clocks is the one constant that was fitted to a GPU, [an "
-        "H100](gpu.md), and to eight key heads alone: there 24,576 further tokens take 0.78 and 1.01 of what was "
-        "measured, forwards and backwards, with 32 key heads 1.05 and 1.04 (`tests/ops/test_model.py` allows a factor "
-        "of 1.4). The kernels that were measured issued up to a fifth more instructions than those of today. What the "
+        "H100](gpu.md), and to eight key heads of earlier kernels alone. Of the kernels of today, with tiles as tuned "
+        "there, 2,048 to 32,768 tokens take 0.84 to 1.36 of what was then measured on the device "
+        "(`tests/ops/test_model.py` allows a factor of 1.4). What the "
         "model leaves out: the host, and clocks that sink under load.\n",
         markdown(rows),
     ]

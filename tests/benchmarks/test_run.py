@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -523,6 +524,33 @@ def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.M
     assert table[key] in (tuner.Tile(64, 32, 4, 3), tuner.Tile(32, 64, 4, 3))
     assert {k: t for k, t in table.items() if k[0] != "sm_90"} == {k: t for k, t in shipped.items() if k[0] != "sm_90"}
     assert table["sm_90", "bf16", "dk", 128, 128, 0] == shipped["sm_90", "bf16", "dk", 128, 128, 0]
+
+
+def test_tuner_goes_on_in_a_new_process_where_one_has_lost_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    tuner = load("tune")
+    lost = [True, False, False]
+    made = []
+
+    class Pool:
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+            self.open = True
+
+        def submit(self, *_: object) -> object:
+            assert self.open
+            return types.SimpleNamespace(result=lambda: tuner.Timing(None, "AcceleratorError", lost=lost.pop(0)))
+
+        def shutdown(self) -> None:
+            self.open = False
+
+    monkeypatch.setattr(tuner, "ProcessPoolExecutor", Pool)
+    elsewhere = tuner.Elsewhere()
+    for _ in range(3):
+        elsewhere()
+    assert [pool.open for pool in made] == [False, True]
+    elsewhere.close()
+    assert not made[-1].open
 
 
 def test_tuner_tries_tiles_that_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
