@@ -27,6 +27,8 @@ BLOCK = re.compile(r"(<!-- front: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """What is made here inside a page: it stands between two comments."""
 KIB = 1024
 LEGEND_HEIGHT = 28
+ORDER = ("softmax (teacher)", "patched, not distilled", "distilled")
+"""Of the table's rows; the window alone comes last."""
 
 Panel = tuple[str, str]
 """A heading and a chart."""
@@ -119,36 +121,32 @@ def draw_recall(demo: dict[str, Any]) -> str:
     return standalone(panels, legend, "Facts found again by length")
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """Return the mean of a recipe's seeds, with their standard deviation where there are several."""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
-
-
-def table(study: dict[str, Any], demo: dict[str, Any]) -> str:
-    """Return the four models that matter, with what they cost and what they know."""
-    seeds = {name: [run["figures"] for run in runs.values()] for name, runs in study["recipes"].items()}
-    rows: list[tuple[str, list[dict[str, Any]], str]] = [
-        ("softmax teacher", [study["teacher"]], "teacher"),
-        ("patched, not distilled", [study["patched"]["recommended"]], "model"),
-        ("**patched and distilled**", seeds["recommended"], "model"),
-        ("window alone, equal cache bytes", seeds["window alone"], "window"),
-    ]
-    models = {model["role"]: model["name"] for model in [demo["model"], *demo["references"]]}
-    models["window"] = next(m["name"] for m in demo["references"] if m["name"].startswith("window"))
+def table(demo: dict[str, Any]) -> str:
+    """Return the models of the demo, with what they cost and what they know at the longest lengths measured."""
+    models = {label(model): model["name"] for model in [demo["model"], *demo["references"]]}
+    length = max(cell["length"] for cell in demo["cells"])
     longest = max(row["length"] for row in demo["latency"])
     lines = [
-        "| | text, loss in [nats](docs/glossary.md#nats) | finds 1 of 4 pairs | in four times the text | "
-        f"finds 1 of 8 pairs | cache at {longest:,} tokens |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| at {length:,} tokens | text, loss in [nats](docs/glossary.md#nats) | finds a passkey | "
+        f"finds a value by its key | cache at {longest:,} tokens |",
+        "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for name, figures, subject in rows:
-        cell = next(row for row in measured(demo, "latency", models[subject]) if row["length"] == longest)
-        found = [(f["recall"]["4"], f["longer"]["recall"]["4"], f["recall"]["8"]) for f in figures]
-        recall = " | ".join(spread([100 * share for share in shares], 0) + "%" for shares in zip(*found, strict=True))
-        nats = spread([f["loss_nats"] for f in figures], 3)
-        lines.append(f"| {name} | {nats} | {recall} | {cache_kib(cell):,.0f} KiB |")
+    for head in sorted(models, key=lambda x: ORDER.index(x) if x in ORDER else len(ORDER)):
+        name = models[head]
+        text = next(row["nll_nats"] for row in demo["perplexity"]["windows"] if at(row, name, length))
+        found = [
+            statistics.fmean(x["score"] for x in demo["cells"] if at(x, name, length) and x["task"] == task)
+            for task in ("passkey", "kv_recall")
+        ]
+        cache = next(cache_kib(row) for row in demo["latency"] if at(row, name, longest))
+        shown = "**distilled**" if head == "distilled" else head if head in ORDER else f"{head}, equal cache bytes"
+        lines.append(f"| {shown} | {text:.3f} | {found[0]:.0%} | {found[1]:.0%} | {cache:,.0f} KiB |")
     return "\n".join(lines)
+
+
+def at(row: dict[str, Any], model: str, length: int) -> bool:
+    """Tell whether a finished row is that of a model at a length."""
+    return bool(row["status"] == "ok" and row["model"] == model and row["length"] == length)
 
 
 def cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
@@ -197,11 +195,8 @@ def models() -> str:
 
 def renewed() -> dict[Path, str]:
     """Return every file that is made here, with what the results say it should hold."""
-    cpu, study, demo = (
-        json.loads((RESULTS / name).read_text())
-        for name in ("cpu.json", "distillation.json", "quickstart/results.json")
-    )
-    blocks = {"cost": cost(cpu, demo), "table": table(study, demo), "models": models()}
+    cpu, demo = (json.loads((RESULTS / name).read_text()) for name in ("cpu.json", "quickstart/results.json"))
+    blocks = {"cost": cost(cpu, demo), "table": table(demo), "models": models()}
     readme = BLOCK.sub(lambda m: f"{m[1]}{blocks[m[2]]}\n{m[3]}", (ROOT / "README.md").read_text())
     return {
         ASSETS / "cost.svg": draw_cost(cpu, demo),
