@@ -127,7 +127,8 @@ def table(demo: dict[str, Any]) -> str:
     length = max(cell["length"] for cell in demo["cells"])
     longest = max(row["length"] for row in demo["latency"])
     lines = [
-        f"| at {length:,} tokens | text, loss in [nats](docs/glossary.md#nats) | finds a passkey | "
+        f"| at {length:,} tokens | text, loss in [nats](docs/glossary.md#nats) | "
+        "finds a [passkey](docs/glossary.md#passkey) | "
         f"finds a value by its key | cache at {longest:,} tokens |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
@@ -139,7 +140,9 @@ def table(demo: dict[str, Any]) -> str:
             for task in ("passkey", "kv_recall")
         ]
         cache = next(cache_kib(row) for row in demo["latency"] if at(row, name, longest))
-        shown = "**distilled**" if head == "distilled" else head if head in ORDER else f"{head}, equal cache bytes"
+        shown = f"**{head}**" if head == "distilled" else head
+        if head not in ORDER:
+            shown = head.replace("window", "[window](docs/glossary.md#window)", 1) + ", equal cache bytes"
         lines.append(f"| {shown} | {text:.3f} | {found[0]:.0%} | {found[1]:.0%} | {cache:,.0f} KiB |")
     return "\n".join(lines)
 

@@ -145,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return equal_cache_window(patched(teacher, settings_of(arguments, WINDOWS.get(name, "recommended"), 0, 1)))
 
     window = window_of("recommended")
+    if window >= arguments.block_tokens:
+        parser().error(f"--block-tokens must be more than {window}, the window of equal cache bytes")
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items())))
     # Where Accelerate trains.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")

@@ -95,12 +95,12 @@ def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
     output, page = tmp_path / "study.json", tmp_path / "study.md"
     arguments = ["--suite", "distill", "--output", str(output), "--report", str(page), "--work-dir", str(tmp_path)]
     arguments += ["--recipes", "window alone", "recommended", "--seeds", "0", "--transfer-steps", "1"]
-    arguments += ["--distill-steps", "1", "--block-tokens", "128", "--heldout-rows", "4", "--samples", "2"]
+    arguments += ["--distill-steps", "1", "--block-tokens", "192", "--heldout-rows", "4", "--samples", "2"]
     arguments += ["--answer-samples", "1"]
     found = run(*arguments, "--recall-factors", "1", "2")
     assert found.returncode == 0, found.stderr
     result = json.loads(output.read_text())
-    assert result["recipes"]["recommended"]["0"]["tokens"] == 2 * 4 * 128
+    assert result["recipes"]["recommended"]["0"]["tokens"] == 2 * 4 * 192
     assert list(result["recipes"]["window alone"]["0"]["figures"]["recall_at"]) == ["1", "2"]
     text = page.read_text()
     assert f"| {result['recipes']['recommended']['0']['figures']['loss_nats']:.3f} |" in text
