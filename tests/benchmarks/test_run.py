@@ -106,7 +106,7 @@ def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
     assert f"| {result['recipes']['recommended']['0']['figures']['loss_nats']:.3f} |" in text
     assert "| recall of 4 pairs | 1x | 2x | tokens/s |" in text
     rows = result["recipes"]["recommended"]["0"]["answers"]
-    assert [row["length"] for row in rows if row["task"] == "copying"] == [128, 256, 512, 1024]
+    assert [row["length"] for row in rows if row["task"] == "copying"] == [192, 384, 768, 1536]
     for part in (text, found.stdout):
         assert "| passkey | 1x | 2x | 4x | 8x |" in part
         assert "| recommended | " + " | ".join(map(shown, rows[:4])) + " |" in part
