@@ -51,7 +51,7 @@ def test_the_demo_in_small(run, tmp_path):
     assert [line.split("(")[0].split()[-3:] for line in said[-5:-2]]
     folder = tmp_path / "runs" / "quickstart"
     results = json.loads((folder / "results.json").read_text())
-    assert [x["name"] for x in results["references"]] == ["teacher", "merely patched", "window 43 alone"]
+    assert [x["name"] for x in results["references"]] == ["teacher", "merely patched", "window 75 alone"]
     assert results["cells"]
     assert "<svg" in (folder / "report.html").read_text()
     assert is_patched(from_pretrained(folder / "student"))
