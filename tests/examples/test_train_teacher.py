@@ -146,39 +146,6 @@ def test_the_first_layer_attends_to_the_previous_token_before_training(killed_an
     assert previous[1::2].max() < 0.3
 
 
-def test_a_teacher_of_wider_heads_begins_with_what_a_smaller_one_computes(killed_and_resumed):
-    tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
-    smaller = train_teacher.make_model(tokenizer, seed=1, head_dim=32)
-    model = train_teacher.make_model(tokenizer, seed=2, head_dim=64)
-    train_teacher.start_from(model, smaller)
-    ids = torch.randint(3, len(tokenizer), (2, 64), generator=torch.Generator().manual_seed(0))
-    expected = smaller(ids).logits
-    assert expected.std() > 0.1
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    model(ids, labels=ids).loss.backward()
-    assert all(weight.grad.any() for weight in model.parameters())
-    new = model.model.layers[0].self_attn.q_proj.weight.grad.unflatten(0, (-1, 64))[:, 1::2]
-    assert new.any(), "what is new of the queries must learn"
-    with pytest.raises(SystemExit, match="Heads of 64 cannot begin with heads of 48"):
-        train_teacher.start_from(model, train_teacher.make_model(tokenizer, seed=1, head_dim=48))
-
-
-def test_a_run_that_starts_from_a_teacher_has_its_tokens_and_the_last_stage_alone(
-    killed_and_resumed, tmp_path, monkeypatch
-):
-    given = killed_and_resumed[0] / "teacher"
-    sizes = ["--start-from", str(given), "--head-dim", "128", "--steps-scale", "0.0002"]
-    folders = ["--run-dir", str(tmp_path), "--output-dir", str(tmp_path / "teacher")]
-    monkeypatch.setattr(sys, "argv", ["train_teacher.py", *folders, *SMALL, *sizes])
-    monkeypatch.setattr(train_teacher, "export", lambda args: None)
-    train_teacher.main()
-    assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer").get_vocab() == (
-        AutoTokenizer.from_pretrained(given).get_vocab()
-    )
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["stage"] for line in log] == ["mix"]
-
-
 def test_positions_leap_within_the_longest_context_and_each_token_still_sees_all_before_it(killed_and_resumed):
     tokenizer = AutoTokenizer.from_pretrained(killed_and_resumed[0] / "teacher")
     data = train_teacher.Data(tokenizer, ["x = 1\n" * 4000], seed=0)
