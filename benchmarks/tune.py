@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,28 +166,6 @@ def time_ms(launch: Launch, repeats: int) -> float:
     return statistics.median(times)
 
 
-def compile_ahead(target: Target, key: Key, candidate: Tile) -> None:
-    """Run a candidate once, in a process of its own, for what Triton then keeps of it on disk."""
-    _, kind, role, D, V, _ = key
-    shipped = plan.tile_table()
-    table = {**shipped, key: candidate}
-    plan.tile_table = lambda: table
-    # The process that times meets the same errors and says so.
-    with suppress(Exception):
-        launch_of(role, target, DTYPES[kind], D, V).run()
-        torch.cuda.synchronize()
-    plan.tile_table = lambda: shipped
-
-
-def compile_all(target: Target, rows: Sequence[Key], jobs: int) -> None:
-    """Compile every candidate of some rows."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = [(target, key, candidate) for key in rows for candidate in candidates(key[2], max(key[3:5]))]
-        for number, _ in enumerate(pool.map(compile_ahead, *zip(*tasks, strict=True)), 1):
-            if number % 50 == 0:
-                print(f"compiled {number} of {len(tasks)}", flush=True)
-
-
 class Timing(NamedTuple):
     """What became of a candidate.
 
@@ -224,6 +202,16 @@ def _has_device() -> bool:
         except RuntimeError:
             return False
     return True
+
+
+def compile_all(target: Target, rows: Sequence[Key], jobs: int) -> None:
+    """Compile every candidate of some rows."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        # What is timed here is forgotten, and errors are met again: Triton keeps the code on disk.
+        tasks = [(target, key, candidate, 1) for key in rows for candidate in candidates(key[2], max(key[3:5]))]
+        for number, _ in enumerate(pool.map(time_candidate, *zip(*tasks, strict=True)), 1):
+            if number % 50 == 0:
+                print(f"compiled {number} of {len(tasks)}", flush=True)
 
 
 class Elsewhere:
