@@ -42,6 +42,9 @@ def check_type(argument: str, value: Any, kind: Any, *, where: str | None = None
         Traceback (most recent call last):
         hf_linear_attn.errors.ArgumentTypeError: `window` must be a whole number or None, got '64'. Correct its type.
     """
+    # The most frequent case; a float may still be infinite.
+    if type(value) is kind and kind is not float:
+        return value
     if not _fits(value, kind):
         raise ArgumentTypeError(argument, f"be {_name(kind)}", value, "Correct its type.", where=where)
     takes_float = kind is float or (kind is not int and float in get_args(kind))

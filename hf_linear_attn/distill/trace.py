@@ -29,7 +29,7 @@ from hf_linear_attn.layers.rules import additive
 from hf_linear_attn.ops import dispatch, features
 from hf_linear_attn.ops.triton import run
 from hf_linear_attn.ops.triton.plan import Target
-from hf_linear_attn.ops.triton.remember import Start
+from hf_linear_attn.ops.triton.start import Start
 
 Device = Literal["cpu", "cuda"]
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -1,13 +1,18 @@
 """What the ops registered with torch.library refuse alike."""
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from hf_linear_attn.errors import BackendError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:
@@ -72,6 +77,19 @@ def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _NOTHING
     return torch.autocast(device.type, enabled=False)
+
+
+def no_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without gradients; to turn off what is off takes as long as a small operation."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **settings: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **settings)
+        with torch.no_grad():
+            return function(*arguments, **settings)
+
+    return call
 
 
 def _refuse(when: str, backend: str, remedy: str) -> NoReturn:

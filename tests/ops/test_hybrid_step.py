@@ -232,16 +232,19 @@ def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> N
     case, made, launch = Case(B=1, H=1, HKV=1), [], op.hybrid_launch
     monkeypatch.setattr(op, "hybrid_launch", lambda *arguments: made.append(arguments) or launch(*arguments))
     state = begin(case, monkeypatch)
-    for t in range(1, case.T):
+    read(case.layer("triton"), case, state, 1, 2)
+    # Triton has kernels of their own for 1 and for multiples of 16.
+    made.clear()
+    for t in range(2, case.T):
         read(case.layer("triton"), case, state, t, t + 1)
     assert len(made) == 1
 
 
 def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
-    """Return one step as the layer hands it to the op."""
+    """Return the step after the first piece as the layer hands it to the op."""
     found: list[HybridStep] = []
     monkeypatch.setattr(step, "hybrid_step_", lambda whole: found.append(whole) or whole.q)
-    read(case.layer("triton"), case, begin(case, monkeypatch), 1, 2)
+    read(case.layer("triton"), case, begin(case, monkeypatch), case.first, case.first + 1)
     return found[0]._replace(**changes)
 
 

@@ -26,11 +26,11 @@ def check_types(
         if not isinstance(x, Tensor):
             raise ArgumentTypeError(name, "be a tensor", type(x).__name__, "Use torch.as_tensor.")
     for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
-        if not isinstance(x, Tensor | None):
+        if x is not None and not isinstance(x, Tensor):
             raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
-    if not isinstance(feature_map, str | FeatureMap | None):
+    if feature_map is not None and not isinstance(feature_map, (FeatureMap, str)):
         raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
-    if not isinstance(state, LinearAttentionState | None):
+    if state is not None and not isinstance(state, LinearAttentionState):
         raise ArgumentTypeError(
             "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
         )
@@ -38,42 +38,35 @@ def check_types(
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Check shapes, dtypes and devices of queries, keys and values."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(x.shape), "Reshape it.")
-        if x.dtype not in FLOATING:
-            raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it.")
-        if x.dtype != q.dtype:
-            raise ArgumentTypeError(name, f"have q's dtype {q.dtype}", x.dtype, f"Cast {name} or q.")
-        if x.device != q.device:
-            raise ArgumentError(name, f"be on q's device {q.device}", str(x.device), f"Move {name} or q.")
-        if 0 in x.shape:
-            raise ArgumentError(name, "not be empty", tuple(x.shape), "Skip the call for empty input.")
-    if k.shape[:3] != v.shape[:3]:
+    # Attributes of tensors are read once: each takes as long as a comparison or two.
+    dtype, device, sizes = q.dtype, q.device, (q.shape, k.shape, v.shape)
+    for name, x, shape in zip("qkv", (q, k, v), sizes, strict=True):
+        if len(shape) != 4:
+            raise ArgumentError(name, "have 4 dimensions [B, heads, tokens, dim]", tuple(shape), "Reshape it.")
+        own = x.dtype
+        if own not in FLOATING:
+            raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", own, "Cast it.")
+        if own != dtype:
+            raise ArgumentTypeError(name, f"have q's dtype {dtype}", own, f"Cast {name} or q.")
+        if x.device != device:
+            raise ArgumentError(name, f"be on q's device {device}", str(x.device), f"Move {name} or q.")
+        if 0 in shape:
+            raise ArgumentError(name, "not be empty", tuple(shape), "Skip the call for empty input.")
+    of_q, of_k, of_v = sizes
+    if of_k[:3] != of_v[:3]:
         raise ArgumentError(
-            "v",
-            f"match k's [B, HKV, S] = {tuple(k.shape[:3])}",
-            tuple(v.shape),
-            "Pass k and v of the same tokens.",
+            "v", f"match k's [B, HKV, S] = {tuple(of_k[:3])}", tuple(of_v), "Pass k and v of the same tokens."
         )
-    if q.shape[0] != k.shape[0]:
-        raise ArgumentError("k", f"have q's batch size {q.shape[0]}", tuple(k.shape), "Pass the same batch.")
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError("k", f"have q's head dim {q.shape[3]}", tuple(k.shape), "Pass q and k of one layer.")
-    if q.shape[1] % k.shape[1]:
+    if of_q[0] != of_k[0]:
+        raise ArgumentError("k", f"have q's batch size {of_q[0]}", tuple(of_k), "Pass the same batch.")
+    if of_q[3] != of_k[3]:
+        raise ArgumentError("k", f"have q's head dim {of_q[3]}", tuple(of_k), "Pass q and k of one layer.")
+    if of_q[1] % of_k[1]:
         raise ArgumentError(
-            "k",
-            f"have a head count that divides q's {q.shape[1]}",
-            k.shape[1],
-            "Check the grouping of heads.",
+            "k", f"have a head count that divides q's {of_q[1]}", of_k[1], "Check the grouping of heads."
         )
-    if causal and q.shape[2] != k.shape[2]:
-        raise ArgumentError(
-            "k",
-            f"have q's {q.shape[2]} tokens where causal",
-            k.shape[2],
-            "Carry earlier tokens in `state`.",
-        )
+    if causal and of_q[2] != of_k[2]:
+        raise ArgumentError("k", f"have q's {of_q[2]} tokens where causal", of_k[2], "Carry earlier tokens in `state`.")
 
 
 def check_masks(

@@ -10,6 +10,7 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
+from hf_linear_attn.ops.library import no_gradients
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
@@ -42,7 +43,7 @@ def decode_state(
     )
 
 
-@torch.no_grad()
+@no_gradients
 def decode_step_(
     q: Tensor,
     k: Tensor,

@@ -56,10 +56,9 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
     choose_backend("triton" if backend == "auto" else backend, step.q.device, lambda: hybrid_obstacle(step))
     refuse_functional("triton", step.q, step.k, step.v)
     # Imported here so that the package needs neither Triton nor a GPU.
-    from hf_linear_attn.ops.step.triton.op import triton_hybrid_
+    from hf_linear_attn.ops.step.triton.op import hybrid_step_triton_
 
-    o: Tensor = triton_hybrid_(*step)
-    return o
+    return hybrid_step_triton_(step)
 
 
 def _check(step: HybridStep) -> None:

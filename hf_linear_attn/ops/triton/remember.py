@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from hf_linear_attn.ops.triton.start import PLAIN, Number, Repeated, Start, told_apart
+
 MOST_PLANS = 1024
 """Plans that are remembered per planning function; a run that meets more shapes forgets the oldest."""
 
@@ -30,27 +32,6 @@ MOST_SHARED = 64
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Number(int):
-    """A number that a launch takes and on which its plan does not depend, as where in a text a token stands."""
-
-
-class Start(NamedTuple):
-    """A launch: the jitted function, the size of its grid, and its arguments by name."""
-
-    kernel: Any
-    programs: int
-    arguments: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch the kernel."""
-        self.kernel[(self.programs,)](**self.arguments)
-
-    def with_plain_numbers(self) -> "Start":
-        """Return the launch as Triton takes it."""
-        plain = {name: int(x) if isinstance(x, Number) else x for name, x in self.arguments.items()}
-        return self._replace(arguments=plain)
 
 
 class Operation(NamedTuple):
@@ -94,13 +75,23 @@ class Operation(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Memory that a tensor takes."""
+    """Memory that a tensor takes: which tensor, and how it is had."""
 
     number: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
+def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Return what allocates on a device, where it is the current one.
+
+    Code that torch.compile generates allocates by the first; it takes half the time of the second, which reads its
+    arguments and asks who else wants to know.
+    """
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return found or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
 
 
 class Plan(NamedTuple):
@@ -108,37 +99,33 @@ class Plan(NamedTuple):
 
     Attributes:
         numbers: How many there are.
+        device: Of the launches.
         allocations: Tensors that are allocated.
         operations: What is computed besides, in order.
-        starts: Launches, with the names and numbers of their tensors.
+        starts: Launches.
         results: Numbers of what is returned; None for what is none.
         form: Makes of a list of tensors what is returned.
     """
 
     numbers: int
+    device: torch.device
     allocations: list[Allocation]
     operations: list[Operation]
-    starts: list[tuple[Start, list[tuple[str, int]]]]
+    starts: list[Repeated]
     results: list[int | None]
     form: Callable[[list[Any]], Any]
 
     def run(self, given: Sequence[Tensor | Number]) -> Any:
         """Repeat it with other tensors."""
-        tensors: list[Any] = [int(x) if isinstance(x, Number) else x for x in given]
+        tensors: list[Any] = [int(x) if type(x) is Number else x for x in given]
         tensors += [None] * (self.numbers - len(given))
-        for number, size, stride, dtype, device in self.allocations:
-            tensors[number] = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        for operation in self.operations:
-            operation.run(tensors)
-        starts = []
-        for (kernel, programs, arguments), names in self.starts:
-            arguments = arguments.copy()
-            for name, number in names:
-                arguments[name] = tensors[number]
-            starts.append(Start(kernel, programs, arguments))
-        with _on(tensors[0].device):
-            for start in starts:
-                start.run()
+        with _on(self.device):
+            for number, size, stride, dtype, allocate in self.allocations:
+                tensors[number] = allocate(size, stride, dtype)
+            for operation in self.operations:
+                operation.run(tensors)
+            for start in self.starts:
+                start.run(tensors)
         return self.form([None if number is None else tensors[number] for number in self.results])
 
 
@@ -225,6 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         settings = {name: x for name, x in kwargs.items() if name not in named}
         tensors: list[tuple[int | str, int]] = [*placed.items(), *named.items()]
         results = [self._new(x) for x in outputs]
+        function = _METHODS.get(function, function)
         self.operations.append(Operation(function, arguments, settings, tensors, [*groups.items()], results))
 
     def _new(self, x: Tensor | None) -> int | None:
@@ -249,19 +237,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for start in starts:
             names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor | Number)]
             fixed = {name: None if isinstance(x, Tensor | Number) else x for name, x in start.arguments.items()}
-            numbered.append((start._replace(arguments=fixed), names))
+            numbered.append(Repeated(start._replace(arguments=fixed), names))
         whole = [result] if isinstance(result, Tensor) else list(result)
         results = [None if x is None else self.number(x) for x in whole]
         if not self.repeatable:
             return None
-        needed = {number for _, names in numbered for _, number in names} | {x for x in results if x is not None}
+        needed = {number for start in numbered for _, number in start.tensors} | {x for x in results if x is not None}
         allocations, operations = self._simplified(needed)
         form: Callable[[list[Any]], Any] = tuple
         if isinstance(result, Tensor):
             form = _only
         elif hasattr(result, "_make"):
             form = type(result)._make
-        return Plan(len(self.alive), allocations, operations, numbered, results, form)
+        device = self.alive[0].device
+        return Plan(len(self.alive), device, allocations, operations, numbered, results, form)
 
     def _simplified(self, needed: set[int]) -> tuple[list[Allocation], list[Operation]]:
         """Return allocations apart from other operations, without what nobody needs and views that allocations can be.
@@ -286,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _allocation(self, number: int) -> Allocation:
         x = self.alive[number]
-        return Allocation(number, tuple(x.shape), x.stride(), x.dtype, x.device)
+        return Allocation(number, tuple(x.shape), x.stride(), x.dtype, _allocator(x.device))
 
     def _is_whole(self, number: int, base: int, allocated: set[int | None], users: Counter[int]) -> bool:
         """Tell whether a view is all of what is allocated for it alone, in another order of dimensions."""
@@ -306,6 +295,10 @@ _ALLOCATING = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {torch.ops.aten.view.dtype: Tensor.view}
+"""Methods that do the same in a quarter of the time, of what most plans with a mask repeat."""
 
 
 def _allocates(function: Any) -> bool:
@@ -355,14 +348,12 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
         given: list[Any] = []
         key: list[Any] = [torch.get_float32_matmul_precision()]
         for x in arguments:
-            if isinstance(x, Tensor):
-                if type(x) is not Tensor and type(x) is not Parameter:
-                    return _run(*plan(*arguments, **settings), x.device)
+            kind = type(x)
+            if kind is Tensor or kind is Parameter or kind is Number:
                 given.append(x)
-                key += (x.shape, x.stride(), x.dtype, x.device)
-            elif type(x) is Number:
-                given.append(x)
-                key.append(Number)
+                key += told_apart(x)  # type: ignore[arg-type]
+            elif kind not in PLAIN and isinstance(x, Tensor):
+                return _run(*plan(*arguments, **settings), x.device)
             else:
                 key.append(x)
         named = tuple(key)

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target, target_of
-from hf_linear_attn.ops.triton.remember import Start, remembered, shared_by_layers
+from hf_linear_attn.ops.triton.remember import remembered, shared_by_layers
+from hf_linear_attn.ops.triton.start import PLAIN, Start
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,10 +83,11 @@ def directly(
             return op(*inputs, **settings)
         needs_gradient = False
         for x in inputs:
-            if isinstance(x, Tensor):
-                if type(x) is not Tensor and type(x) is not Parameter:
-                    return op(*inputs, **settings)
-                needs_gradient = needs_gradient or x.requires_grad
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                needs_gradient = needs_gradient or x.requires_grad  # type: ignore[attr-defined]
+            elif kind not in PLAIN and isinstance(x, Tensor):
+                return op(*inputs, **settings)
         if not (needs_gradient and torch.is_grad_enabled()):
             return run(*inputs, **settings)
         if function is None:

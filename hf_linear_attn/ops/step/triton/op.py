@@ -12,8 +12,8 @@ from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.remember import Number
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.start import Number
 
 
 def decode_step_triton_(
@@ -31,6 +31,12 @@ def decode_step_triton_(
     """Run one decode step in place; see :func:`hf_linear_attn.ops.step.decode_step_`."""
     kv, z = state
     o: Tensor = _fold(q, k, v, key_mask, kv, z if z.ndim == 4 else z[:, :, None], phi, eps, log_decay, rows)
+    return o
+
+
+def hybrid_step_triton_(step: HybridStep) -> Tensor:
+    """Run one step of a layer with a window in place; see :func:`hf_linear_attn.ops.step.hybrid_step_`."""
+    o: Tensor = _advance(*step)
     return o
 
 
@@ -56,8 +62,13 @@ def _changing(
 ) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
     o = _step(q, k, v, key_mask, kv, z, *settings)
-    increment_version([x for x in (kv, z) if not x.is_inference()])
+    _has_changed(kv, z)
     return o
+
+
+def _has_changed(*tensors: Tensor | None) -> None:
+    """Tell autograd that tensors have other values now."""
+    increment_version([x for x in tensors if x is not None and not x.is_inference()])
 
 
 @planned
@@ -84,10 +95,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
     return empty_like_tokens(q, v.shape[3])
 
 
-@torch.library.custom_op(
-    "hf_linear_attn::triton_hybrid_",
-    mutates_args=("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns"),
-)
+CHANGING = ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns")
+"""What a step of a layer with a window updates in place."""
+
+_LENGTH = HybridStep._fields.index("length")
+_CHANGING = [HybridStep._fields.index(name) for name in CHANGING]
+
+
+@torch.library.custom_op("hf_linear_attn::triton_hybrid_", mutates_args=CHANGING)
 def triton_hybrid_(
     q: Tensor,
     k: Tensor,
@@ -129,8 +144,19 @@ def triton_hybrid_(
     decay = decay_bias, decay_key, decay_value
     weights = turns, weight_q, power_q, weight_k, power_k, *decay, bias, weight
     settings = phi, factor, sharpness, mix, sinks, scaling, eps, pairs, at_end
+    return _read(q, k, v, key_mask, seen, place, length, rows, *state, *weights, *settings)
+
+
+def _read(*inputs: Any) -> Tensor:
     # A plan is the same wherever in the text the token stands.
-    return _hybrid(q, k, v, key_mask, seen, place, Number(length), rows, *state, *weights, *settings)
+    return _hybrid(*inputs[:_LENGTH], Number(inputs[_LENGTH]), *inputs[_LENGTH + 1 :])
+
+
+def _writing(*inputs: Any) -> Tensor:
+    """Run a step and tell autograd, as the op does, that the state has changed."""
+    o = _read(*inputs)
+    _has_changed(*(inputs[place] for place in _CHANGING))
+    return o
 
 
 @planned
@@ -153,3 +179,4 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 refuse_vmap("triton", triton_decode_, triton_hybrid_)
 
 _fold = directly(triton_decode_, _changing)
+_advance = directly(triton_hybrid_, _writing)

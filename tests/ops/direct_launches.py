@@ -1,0 +1,140 @@
+"""What Triton would be told to launch, without a GPU: run by test_start.py, in a process that interprets nothing.
+
+A driver that launches nothing stands for the GPU's. Each call runs three times: planned anew, when Triton looks at all
+arguments, then repeated, and repeated again, when what Triton compiled is started directly.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from hf_linear_attn import linear_attention
+from hf_linear_attn.ops import dispatch
+from hf_linear_attn.ops.step import HybridStep, decode_state, decode_step_, hybrid_step_
+from hf_linear_attn.ops.triton import remember, run
+from hf_linear_attn.ops.triton.plan import Target
+from hf_linear_attn.ops.triton.start import Number, Start
+from tests.ops.test_hybrid_step import Case, drawn
+
+LAUNCHES: list[list[Any]] = []
+LOOKS: list[str] = []
+
+
+class Launcher:
+    """Writes down what it is told to launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        # Of the source and all that Triton compiled it for.
+        self.compiled = metadata.hash
+
+    def __call__(self, *arguments: Any) -> None:
+        # Three numbers of programs, the stream, the function, two of metadata, two hooks, and the kernel's own.
+        LAUNCHES.append([self.compiled, *arguments[:5], *map(shown, arguments[9:])])
+
+
+def shown(x: Any) -> str:
+    """Return what a launch is told by an argument; where results lie is another place each time."""
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.data_ptr() % 16} {GIVEN.get(x.data_ptr(), 'allocated')}"
+    return f"{type(x).__name__} {x}"
+
+
+class Utilities:
+    """Loads nothing."""
+
+    def load_binary(self, name: str, binary: bytes, *others: Any) -> tuple[Any, ...]:
+        return 1, 2, 100, 0, 1024
+
+    def unload_module(self, module: Any) -> None: ...
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+
+class Driver:
+    """Stands for an H100."""
+
+    launcher_cls, utils = Launcher, Utilities()
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def add(x, out, n, m, SIZE: tl.constexpr = 16):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(x + i) + n + m)
+
+
+GIVEN: dict[int, str] = {}
+
+
+def same(name: str, call: Callable[..., Any], *given: Any) -> None:
+    """Print whether a call launches the same when it is repeated, and how often Triton was asked."""
+    GIVEN.clear()
+    GIVEN.update({x.data_ptr(): str(number) for number, x in enumerate(given) if isinstance(x, torch.Tensor)})
+    found = []
+    for again in range(3):
+        LAUNCHES.clear()
+        LOOKS.clear()
+        if not again:
+            remember.forget()
+        call(*given)
+        found.append(([*LAUNCHES], len(LOOKS)))
+    (first, looks), (second, again), (third, directly) = found
+    told = {"launches": len(first), "same": first == second == third, "looks": [looks, again, directly]}
+    sys.stdout.write(json.dumps({name: told}) + "\n")
+
+
+def main() -> None:
+    driver.set_active(Driver())
+    dispatch._obstacle = lambda device: None
+    run.target_of = lambda device: Target("sm_90", 132)
+    start = Start.run
+    Start.run = lambda self: LOOKS.append(self.kernel.__name__) or start(self)
+
+    def starts(x: torch.Tensor, n: int, m: int) -> list[Start]:
+        return [Start(add, 2, {"x": x, "out": x, "n": n, "m": m, "num_warps": 1})]
+
+    # Calls that differ in what Triton compiles for alone: where x begins, and a number that is none of a plan's.
+    plan = remember.remembered(lambda x, n, m: (torch.empty_like(x), starts(x, n, m)))
+    whole, right, kernels = torch.zeros(20), True, set()
+    for shift, n in [(shift, n) for shift in (0, 1, 4) for n in (1, 2, 3, 16, 32, 2**31, 2**40)] * 3:
+        x = whole[shift : shift + 16]
+        LAUNCHES.clear()
+        plan(x, Number(n), 5)
+        starts(x, n, 5)[0].run()
+        repeated, expected = LAUNCHES
+        right = right and repeated == expected
+        kernels.add(expected[0])
+    sys.stdout.write(json.dumps({"told apart": {"same": right, "kernels": len(kernels)}}) + "\n")
+
+    q, k, v = (torch.zeros(1, 200, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2))
+    mask = torch.ones(1, 200, dtype=torch.bool)
+    same("masked", lambda *x: linear_attention(*x, key_mask=mask, delay=8, backend="triton"), q, k, v)
+    wide = torch.zeros(4 * 200 * 64 + 1, dtype=torch.bfloat16)
+    bent = wide[1:].view(1, 200, 4, 64).transpose(1, 2)
+    same("unaligned", lambda *x: linear_attention(*x, key_mask=mask, delay=8, backend="triton"), bent, k, v)
+    state = decode_state(1, 2, 64, 64, device="cpu")
+    one = [x[:, :, :1] for x in (q, k, v)]
+    same("step", lambda *x: decode_step_(*x, state, backend="triton"), *one)
+    recommended = Case("norm_preserving", B=1, D=64, V=64, window=8, first=10, T=11, turned=64, dtype=torch.bfloat16)
+    same("recommended step", lambda *x: hybrid_step_(HybridStep(*x)), *drawn(recommended, pytest.MonkeyPatch()))
+
+
+if __name__ == "__main__":
+    main()
