@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hf_linear_attn.ops.triton.start import PLAIN, Number, Repeated, Start, told_apart
+from hf_linear_attn.ops.triton.start import ALIGNMENT, PLAIN, Number, Repeated, Start, told_apart
 
 MOST_PLANS = 1024
 """Plans that are remembered per planning function; a run that meets more shapes forgets the oldest."""
@@ -332,7 +332,7 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
     """Run what a planning function plans, and plan calls that are alike only once.
 
     Args:
-        plan: Takes tensors, the first of them on the device of the launches, settings that hash, and a
+        plan: Takes tensors, all on the device of the launches, settings that hash, and a
             :class:`Number` where an integer only goes on to the launches; returns the results, a tensor or a tuple of
             them, allocated, and the launches that compute them, in order. Apart from its arguments it may depend on
             the precision of fp32 products alone.
@@ -349,13 +349,18 @@ def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
         key: list[Any] = [torch.get_float32_matmul_precision()]
         for x in arguments:
             kind = type(x)
-            if kind is Tensor or kind is Parameter or kind is Number:
+            if kind is Tensor or kind is Parameter:
+                given.append(x)
+                # Triton compiles for addresses, too; see Repeated.
+                key += (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)  # type: ignore[attr-defined]
+            elif kind is Number:
                 given.append(x)
                 key += told_apart(x)  # type: ignore[arg-type]
             elif kind not in PLAIN and isinstance(x, Tensor):
                 return _run(*plan(*arguments, **settings), x.device)
             else:
                 key.append(x)
+        key.append(given[0].device)
         named = tuple(key)
         known = plans.get(named)
         if known is not None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes. Triton compiles one kernel for addresses and numbers that this divides, and another for the rest."""
@@ -39,9 +38,9 @@ class Repeated:
     """A launch that is repeated with other tensors.
 
     Before each launch Triton looks at every argument to find what it compiled for such a one: with some fifty of them
-    that takes the host longer than all else of a call. What a plan launches is alike in all that Triton looks at, as
-    :func:`told_apart` sees to. So the first run keeps the compiled kernel, and later ones hand it their arguments, the
-    way Triton's own tutorial of a fused softmax does.
+    that takes the host longer than all else of a call. What a plan launches is alike in all that Triton looks at:
+    dtypes, where in a row of 16 bytes tensors begin, and which numbers are 1, multiples of 16 or long. So the first run
+    keeps the compiled kernel, and later ones hand it their arguments, as Triton's own tutorial of a fused softmax does.
 
     Args:
         start: The launch, with None in place of tensors.
@@ -77,8 +76,6 @@ class Repeated:
         return kernel[(self.start.programs, 1, 1)], values, [(order[name], number) for name, number in self.tensors]
 
 
-def told_apart(x: Tensor | Number) -> tuple[Any, ...]:
-    """Return what Triton compiles a kernel for, of a tensor or number that a plan is given, and more of a tensor."""
-    if type(x) is Number:
-        return Number, x == 1, x % ALIGNMENT == 0, x.bit_length() > 31
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT  # type: ignore[union-attr]
+def told_apart(x: Number) -> tuple[Any, ...]:
+    """Return what Triton compiles a kernel for, of a number that no plan depends on."""
+    return Number, x == 1, x % ALIGNMENT == 0, x.bit_length() > 31
