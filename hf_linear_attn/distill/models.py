@@ -125,7 +125,10 @@ def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
     package = "bitsandbytes" if dtype == "nf4" else "torchao"
     if importlib.util.find_spec(package) is None:
         raise ArgumentError(
-            argument, f"be a dtype where {package} is not installed", dtype, f"Run `pip install {package}`."
+            argument,
+            f"be a dtype where {package} is not installed",
+            dtype,
+            f"Run `pip install {package}`, or `pip install 'hf_linear_attn[quantised]'` for all of them.",
         )
     config: Any
     if dtype == "nf4":

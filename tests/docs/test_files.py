@@ -122,7 +122,7 @@ def test_optional_extras_are_pinned():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    for extra in ("dev", "report", "docs", "release"):
+    for extra in ("dev", "report", "docs", "release", "quantised", "peers"):
         for need in map(Requirement, PROJECT["optional-dependencies"][extra]):
             if need.name != "hf_linear_attn":
                 assert need.name.lower().replace("_", "-") in pinned, f"{extra}: {need.name}"
