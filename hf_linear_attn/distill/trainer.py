@@ -231,6 +231,8 @@ class Trainer:
             if part.requires_grad:
                 learn(part)
             losses += part.detach()
+            # Its graph would hold tensors while the next batch is read.
+            del part
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
             raise TrainingError(self._not_finite(stage, step, loss, batches[0]))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.distill.measure import heldout_loss
+from hf_linear_attn.distill.stages.distill import Distill
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
 from tests.distill.tiny import tiny_gpt2, tiny_multimodal, tiny_teacher
@@ -343,6 +345,20 @@ def test_accumulation_is_a_larger_batch(settings, teacher, tokenizer, data, stag
     split = go(settings.with_changes(rows=2, accumulation=2), teacher, tokenizer, data)
     expected = [record["loss_nats"] for record in large.history]
     assert [record["loss_nats"] for record in split.history] == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_batch_leaves_nothing_for_the_next(settings, teacher, tokenizer, data, monkeypatch):
+    losses, compute = [], Distill.loss
+
+    def loss(stage, batch):
+        assert all(found() is None for found in losses)
+        found = compute(stage, batch)
+        losses.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Distill, "loss", loss)
+    go(settings.with_changes(accumulation=2, stages=["distill"], distill_steps=2), teacher, tokenizer, data)
+    assert len(losses) == 4
 
 
 def test_packing_needs_positions(settings, teacher, tokenizer, data, monkeypatch):
