@@ -118,6 +118,14 @@ def test_distill_suite_trains_and_writes_a_page(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["recipes"] == before
 
 
+def test_distill_suite_refuses_blocks_that_a_window_holds_whole(tmp_path: Path) -> None:
+    output = tmp_path / "study.json"
+    found = run("--suite", "distill", "--output", str(output), "--work-dir", str(tmp_path), "--block-tokens", "128")
+    assert found.returncode == 2
+    assert "--block-tokens must be more than 134, the window of equal cache bytes" in found.stderr
+    assert not output.exists()
+
+
 def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(FOLDER)
