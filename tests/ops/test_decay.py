@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.ops.linear_attention import torch as chunked
-from hf_linear_attn.ops.linear_attention.triton import backward, forward, op, steps
+from hf_linear_attn.ops.linear_attention.triton import forward, gradients, op, steps, stored_gradients
 from tests.ops.oracle import DEVICE, Case, check, poison, run
 from tests.ops.test_library import positional
 
@@ -149,7 +149,7 @@ def between_segments(a, b, PRECISION):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="compiled kernels do not look up what they call")
-@pytest.mark.parametrize("module", [forward, backward])
+@pytest.mark.parametrize("module", [forward, gradients, stored_gradients])
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
@@ -166,7 +166,7 @@ def test_a_decay_left_out_anywhere_is_noticed(
     if not hasattr(module, name):
         pytest.skip("both scan alike")
     # Walks that carry a state ask for chunks, of which a short segment has but one.
-    cut = "stored_states" if (name, module) == ("sums_until", backward) else "short_segments"
+    cut = "stored_states" if module is stored_gradients else "short_segments"
     request.getfixturevalue("whole_sequences" if name == "kept_by_chunk" else cut)
     case = Case(B=1, H=1, HKV=1, T=40, decay=0.5)
     monkeypatch.setattr(module, name, broken)
