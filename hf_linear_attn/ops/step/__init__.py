@@ -1,5 +1,6 @@
 """Generation a token at a time, against a state that is updated in place, at fixed addresses."""
 
+from hf_linear_attn.ops.step.checks import HYBRID_MIXES
 from hf_linear_attn.ops.step.copies import copies_of
 from hf_linear_attn.ops.step.decode import (
     constant,
@@ -10,7 +11,7 @@ from hf_linear_attn.ops.step.decode import (
     fade_,
     fold_and_read_,
 )
-from hf_linear_attn.ops.step.hybrid import HYBRID_MIXES, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step.hybrid import hybrid_obstacle, hybrid_step_
 from hf_linear_attn.ops.step.problem import HybridStep
 
 __all__ = [

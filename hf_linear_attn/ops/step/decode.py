@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
@@ -15,6 +15,7 @@ from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, check_rows
+from hf_linear_attn.ops.step.checks import check_decode
 from hf_linear_attn.ops.step.copies import copies_of
 
 
@@ -85,7 +86,11 @@ def decode_step_(
         ArgumentTypeError: If the state is not fp32 (fp64 for fp64 tokens).
         BackendError: If the backend asked for cannot run here.
     """
-    _check(q, k, v, state, key_mask, rows)
+    if rows is not None:
+        check_rows(rows, len(q))
+        if state.z.ndim != 3:
+            shape = tuple(state.z.shape)
+            raise ArgumentError("state.z", "have no copies in a pool", shape, "Allocate it without them.")
     if log_decay is not None:
         log_decay = check_log_decay(log_decay, k, True, key_mask)
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
@@ -93,6 +98,7 @@ def decode_step_(
         from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 
         return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, log_decay=log_decay, rows=rows)
+    check_decode(q, k, v, *state, key_mask, rows)
     if rows is not None:
         own = LinearAttentionState(*(x.index_select(0, rows) for x in state))
         o = decode_plain_(q, k, v, *own, key_mask, phi, eps, "torch", log_decay)
@@ -201,49 +207,6 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 _kept_constant = cache(_constant)
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, state: LinearAttentionState, key_mask: Tensor | None, rows: Tensor | None
-) -> None:
-    batch, heads, tokens, dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
-    kv, z = state
-    held = batch if rows is None else len(kv)
-    if rows is not None:
-        check_rows(rows, batch)
-        if z.ndim != 3:
-            raise ArgumentError("state.z", "have no copies in a pool", tuple(z.shape), "Allocate it without them.")
-    shapes = (
-        ("k", k, (batch, kv_heads, tokens, dim)),
-        ("v", v, (batch, kv_heads, tokens, value_dim)),
-        ("state.kv", kv, (held, kv_heads, dim, value_dim)),
-        ("state.z", z, (held, kv_heads, dim) if z.ndim == 3 else (held, kv_heads, *z.shape[2:3], dim)),
-    )
-    for name, x, shape in shapes:
-        if x.shape != shape:
-            raise ArgumentError(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's own.")
-    if z.ndim == 4 and not 1 <= z.shape[2] <= value_dim:
-        raise ArgumentError(
-            "state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state()."
-        )
-    if heads % kv_heads:
-        raise ArgumentError(
-            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
-        )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, x in (("state.kv", kv), ("state.z", z)):
-        if x.dtype != dtype:
-            raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
-        if not (x if rows is None else x[:1]).is_contiguous():
-            raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
-        raise ArgumentError(
-            "key_mask",
-            f"be bool of shape [B, T] = {(batch, tokens)}",
-            (key_mask.dtype, tuple(key_mask.shape)),
-            "Slice the mask to the new tokens.",
-        )
 
 
 def _decode_step_torch_(

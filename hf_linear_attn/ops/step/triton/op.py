@@ -8,6 +8,7 @@ from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
+from hf_linear_attn.ops.step.checks import check_decode, check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
@@ -84,6 +85,7 @@ def _step(
     log_decay: Tensor | None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, list[Launch]]:
+    check_decode(q, k, v, kv, z, key_mask, rows)
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     tokens = readable(q), readable(k), readable(v)
     o, launch = decode_launch(target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay, rows)
@@ -162,6 +164,7 @@ def _writing(*inputs: Any) -> Tensor:
 @planned
 def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
     step = HybridStep(*inputs)
+    check_hybrid(step)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
     decay = ("decay_bias", "decay_key", "decay_value")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
