@@ -352,11 +352,15 @@ class LinearAttention(nn.Module):
         self.look_for_sinks(state, count)
 
     def look_for_sinks(self, state: State, tokens: int) -> None:
-        """Note when every row has read its sinks; a token at a time, ask only now and then, since that waits."""
-        if state.first_read or state.static or self.window is None or torch.compiler.is_compiling():
+        """Note when every row has read its sinks.
+
+        Without padding their number says it. With padding the device has to be waited for: of a token at a time it is
+        asked only now and then.
+        """
+        if state.first_read or isinstance(state.length, Tensor) or self.window is None or torch.compiler.is_compiling():
             return
-        if not self.window.sinks:
-            state.first_read = True
+        if not self.window.sinks or not state.padded:
+            state.first_read = state.length >= self.window.sinks
         elif not state.tensors["seen"].is_meta and (tokens > 1 or state.length % self.window.size == 0):
             state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
 

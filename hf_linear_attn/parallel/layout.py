@@ -44,6 +44,7 @@ class Layout:
         tail_numbers: Numbers of those, ``[B, rank W]``.
         tail_order: Places among those of the tokens that there are, in the order of the text.
         sinks_read: Whether every row's first tokens lie before this rank.
+        masked: Whether any rank has a mask.
         packed: Whether any rank has several documents in a row.
     """
 
@@ -59,6 +60,7 @@ class Layout:
     tail_numbers: Tensor
     tail_order: tuple[int, ...]
     sinks_read: bool
+    masked: bool
     packed: bool
 
     @property
@@ -144,6 +146,7 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         tail_numbers=tail_numbers.transpose(0, 1).flatten(1),
         tail_order=tuple(order),
         sinks_read=bool((seen[rank] >= sinks).all()),
+        masked=masked,
         packed=not bool((whole_of.bool() & (goes_on | (torch.arange(ranks.size, device=device) == 0)[:, None])).all()),
     )
 

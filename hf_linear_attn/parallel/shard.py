@@ -100,7 +100,7 @@ class Shard:
             cache.allocate(state.slots, len(v), v)
             cache.write(state.read())
             cache.advance(layout.start + q.shape[2], v.device)
-            cache.first_read = state.first_read
+            cache.first_read, cache.padded = state.first_read, state.padded
         return o
 
     def _row(
@@ -172,7 +172,7 @@ class Shard:
             sums[name] = sums[name] + _selected_sum(late[name], layout.weights[: len(late[name])])
         state = State()
         state.slots, state.length = layer.slots(v.shape[3], v.device), layout.start
-        state.first_read = window is not None and layout.sinks_read
+        state.first_read, state.padded = window is not None and layout.sinks_read, layout.masked
         tensors = {name: x for name, x in sums.items() if not name.startswith("sink_")}
         if window is not None:
             tensors |= self._near(layer, window, state, sums, found.tail, rotation)

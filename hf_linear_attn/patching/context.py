@@ -386,10 +386,10 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
                 }
             )
         state.length = length
+        state.padded = not bool((held["seen"] == length).all())
         if part is not None:
             # A step takes another way once it knows that every sink was read, as it does after the text itself.
             part.look_for_sinks(state, length)
-        state.padded = not bool((held["seen"] == length).all())
 
 
 def _mask(seen: Tensor, length: int) -> Tensor:

@@ -136,6 +136,29 @@ def test_generation_goes_on_from_the_last_rank():
     assert torch.equal(on_ranks(3, work)[-1], expected)
 
 
+@pytest.mark.parametrize("left", [10, 24, 33])
+def test_a_padded_text_goes_on_from_the_last_rank(left):
+    """The last rank's part has no padding where it lies before it, and its window may be padding in part."""
+    model = model_of(torch.float64, **RECOMMENDED).eval()
+    batch = padded(batch_of(2, 36), [(left, 0), (0, 0)])
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    models, tokens = copies(model, 3), batch_of(2, 12, seed=1)["input_ids"].split(1, 1)
+
+    def go_on(model, cache):
+        return torch.cat([model(input_ids=token, past_key_values=cache).logits for token in tokens], 1)
+
+    def work(ranks):
+        model = models[ranks.rank]
+        with torch.no_grad(), context_parallel(model, ranks) as context:
+            cache = model(**context.split(given), use_cache=True).past_key_values
+        with torch.no_grad():
+            return go_on(model, cache) if ranks.rank == 2 else None
+
+    with torch.no_grad():
+        expected = go_on(model, model(**given, use_cache=True).past_key_values)
+    torch.testing.assert_close(on_ranks(3, work)[-1], expected, atol=1e-9, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     "patch",
     [
