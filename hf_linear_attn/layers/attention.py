@@ -352,11 +352,7 @@ class LinearAttention(nn.Module):
         self.look_for_sinks(state, count)
 
     def look_for_sinks(self, state: State, tokens: int) -> None:
-        """Note when every row has read its sinks.
-
-        Without padding their number says it. With padding the device has to be waited for: of a token at a time it is
-        asked only now and then.
-        """
+        """Note when every row has read its sinks; where there is padding ask only now and then, since that waits."""
         if state.first_read or isinstance(state.length, Tensor) or self.window is None or torch.compiler.is_compiling():
             return
         if not self.window.sinks or not state.padded:
