@@ -5,20 +5,28 @@ are used or refused. ``"reference"`` is the plainest form of an operation, in fl
 operations of which PyTorch's form is the plainest run that one.
 """
 
+import functools
 import os
 import re
 import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, BackendError
+from hf_linear_attn.ops.library import is_cast
 from hf_linear_attn.ops.triton.plan import target_of
+from hf_linear_attn.ops.triton.record import recording
+from hf_linear_attn.ops.triton.remember import remembered
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
 BACKENDS = ("auto", "reference", "torch", "triton")
 
 OLDEST_TRITON = (3, 6)
@@ -88,7 +96,29 @@ def choose_backend(
             return "triton"
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+    recorder = recording()
+    if recorder is not None:
+        # Its operations are many, and what they allocate is to be freed.
+        recorder.give_up()
     return "reference" if backend == "reference" else "torch"
+
+
+def repeated_with_kernels(function: Callable[P, R]) -> Callable[P, R]:
+    """Repeat calls that are alike where kernels compute them; see :func:`remembered`.
+
+    Args:
+        function: Takes a tensor first, and a ``backend`` by name.
+    """
+    repeated = remembered(function)
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **settings: P.kwargs) -> R:
+        asked, device = settings.get("backend", "auto"), getattr(arguments[0], "device", _CPU) if arguments else _CPU
+        # What is repeated are operations of one precision.
+        again = wants_kernels(asked, device) and not is_cast(device)
+        return (repeated if again else function)(*arguments, **settings)
+
+    return run
 
 
 def wants_kernels(backend: str, device: torch.device) -> bool:

@@ -11,12 +11,17 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn import linear_attention
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.ops.dispatch import choose_backend
+from hf_linear_attn.ops.linear_attention.triton import op as linear
+from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.step import decode_state, decode_step_, hybrid_step_
 from hf_linear_attn.ops.triton import plan as plans
 from hf_linear_attn.ops.triton import remember
 from hf_linear_attn.ops.triton.plan import Target
-from hf_linear_attn.ops.triton.remember import remembered, shared_by_layers
+from hf_linear_attn.ops.triton.record import recording
+from hf_linear_attn.ops.triton.remember import launch, remembered, shared_by_layers
 from hf_linear_attn.ops.triton.run import as_int64, directly
 from hf_linear_attn.ops.triton.start import Start
 
@@ -31,12 +36,11 @@ class Kernel:
         self.programs: list[int] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        self.programs.append(grid[0])
-
-        def launch(x: Tensor, out: Tensor, n: int) -> None:
+        def run(x: Tensor, out: Tensor, n: int) -> None:
+            self.programs.append(grid[0])
             out.copy_(x + n)
 
-        return launch
+        return run
 
 
 def counted(plan: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -45,7 +49,9 @@ def counted(plan: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 
     def counting(*arguments: Any) -> Any:
         times.append(1)
-        return plan(*arguments)
+        result, starts = plan(*arguments)
+        launch(starts, DEVICE)
+        return result
 
     return remembered(counting), times
 
@@ -144,7 +150,7 @@ def test_one_thread_does_not_disturb_another() -> None:
 
 
 def test_remembers_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remember, "MOST_PLANS", 3)
+    monkeypatch.setattr(remember, "MOST_CALLS", 3)
     run, times = counted(added)
     for rows in (1, 2, 3, 4, 4, 3, 2):
         run(torch.randn(rows, 2), 0)
@@ -193,7 +199,7 @@ def test_packed_tables_are_built_once_for_all_layers(monkeypatch: pytest.MonkeyP
 
     def plan(bounds: Tensor) -> Any:
         segments = plans.cut(80, 2, 16, as_int64(bounds))
-        return (segments.table, segments.bounds), []
+        return segments.table, segments.bounds
 
     run = remembered(plan)
     for lengths in ((10, 70), (60, 20)):
@@ -223,6 +229,116 @@ def test_what_watches_gets_the_op() -> None:
     # Gradients, where what runs has none of its own.
     call(x.clone().requires_grad_())
     assert told[2:] == ["op"] * 4
+
+
+def drawn_tokens(*sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    return [torch.randn(size, generator=g, device=DEVICE) for size in sizes]
+
+
+def planning(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by one whenever linear attention is planned."""
+    times: list[int] = []
+    plan = linear.forward_launches
+    monkeypatch.setattr(linear, "forward_launches", lambda *given: times.append(1) or plan(*given))
+    return times
+
+
+def test_whole_calls_are_repeated_with_their_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = planning(monkeypatch)
+    sizes = (1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16), (1, 2, 16, 16), (1, 2, 16)
+    mask = torch.arange(40)[None] > 3
+    for seed in range(3):
+        q, k, v, kv, z = drawn_tokens(*sizes, seed=seed)
+        state = LinearAttentionState(kv, z.abs())
+        for backend in ("triton", "torch"):
+            o, after = linear_attention(q, k, v, "elu", state=state, key_mask=mask, delay=3, backend=backend)
+            if backend == "triton":
+                found = o, *after
+                assert type(after) is LinearAttentionState
+        for x, y in zip(found, (o, *after), strict=True):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
+    assert len(times) == 1
+    # Nothing else than what it was is taken for it.
+    assert isinstance(linear_attention(q, k, v, return_state=False, backend="triton"), Tensor)
+    assert torch.equal(
+        linear_attention(q, k, v, None, backend="triton")[0], linear_attention(q, k, v, FEATURES, backend="triton")[0]
+    )
+    assert len(times) == 4
+
+
+FEATURES = get_feature_map("identity", 16, 4, 2)
+
+
+def test_what_a_remembered_call_refuses_is_still_refused() -> None:
+    q, k, v = drawn_tokens((1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16))
+    for _ in range(2):
+        linear_attention(q, k, v, backend="triton")
+    with pytest.raises(ArgumentTypeError, match="causal"):
+        linear_attention(q, k, v, causal=1, backend="triton")  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match="device"):
+        linear_attention(q, k.to("meta"), v, backend="triton")
+    with pytest.raises(ArgumentTypeError, match="dtype"):
+        linear_attention(q, k.bfloat16(), v, backend="triton")
+    with pytest.raises(ArgumentError, match="tokens"):
+        linear_attention(q, k[:, :, :39], v[:, :, :39], backend="triton")
+
+
+def test_a_call_whose_gradients_are_asked_for_is_no_repetition() -> None:
+    tokens = drawn_tokens((1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16))
+    with torch.no_grad():
+        for _ in range(2):
+            expected = linear_attention(*tokens, backend="triton")[0]
+    for x in tokens:
+        x.requires_grad_()
+    with torch.no_grad():
+        assert not linear_attention(*tokens, backend="triton")[0].requires_grad
+    o = linear_attention(*tokens, backend="triton")[0]
+    assert torch.equal(o, expected)
+    o.sum().backward()
+    assert all(x.grad is not None and x.grad.any() for x in tokens)
+
+
+def test_repeated_steps_tell_autograd_what_they_change() -> None:
+    q, k, v = drawn_tokens((1, 4, 1, 16), (1, 2, 1, 16), (1, 2, 1, 16))
+    state = decode_state(1, 2, 16, 16, device=DEVICE)
+    versions = []
+    for _ in range(3):
+        decode_step_(q, k, v, state, backend="triton")
+        versions.append([x._version for x in state])
+    assert versions[0] < versions[1] < versions[2]
+    assert all(later > earlier for earlier, later in zip(versions[0], versions[2], strict=True))
+
+
+def test_a_call_that_pytorch_computes_is_not_written_down() -> None:
+    """Its operations are many, and all that they allocate would be kept until it ends."""
+    kept, times = [], []
+
+    @remembered
+    def call(x: Tensor) -> Tensor:
+        times.append(1)
+        choose_backend("torch", x.device, lambda: "nothing")
+        y = x + 1
+        recorder = recording()
+        kept.append(recorder is not None and (len(recorder.alive), len(recorder.steps)))
+        return y * 2
+
+    x = torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(call(x), 2 * (x + 1))
+    assert len(times) == 3
+    assert kept == [(0, 0), False, False]
+
+
+def test_what_autocast_casts_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = planning(monkeypatch)
+    q, k, v = drawn_tokens((1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16))
+    outside = linear_attention(q, k, v, backend="triton")[0]
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        within = [linear_attention(q, k, v, backend="triton")[0] for _ in range(2)]
+    assert all(torch.equal(x, outside) for x in within)
+    # Written down as a whole call once, and as a kernel's call by itself.
+    assert len(times) == 2
 
 
 class Compiled:

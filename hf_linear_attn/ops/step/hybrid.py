@@ -1,11 +1,15 @@
 """A whole step of a layer with a window by one kernel: features, fold, read, window, sinks and join."""
 
+from typing import Any
+
 from torch import Tensor
 
 from hf_linear_attn.ops.dispatch import choose_backend
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.step.problem import HybridStep
+from hf_linear_attn.ops.triton.remember import is_seen, remembered
+from hf_linear_attn.ops.triton.start import Number
 from hf_linear_attn.ops.window.api import window_obstacle
 
 
@@ -45,7 +49,24 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
         ArgumentTypeError: If sums are not fp32.
         BackendError: If the kernel cannot run here.
     """
-    choose_backend("triton" if backend == "auto" else backend, step.q.device, lambda: hybrid_obstacle(step))
+    backend = "triton" if backend == "auto" else backend
+    if is_seen():
+        return _advance_(step, backend)
+    # Where in its text a token stands only goes on to the launch.
+    return _repeated_(*step[:_LENGTH], Number(step.length), *step[_LENGTH + 1 :], backend)
+
+
+_LENGTH = HybridStep._fields.index("length")
+
+
+@remembered
+def _repeated_(*inputs: Any) -> Tensor:
+    *of_step, backend = inputs
+    return _advance_(HybridStep(*of_step), backend)
+
+
+def _advance_(step: HybridStep, backend: str) -> Tensor:
+    choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step))
     refuse_functional("triton", step.q, step.k, step.v)
     # Imported here so that the package needs neither Triton nor a GPU.
     from hf_linear_attn.ops.step.triton.op import hybrid_step_triton_

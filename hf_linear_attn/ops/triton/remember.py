@@ -1,31 +1,32 @@
-"""Plans that are made once: what a plan allocates, computes and launches, written down and repeated.
+"""Calls that are repeated: what a call of kernels decides is decided once for all calls that are like it.
 
-To plan a call takes the host longer than to launch its kernels, and a plan depends on nothing but shapes, strides,
-dtypes and settings. :func:`remembered` therefore records the operations of a planning function the first time, tensors
-as numbers, and repeats them with the tensors of the next call that is like it. A plan that reads numbers from memory
-is not repeated but made anew each time.
+To check a call, to choose its backend and to plan its launches takes the host longer than to launch its kernels. All of
+that depends on nothing but shapes, strides, dtypes and settings. :func:`remembered` therefore writes down what a call
+does the first time, and does it again with the tensors of the next call that is like it. A call that reads numbers from
+memory on the way is not repeated.
 
-Nothing here knows what is planned, and nothing is remembered of fake tensors: under ``torch.compile`` ops are recorded
-when they run, with real ones.
+Nothing is remembered of fake tensors, nor while something else watches: under ``torch.compile`` ops are remembered when
+they run, with real ones.
 """
 
 import functools
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hf_linear_attn.ops.triton.start import ALIGNMENT, PLAIN, Number, Repeated, Start, told_apart
+from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.ops.triton.record import Recorder, recording
+from hf_linear_attn.ops.triton.start import ALIGNMENT, PLAIN, Number, Start, told_apart
 
-MOST_PLANS = 1024
-"""Plans that are remembered per planning function; a run that meets more shapes forgets the oldest."""
+MOST_CALLS = 1024
+"""Calls that are remembered of one function; a run that meets more shapes forgets the oldest."""
 
 MOST_SHARED = 64
 """Results of :func:`shared_by_layers` that are remembered, a few per step."""
@@ -33,280 +34,14 @@ MOST_SHARED = 64
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-class Operation(NamedTuple):
-    """An operation of torch.
-
-    Attributes:
-        function: What is called.
-        arguments: By position; None in place of tensors and of lists of them.
-        settings: Arguments by name, likewise.
-        tensors: Places in ``arguments`` or names in ``settings``, and the numbers of tensors there.
-        groups: Places in ``arguments`` of lists of tensors, and their numbers; None for None.
-        results: Numbers of what it returns; None for what has a number already.
-    """
-
-    function: Callable[..., Any]
-    arguments: list[Any]
-    settings: dict[str, Any]
-    tensors: list[tuple[int | str, int]]
-    groups: list[tuple[int, list[int | None]]]
-    results: list[int | None]
-
-    def run(self, tensors: list[Any]) -> None:
-        """Run it on numbered tensors, and number its results."""
-        arguments, settings = self.arguments.copy(), self.settings
-        for place, number in self.tensors:
-            if isinstance(place, int):
-                arguments[place] = tensors[number]
-            else:
-                settings = settings | {place: tensors[number]}
-        for place, numbers in self.groups:
-            arguments[place] = [None if number is None else tensors[number] for number in numbers]
-        found = self.function(*arguments, **settings)
-        for result, x in zip(self.results, found if isinstance(found, tuple | list) else (found,), strict=True):
-            if result is not None:
-                tensors[result] = x
-
-    def inputs(self) -> Iterator[int]:
-        """Yield the numbers of tensors that it reads."""
-        yield from (number for _, number in self.tensors)
-        yield from (number for _, numbers in self.groups for number in numbers if number is not None)
-
-
-class Allocation(NamedTuple):
-    """Memory that a tensor takes: which tensor, and how it is had."""
-
-    number: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-
-
-def _allocator(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """Return what allocates on a device, where it is the current one.
-
-    Code that torch.compile generates allocates by the first; it takes half the time of the second, which reads its
-    arguments and asks who else wants to know.
-    """
-    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    return found or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device))
-
-
-class Plan(NamedTuple):
-    """What a planning function did, with numbers for tensors: those given come first.
-
-    Attributes:
-        numbers: How many there are.
-        device: Of the launches.
-        allocations: Tensors that are allocated.
-        operations: What is computed besides, in order.
-        starts: Launches.
-        results: Numbers of what is returned; None for what is none.
-        form: Makes of a list of tensors what is returned.
-    """
-
-    numbers: int
-    device: torch.device
-    allocations: list[Allocation]
-    operations: list[Operation]
-    starts: list[Repeated]
-    results: list[int | None]
-    form: Callable[[list[Any]], Any]
-
-    def run(self, given: Sequence[Tensor | Number]) -> Any:
-        """Repeat it with other tensors."""
-        tensors: list[Any] = [int(x) if type(x) is Number else x for x in given]
-        tensors += [None] * (self.numbers - len(given))
-        with _on(self.device):
-            for number, size, stride, dtype, allocate in self.allocations:
-                tensors[number] = allocate(size, stride, dtype)
-            for operation in self.operations:
-                operation.run(tensors)
-            for start in self.starts:
-                start.run(tensors)
-        return self.form([None if number is None else tensors[number] for number in self.results])
-
-
-class _Stay:
-    """A context that changes nothing."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-_STAY = _Stay()
+_NOTHING = nullcontext()
 
 
 def _on(device: torch.device) -> Any:
     """Return a context in which launches go to a device; most are on it already, and torch's takes long to enter."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _STAY
+        return _NOTHING
     return torch.cuda.device(device)
-
-
-Where = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
-
-
-def _where(x: Tensor | Number) -> Where | int:
-    """Return what tells a tensor from others: one tensor may come as several objects."""
-    if isinstance(x, Number):
-        return id(x)
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what runs while a plan is made.
-
-    Args:
-        given: The tensors of the call, and the numbers that its plan does not depend on.
-    """
-
-    def __init__(self, given: Sequence[Tensor | Number]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known: dict[Where | int, int] = {_where(x): number for number, x in enumerate(given)}
-        # Where one tensor is given twice, the next call like this may give two.
-        self.repeatable = len(self.known) == len(given)
-        # Memory of what is freed would be given to others, that were then taken for it.
-        self.alive: list[Any] = list(given)
-        self.operations: list[Operation] = []
-        self.writes = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an operation and write it down."""
-        found = func(*args, **(kwargs or {}))
-        if self.writes:
-            self.note(func, args, kwargs or {}, found)
-        return found
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what runs for a while."""
-        self.writes = False
-        try:
-            yield
-        finally:
-            self.writes = True
-
-    def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
-        """Write down what has run."""
-        outputs = found if isinstance(found, tuple | list) else (found,)
-        if not all(x is None or isinstance(x, Tensor) for x in outputs):
-            self.repeatable = False
-            return
-        if _views(function) and all(x is None or _where(x) in self.known for x in outputs):
-            # The same tensor as another object, as `detach` gives.
-            return
-        named = {name: self.number(x) for name, x in kwargs.items() if isinstance(x, Tensor)}
-        placed = {place: self.number(x) for place, x in enumerate(args) if isinstance(x, Tensor)}
-        groups = {
-            place: [None if y is None else self.number(y) for y in x]
-            for place, x in enumerate(args)
-            if isinstance(x, tuple | list) and any(isinstance(y, Tensor) for y in x)
-        }
-        arguments = [None if place in placed or place in groups else x for place, x in enumerate(args)]
-        settings = {name: x for name, x in kwargs.items() if name not in named}
-        tensors: list[tuple[int | str, int]] = [*placed.items(), *named.items()]
-        results = [self._new(x) for x in outputs]
-        function = _METHODS.get(function, function)
-        self.operations.append(Operation(function, arguments, settings, tensors, [*groups.items()], results))
-
-    def _new(self, x: Tensor | None) -> int | None:
-        """Number a result, if there is one that has no number yet."""
-        if x is None or _where(x) in self.known:
-            return None
-        self.alive.append(x)
-        self.known[_where(x)] = len(self.alive) - 1
-        return len(self.alive) - 1
-
-    def number(self, x: Tensor | Number) -> int:
-        """Return a tensor's number; one that comes from elsewhere may be another next time."""
-        number = self.known.get(_where(x))
-        if number is None:
-            self.repeatable = False
-            return 0
-        return number
-
-    def plan(self, starts: Sequence[Start], result: Any) -> Plan | None:
-        """Return the plan, or None where it cannot be repeated."""
-        numbered = []
-        for start in starts:
-            names = [(name, self.number(x)) for name, x in start.arguments.items() if isinstance(x, Tensor | Number)]
-            fixed = {name: None if isinstance(x, Tensor | Number) else x for name, x in start.arguments.items()}
-            numbered.append(Repeated(start._replace(arguments=fixed), names))
-        whole = [result] if isinstance(result, Tensor) else list(result)
-        results = [None if x is None else self.number(x) for x in whole]
-        if not self.repeatable:
-            return None
-        needed = {number for start in numbered for _, number in start.tensors} | {x for x in results if x is not None}
-        allocations, operations = self._simplified(needed)
-        form: Callable[[list[Any]], Any] = tuple
-        if isinstance(result, Tensor):
-            form = _only
-        elif hasattr(result, "_make"):
-            form = type(result)._make
-        device = self.alive[0].device
-        return Plan(len(self.alive), device, allocations, operations, numbered, results, form)
-
-    def _simplified(self, needed: set[int]) -> tuple[list[Allocation], list[Operation]]:
-        """Return allocations apart from other operations, without what nobody needs and views that allocations can be.
-
-        Args:
-            needed: Numbers that launches and results have.
-        """
-        allocated = {op.results[0] for op in self.operations if _allocates(op.function)}
-        users = Counter(number for op in self.operations for number in op.inputs())
-        allocations, operations = [], []
-        for op in reversed(self.operations):
-            result = op.results[0]
-            if result is not None and (_allocates(op.function) or _views(op.function)):
-                if result not in needed:
-                    continue
-                if _allocates(op.function) or self._is_whole(result, op.tensors[0][1], allocated - needed, users):
-                    allocations.append(self._allocation(result))
-                    continue
-            needed |= set(op.inputs())
-            operations.append(op)
-        return allocations[::-1], operations[::-1]
-
-    def _allocation(self, number: int) -> Allocation:
-        x = self.alive[number]
-        return Allocation(number, tuple(x.shape), x.stride(), x.dtype, _allocator(x.device))
-
-    def _is_whole(self, number: int, base: int, allocated: set[int | None], users: Counter[int]) -> bool:
-        """Tell whether a view is all of what is allocated for it alone, in another order of dimensions."""
-        view, whole = self.alive[number], self.alive[base]
-        same = view.dtype == whole.dtype and view.numel() == whole.numel() and whole.is_contiguous()
-        return same and base in allocated and users[base] == 1
-
-
-def _only(results: list[Any]) -> Any:
-    return results[0]
-
-
-_ALLOCATING = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
-
-
-_METHODS: dict[Any, Callable[..., Any]] = {torch.ops.aten.view.dtype: Tensor.view}
-"""Methods that do the same in a quarter of the time, of what most plans with a mask repeat."""
-
-
-def _allocates(function: Any) -> bool:
-    return function in _ALLOCATING
-
-
-def _views(function: Any) -> bool:
-    return getattr(function, "is_view", False)
 
 
 _lock = threading.Lock()
@@ -322,66 +57,112 @@ def _keep(cache: dict[Any, Any], key: Any, value: Any, most: int) -> None:
 
 
 def forget() -> None:
-    """Forget all plans: they know nothing of settings that have changed since."""
+    """Forget all calls: they know nothing of settings that have changed since."""
     with _lock:
         for cache in _caches:
             cache.clear()
 
 
-def remembered(plan: Callable[P, tuple[R, Sequence[Start]]]) -> Callable[P, R]:
-    """Run what a planning function plans, and plan calls that are alike only once.
+def is_seen() -> bool:
+    """Tell whether something traces, transforms or watches operations, be it a :class:`Recorder`."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function, and repeat what it has done in calls that are alike.
 
     Args:
-        plan: Takes tensors, all on the device of the launches, settings that hash, and a
-            :class:`Number` where an integer only goes on to the launches; returns the results, a tensor or a tuple of
-            them, allocated, and the launches that compute them, in order. Apart from its arguments it may depend on
-            the precision of fp32 products alone.
-
-    Returns:
-        A function of the same arguments that launches the kernels and returns the results.
+        function: Takes tensors, tuples of them, settings that hash, and a :class:`Number` where an integer only goes on
+            to launches; returns tensors, Nones and tuples of them. Apart from its arguments it may depend on the
+            precision of fp32 products alone, and :func:`launch` starts its kernels. Calls whose gradients are asked for
+            are not remembered, nor those with other arguments.
     """
-    plans: dict[Any, Plan | None] = {}
-    _caches.append(plans)
+    calls: dict[Any, Callable[..., Any] | None] = {}
+    _caches.append(calls)
 
-    @functools.wraps(plan)
+    @functools.wraps(function)
     def run(*arguments: P.args, **settings: P.kwargs) -> R:
+        if is_seen():
+            return function(*arguments, **settings)
         given: list[Any] = []
         key: list[Any] = [torch.get_float32_matmul_precision()]
-        for x in arguments:
-            kind = type(x)
-            if kind is Tensor or kind is Parameter:
-                given.append(x)
-                # Triton compiles for addresses, too; see Repeated.
-                key += (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)  # type: ignore[attr-defined]
-            elif kind is Number:
-                given.append(x)
-                key += told_apart(x)  # type: ignore[arg-type]
-            elif kind not in PLAIN and isinstance(x, Tensor):
-                return _run(*plan(*arguments, **settings), x.device)
-            else:
-                key.append(x)
-        key.append(given[0].device)
+        if not _tell(arguments, given, key):
+            return function(*arguments, **settings)
+        if settings:
+            key += settings
+            if not _tell(settings.values(), given, key):
+                return function(*arguments, **settings)
         named = tuple(key)
-        known = plans.get(named)
+        known = calls.get(named)
         if known is not None:
-            result: R = known.run(given)
-            return result
-        if named in plans:
-            return _run(*plan(*arguments, **settings), given[0].device)
+            device = given[0].device
+            if device.type == "cpu":
+                return known(*given)  # type: ignore[no-any-return]
+            with _on(device):
+                return known(*given)  # type: ignore[no-any-return]
+        if named in calls:
+            return function(*arguments, **settings)
         with Recorder(given) as recorder:
-            result, starts = plan(*arguments, **settings)
-        _keep(plans, named, recorder.plan(starts, result), MOST_PLANS)
-        return _run(result, starts, given[0].device)
+            result = function(*arguments, **settings)
+        _keep(calls, named, recorder.plan(result), MOST_CALLS)
+        return result
 
     return run
 
 
-def _run(result: R, starts: Sequence[Start], device: torch.device) -> R:
-    if starts:
-        with _on(device):
-            for start in starts:
-                start.with_plain_numbers().run()
-    return result
+def _tell(values: Any, given: list[Any], key: list[Any]) -> bool:
+    """Add to a key what tells calls apart, and their tensors to those given; False where calls are not remembered."""
+    for x in values:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if x.requires_grad and torch.is_grad_enabled():
+                return False
+            given.append(x)
+            # Triton compiles for addresses, too.
+            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT)
+        elif kind in PLAIN:
+            # 1 is True, and equal to it.
+            key += (kind, x)
+        elif kind is Number:
+            given.append(x)
+            key += told_apart(x)
+        elif isinstance(x, FeatureMap) and x.kernel is not None:
+            # Such a map holds nothing: kernels know it by name.
+            key += (kind, x.kernel)
+        elif isinstance(x, tuple):
+            key += (kind, len(x))
+            if not _tell(x, given, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def launch(starts: Sequence[Start], device: torch.device) -> None:
+    """Launch kernels on a device, in order."""
+    recorder = recording()
+    with _on(device), _NOTHING if recorder is None else recorder.paused():
+        for start in starts:
+            kernel = start.run()
+            if recorder is not None:
+                recorder.note_launch(start, kernel)
+
+
+def aside(function: Callable[..., R], *arguments: Any) -> R:
+    """Run a function whose operations a remembered call does not repeat one by one, but as that function."""
+    recorder = recording()
+    if recorder is None:
+        return function(*arguments)
+    with recorder.paused():
+        value = function(*arguments)
+    recorder.note(function, arguments, {}, value)
+    return value
 
 
 def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
@@ -416,13 +197,7 @@ def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(compute)
     def shared(x: Tensor, *settings: Any) -> R:
-        recorder = _get_current_dispatch_mode()
-        if not isinstance(recorder, Recorder):
-            return found(x, *settings)
-        # A plan repeats the whole, which may be known by then.
-        with recorder.paused():
-            value = found(x, *settings)
-        recorder.note(found, (x, *settings), {}, value)
-        return value
+        # What repeats a call takes what is known by then.
+        return aside(found, x, *settings)
 
     return shared

@@ -6,12 +6,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target, target_of
-from hf_linear_attn.ops.triton.remember import remembered, shared_by_layers
+from hf_linear_attn.ops.triton.record import recording
+from hf_linear_attn.ops.triton.remember import aside, is_seen, launch, remembered, shared_by_layers
 from hf_linear_attn.ops.triton.start import PLAIN, Start
 
 P = ParamSpec("P")
@@ -43,6 +44,15 @@ def as_int64(x: Tensor) -> Tensor:
     return x.to(torch.int64)
 
 
+def has_changed(*tensors: Tensor | None) -> None:
+    """Tell autograd that tensors have other values now: it does not see what kernels write."""
+    aside(_count_versions, *(x for x in tensors if x is not None))
+
+
+def _count_versions(*tensors: Tensor) -> None:
+    increment_version([x for x in tensors if not x.is_inference()])
+
+
 def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
     """Make of a function that plans a call one that runs it; calls that are alike are planned once.
 
@@ -52,11 +62,13 @@ def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
     """
 
     @functools.wraps(plan)
-    def starts(*arguments: P.args, **settings: P.kwargs) -> tuple[R, list[Start]]:
+    def run(*arguments: P.args, **settings: P.kwargs) -> R:
         result, launches = plan(*arguments, **settings)
-        return result, [Start(x.kernel, x.programs, x.arguments | x.options) for x in launches]
+        device = next(x.device for x in arguments if isinstance(x, Tensor))
+        launch([Start(x.kernel, x.programs, x.arguments | x.options) for x in launches], device)
+        return result
 
-    return remembered(starts)
+    return remembered(run)
 
 
 def directly(
@@ -79,7 +91,7 @@ def directly(
     function = None if save is None or backward is None else _function(run, save, backward)
 
     def call(*inputs: P.args, **settings: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or _watched():
+        if is_seen() and recording() is None:
             return op(*inputs, **settings)
         needs_gradient = False
         for x in inputs:
@@ -109,13 +121,3 @@ def _function(run: Callable[..., Any], save: Callable[..., None], backward: Call
 
     Function.backward = staticmethod(backward)  # type: ignore[method-assign]
     return Function
-
-
-def _watched() -> bool:
-    """Tell whether something traces, transforms or watches operations."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-        or forward_ad._current_level >= 0
-    )

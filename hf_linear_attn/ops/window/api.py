@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
 from hf_linear_attn.ops.finite import see
 from hf_linear_attn.ops.window.finite import Sinks, take_out
 from hf_linear_attn.ops.window.opaque import window_attention_opaque
@@ -76,6 +76,7 @@ def key_product(q: Tensor, keys: Tensor) -> Tensor:
     return (grouped * keys[:, :, None]).sum(-1).flatten(1, 2)
 
 
+@repeated_with_kernels
 def window_attention(
     q: Tensor,
     k: Tensor,

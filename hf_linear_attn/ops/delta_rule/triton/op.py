@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
@@ -15,7 +14,7 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, has_changed, planned, target_for
 
 
 def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
@@ -130,9 +129,8 @@ def triton_delta_step_(
 
 def _changing(*inputs: Any) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
-    o, kv = _step(*inputs), inputs[6]
-    if not kv.is_inference():
-        increment_version([kv])
+    o = _step(*inputs)
+    has_changed(inputs[6])
     return o
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
@@ -13,7 +12,7 @@ from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.run import contiguous, directly, has_changed, planned, target_for
 from hf_linear_attn.ops.triton.start import Number
 
 
@@ -63,13 +62,8 @@ def _changing(
 ) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
     o = _step(q, k, v, key_mask, kv, z, *settings)
-    _has_changed(kv, z)
+    has_changed(kv, z)
     return o
-
-
-def _has_changed(*tensors: Tensor | None) -> None:
-    """Tell autograd that tensors have other values now."""
-    increment_version([x for x in tensors if x is not None and not x.is_inference()])
 
 
 @planned
@@ -151,13 +145,15 @@ def triton_hybrid_(
 
 def _read(*inputs: Any) -> Tensor:
     # A plan is the same wherever in the text the token stands.
-    return _hybrid(*inputs[:_LENGTH], Number(inputs[_LENGTH]), *inputs[_LENGTH + 1 :])
+    length = inputs[_LENGTH]
+    length = length if type(length) is Number else Number(length)
+    return _hybrid(*inputs[:_LENGTH], length, *inputs[_LENGTH + 1 :])
 
 
 def _writing(*inputs: Any) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
     o = _read(*inputs)
-    _has_changed(*(inputs[place] for place in _CHANGING))
+    has_changed(*(inputs[place] for place in _CHANGING))
     return o
 
 
