@@ -5,20 +5,19 @@ are used or refused. ``"reference"`` is the plainest form of an operation, in fl
 operations of which PyTorch's form is the plainest run that one.
 """
 
-import functools
 import os
 import re
 import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from hf_linear_attn.errors import ArgumentError, BackendError
-from hf_linear_attn.ops.library import is_cast
 from hf_linear_attn.ops.triton.plan import target_of
 from hf_linear_attn.ops.triton.record import recording
 from hf_linear_attn.ops.triton.remember import remembered
@@ -26,7 +25,6 @@ from hf_linear_attn.ops.triton.remember import remembered
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CPU = torch.device("cpu")
 BACKENDS = ("auto", "reference", "torch", "triton")
 
 OLDEST_TRITON = (3, 6)
@@ -109,16 +107,15 @@ def repeated_with_kernels(function: Callable[P, R]) -> Callable[P, R]:
     Args:
         function: Takes a tensor first, and a ``backend`` by name.
     """
-    repeated = remembered(function)
+    return remembered(function, _by_kernels)
 
-    @functools.wraps(function)
-    def run(*arguments: P.args, **settings: P.kwargs) -> R:
-        asked, device = settings.get("backend", "auto"), getattr(arguments[0], "device", _CPU) if arguments else _CPU
-        # What is repeated are operations of one precision.
-        again = wants_kernels(asked, device) and not is_cast(device)
-        return (repeated if again else function)(*arguments, **settings)
 
-    return run
+def _by_kernels(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
+    """Tell whether kernels compute a call, in no other precision than what a call like it did."""
+    asked = settings.get("backend", "auto")
+    if asked != "triton" and not (asked == "auto" and arguments and getattr(arguments[0], "is_cuda", False)):
+        return False
+    return not _is_any_autocast_enabled()
 
 
 def wants_kernels(backend: str, device: torch.device) -> bool:

@@ -73,13 +73,10 @@ _NOTHING = nullcontext()
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast changes nothing, whatever casts products around it."""
-    # To turn off what is off takes time.
-    return torch.autocast(device.type, enabled=False) if is_cast(device) else _NOTHING
-
-
-def is_cast(device: torch.device) -> bool:
-    """Tell whether autocast casts products there; tensors without storage have none."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    # Tensors without storage have no autocast, and to turn off what is off takes time.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
 
 
 def no_gradients(function: Callable[P, R]) -> Callable[P, R]:

@@ -17,8 +17,10 @@ from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_float32_matmul_precision, is_grad_enabled
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from hf_linear_attn.feature_maps import FeatureMap
@@ -44,6 +46,18 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device)
 
 
+def _there(call: Callable[..., Any] | None, device: torch.device) -> Callable[..., Any] | None:
+    """Return a call that runs on its device, whichever is the current one."""
+    if call is None or device.type != "cuda" or torch.cuda.device_count() == 1:
+        return call
+
+    def run(*given: Any) -> Any:
+        with _on(device):
+            return call(*given)
+
+    return run
+
+
 _lock = threading.Lock()
 _caches: list[dict[Any, Any]] = []
 
@@ -66,15 +80,15 @@ def forget() -> None:
 def is_seen() -> bool:
     """Tell whether something traces, transforms or watches operations, be it a :class:`Recorder`."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
+        is_compiling()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state()
         or forward_ad._current_level >= 0
     )
 
 
-def remembered(function: Callable[P, R]) -> Callable[P, R]:
+def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None) -> Callable[P, R]:
     """Run a function, and repeat what it has done in calls that are alike.
 
     Args:
@@ -82,35 +96,33 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
             to launches; returns tensors, Nones and tuples of them. Apart from its arguments it may depend on the
             precision of fp32 products alone, and :func:`launch` starts its kernels. Calls whose gradients are asked for
             are not remembered, nor those with other arguments.
+        only: Tells, of the arguments by position and those by name, whether a call is to be remembered.
     """
     calls: dict[Any, Callable[..., Any] | None] = {}
     _caches.append(calls)
 
+    # Nothing here is done twice or for good form: at each token of each layer the host waits for this.
     @functools.wraps(function)
     def run(*arguments: P.args, **settings: P.kwargs) -> R:
-        if is_seen():
+        if is_seen() or (only is not None and not only(arguments, settings)):
             return function(*arguments, **settings)
         given: list[Any] = []
-        key: list[Any] = [torch.get_float32_matmul_precision()]
-        if not _tell(arguments, given, key):
+        key: list[Any] = [get_float32_matmul_precision()]
+        if (
+            not _tell(arguments, given, key)
+            or (settings and not _tell((*settings, *settings.values()), given, key))
+            or (is_grad_enabled() and any(x.requires_grad for x in given if type(x) is not Number))
+        ):
             return function(*arguments, **settings)
-        if settings:
-            key += settings
-            if not _tell(settings.values(), given, key):
-                return function(*arguments, **settings)
         named = tuple(key)
         known = calls.get(named)
         if known is not None:
-            device = given[0].device
-            if device.type == "cpu":
-                return known(*given)  # type: ignore[no-any-return]
-            with _on(device):
-                return known(*given)  # type: ignore[no-any-return]
+            return known(*given)  # type: ignore[no-any-return]
         if named in calls:
             return function(*arguments, **settings)
         with Recorder(given) as recorder:
             result = function(*arguments, **settings)
-        _keep(calls, named, recorder.plan(result), MOST_CALLS)
+        _keep(calls, named, _there(recorder.plan(result), given[0].device), MOST_CALLS)
         return result
 
     return run
@@ -121,8 +133,6 @@ def _tell(values: Any, given: list[Any], key: list[Any]) -> bool:
     for x in values:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if x.requires_grad and torch.is_grad_enabled():
-                return False
             given.append(x)
             # Triton compiles for addresses, too.
             key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT)
@@ -132,13 +142,13 @@ def _tell(values: Any, given: list[Any], key: list[Any]) -> bool:
         elif kind is Number:
             given.append(x)
             key += told_apart(x)
-        elif isinstance(x, FeatureMap) and x.kernel is not None:
-            # Such a map holds nothing: kernels know it by name.
-            key += (kind, x.kernel)
         elif isinstance(x, tuple):
             key += (kind, len(x))
             if not _tell(x, given, key):
                 return False
+        elif isinstance(x, FeatureMap) and x.kernel is not None:
+            # Such a map holds nothing: kernels know it by name.
+            key += (kind, x.kernel)
         else:
             return False
     return True

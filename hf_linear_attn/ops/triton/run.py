@@ -50,7 +50,11 @@ def has_changed(*tensors: Tensor | None) -> None:
 
 
 def _count_versions(*tensors: Tensor) -> None:
-    increment_version([x for x in tensors if not x.is_inference()])
+    for x in tensors:
+        if x.is_inference():
+            tensors = tuple(x for x in tensors if not x.is_inference())
+            break
+    increment_version(tensors)
 
 
 def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
