@@ -13,7 +13,7 @@ from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.plan import plan
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
-from hf_linear_attn.layers import Call, LinearAttention, Sizes
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from tests.patching.zoo import tiny_config, tiny_model
 
 LEARNING = ("decay", "delta", "gated_delta")
@@ -117,3 +117,24 @@ def test_a_state_without_a_normaliser_is_smaller():
     )
     # A head's state is 8 x 8 numbers, and 8 more with a normaliser; its keys and values are 16 numbers a token.
     assert (additive, delta) == (9 + 5, 9 + 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on the CPU")
+@pytest.mark.parametrize("mix", ["gate", "window"])
+@pytest.mark.parametrize("rule", LEARNING)
+def test_a_step_of_bf16_joins_what_kernels_read(rule, mix, monkeypatch):
+    """A kernel answers in the dtype of its tokens, PyTorch's step in that of the state."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = {}
+    for backend in ("triton", "torch"):
+        torch.manual_seed(0)
+        config = LinearAttentionConfig(update_rule=rule, mix=mix, window=4, sinks=1, backend=backend)
+        one = LinearAttention(config, Sizes(16, 4, 2, 0.25), "layer")
+        tokens = [torch.randn(1, heads, 12, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        call = Call(state=State())
+        with torch.no_grad():
+            one(*(x[:, :, :8] for x in tokens), call)
+            steps = [one(*(x[:, :, t : t + 1] for x in tokens), call) for t in range(8, 12)]
+        found[backend] = torch.cat(steps, 2)
+        assert found[backend].dtype == torch.bfloat16
+    torch.testing.assert_close(found["triton"], found["torch"], atol=0.02, rtol=0.02)

@@ -40,4 +40,5 @@ class Gate(Mix):
         gate = score.sigmoid()
         if isinstance(number, Tensor):
             gate = gate * (number > 0)
-        return torch.lerp(last.attend().to(o_far.dtype), o_far, gate).to(last.v.dtype)
+        # Kernels answer in the dtype of tokens.
+        return torch.lerp(last.attend().to(gate.dtype), o_far.to(gate.dtype), gate).to(last.v.dtype)
