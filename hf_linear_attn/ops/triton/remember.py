@@ -107,12 +107,9 @@ def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None
         if is_seen() or (only is not None and not only(arguments, settings)):
             return function(*arguments, **settings)
         given: list[Any] = []
-        key: list[Any] = [get_float32_matmul_precision()]
-        if (
-            not _tell(arguments, given, key)
-            or (settings and not _tell((*settings, *settings.values()), given, key))
-            or (is_grad_enabled() and any(x.requires_grad for x in given if type(x) is not Number))
-        ):
+        key: list[Any] = [get_float32_matmul_precision(), *settings]
+        values = (*arguments, *settings.values()) if settings else arguments
+        if not _tell(values, given, key) or (is_grad_enabled() and any(map(_requires_grad, given))):
             return function(*arguments, **settings)
         named = tuple(key)
         known = calls.get(named)
@@ -126,6 +123,10 @@ def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None
         return result
 
     return run
+
+
+def _requires_grad(x: Tensor | Number) -> bool:
+    return type(x) is not Number and x.requires_grad  # type: ignore[union-attr]
 
 
 def _tell(values: Any, given: list[Any], key: list[Any]) -> bool:

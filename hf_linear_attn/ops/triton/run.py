@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch._C import _increment_version
 from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
@@ -54,7 +54,7 @@ def _count_versions(*tensors: Tensor) -> None:
         if x.is_inference():
             tensors = tuple(x for x in tensors if not x.is_inference())
             break
-    increment_version(tensors)
+    _increment_version(tensors)
 
 
 def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
