@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results/host.json"), help="result (%(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a text (%(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a layer's text (%(default)s)")
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"), help="heads (32 8)")
+    parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), metavar=("H", "HKV"), help="heads (8 2)")
     parser.add_argument("--head-dim", type=int, default=128, help="dimensions of a head (%(default)s)")
     parser.add_argument("--seconds", type=float, default=30, help="time to measure for (%(default)s)")
     arguments = parser.parse_args(argv)

@@ -12,6 +12,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
+from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.prefill import read_in_one
 from hf_linear_attn.layers.rules import RULES, Gates, Sizes
@@ -22,7 +23,6 @@ from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import copies_of
-from hf_linear_attn.ops.window import running_sum
 
 Branch = Literal["window", "sinks", "linear"]
 
@@ -210,7 +210,7 @@ class LinearAttention(nn.Module):
         """Put what a call reads side by side: all of it is one piece."""
         state = call.state
         seen = None if state is None else state.tensors.get("seen")
-        positions = _positions(q, call.key_mask, seen)
+        positions = positions_of(q, call.key_mask, seen)
         piece = Piece(q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens)
         piece = piece._replace(rotation=call.rotation)
         if self.window is None:
@@ -226,7 +226,7 @@ class LinearAttention(nn.Module):
                 # All that were seen are beyond the window but for those that it holds, and the sinks.
                 held = counts[:, :past].sum(1) + state.tensors["near_mask"][:, : self.window.sinks].sum(1)
                 before = seen - held
-            number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
+            number = gone_before(counts, left, q.shape[2] - left, before)
         if seen is not None and tokens.counts is not None:
             # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
             later = tokens.counts[:, :past].flip(1).cumsum(1).flip(1)
@@ -340,10 +340,10 @@ class LinearAttention(nn.Module):
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""
         batch, _, count, _ = whole.q.shape
-        state.allocate(self.slots(v.shape[3], v.device), batch, v)
         kept = dict(carried)
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)
+        state.allocate(self.slots(v.shape[3], v.device), batch, v, kept)
         new = whole.mask.sum(1) if whole.mask is not None else count
         state.padded |= whole.mask is not None
         kept["seen"] = state.tensors["seen"] + new
@@ -359,15 +359,6 @@ class LinearAttention(nn.Module):
             state.first_read = state.length >= self.window.sinks
         elif not state.tensors["seen"].is_meta and (tokens > 1 or state.length % self.window.size == 0):
             state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
-
-
-def _positions(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Number the real tokens, ``[B, T]`` int64; padding takes its neighbour's number."""
-    if key_mask is None:
-        positions = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
-    else:
-        positions = (key_mask.cumsum(1) - 1).clamp(min=0)
-    return positions if seen is None else positions + seen[:, None]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a converted layer remembers of the tokens it has read: named tensors, described by slots."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -143,11 +143,19 @@ class State:
         self.first_read = self.padded = False
         self.common: Common | None = None
 
-    def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor) -> None:
-        """Begin with zeros; nothing happens where there are tensors already."""
+    def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor, written: Container[str] = ()) -> None:
+        """Begin with zeros; nothing happens where there are tensors already.
+
+        Args:
+            slots: What the tensors are.
+            batch: Rows.
+            like: A tensor of the tokens' dtype, on their device.
+            written: Names of what is written at once: only a static state needs memory for it.
+        """
         if not self.tensors:
             self.slots = slots
-            self.tensors = {name: slot.zeros(batch, like) for name, slot in slots.items()}
+            named = slots if self.static else [name for name in slots if name not in written]
+            self.tensors = {name: slots[name].zeros(batch, like) for name in named}
             if self.static:
                 self.tensors = {name: _staying(x) for name, x in self.tensors.items()}
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_linear_attn.layers.numbers import first_tokens, last_slots, sinks_in_sight
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
 
@@ -57,9 +58,7 @@ class Tokens(NamedTuple):
         """
         if self.sink_k is None or self.sink_v is None or self.sink_place is None:
             return None
-        queries = torch.arange(start, end, device=self.sink_place.device)
-        place = self.sink_place[:, None]
-        return self.sink_k, self.sink_v, (place < 0) | (place <= queries[None, :, None] - window)
+        return self.sink_k, self.sink_v, sinks_in_sight(self.sink_place, start, end, window)
 
 
 class Window:
@@ -111,19 +110,15 @@ class Window:
         counts = mask
         if self.sinks:
             if numbers is not None:
-                is_sink = numbers < self.sinks
-                is_sink = is_sink if mask is None else is_sink & mask
-                counts = ~is_sink if mask is None else mask & ~is_sink
-                if (
-                    mask is None
-                    and held is None
-                    and not isinstance(k.shape[2], torch.SymInt)
-                    and k.shape[2] > self.sinks
-                ):
+                whole = mask is None and held is None and not isinstance(k.shape[2], torch.SymInt)
+                if whole and k.shape[2] > self.sinks:
                     # A text's first tokens are the first ones here.
-                    place = torch.arange(self.sinks, device=k.device).expand(k.shape[0], -1)
+                    counts, place = first_tokens(numbers, self.sinks)
                     sinks = (k[:, :, : self.sinks], v[:, :, : self.sinks], place)
                 else:
+                    is_sink = numbers < self.sinks
+                    is_sink = is_sink if mask is None else is_sink & mask
+                    counts = ~is_sink if mask is None else mask & ~is_sink
                     sinks = self._collect(k, v, numbers, is_sink, held)
             elif held is not None:
                 place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
@@ -163,7 +158,7 @@ class Window:
         kept = min(self.size, past + new)
         batch, heads, _, _ = tokens.k.shape
         # Places of the last tokens: they end before the one that comes next.
-        places = self.sinks + (torch.arange(kept, device=tokens.k.device) - kept + new + state.length) % (self.size + 1)
+        places = last_slots(tokens.k.device, kept, new + state.length, self.size + 1, self.sinks)
         mask = tokens.counted()
         found = {}
         for name, x, sink in (("near_k", tokens.k, tokens.sink_k), ("near_v", tokens.v, tokens.sink_v)):

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linear_attn.layers import State
+from hf_linear_attn.ops.triton import remember
 from tests.ops.test_hybrid_step import Case, read
 
 
@@ -31,3 +32,18 @@ def test_a_layer_with_kernels_asks_nothing_of_texts_without_padding(static: bool
     assert state.tensors["seen"] == case.T
     assert questions.count == 0
     assert static or state.first_read
+
+
+def test_a_second_layer_numbers_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on lengths alone is made once for all layers, and right for texts of other lengths."""
+    made, arange = [], torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *given, **named: made.append(given) or arange(*given, **named))
+    remember.forget()
+    counts = []
+    for length in (6, 6, 5, 6):
+        case = Case("norm_preserving", B=1, H=1, HKV=1, window=2, sinks=2, T=length, turned=16)
+        made.clear()
+        found = read(case.layer("triton"), case, State(), 0, length)
+        counts.append(len(made))
+        torch.testing.assert_close(found, read(case.layer("torch"), case, State(), 0, length), atol=1e-4, rtol=1e-4)
+    assert [count > 0 for count in counts] == [True, False, True, False]

@@ -2,12 +2,14 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn import linear_attention
@@ -21,7 +23,7 @@ from hf_linear_attn.ops.triton import plan as plans
 from hf_linear_attn.ops.triton import remember
 from hf_linear_attn.ops.triton.plan import Target
 from hf_linear_attn.ops.triton.record import recording
-from hf_linear_attn.ops.triton.remember import launch, remembered, shared_by_layers
+from hf_linear_attn.ops.triton.remember import launch, remembered, shared_by_layers, shared_by_texts
 from hf_linear_attn.ops.triton.run import as_int64, directly
 from hf_linear_attn.ops.triton.start import Start
 
@@ -339,6 +341,44 @@ def test_what_autocast_casts_is_not_repeated(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(x, outside) for x in within)
     # Written down as a whole call once, and as a kernel's call by itself.
     assert len(times) == 2
+
+
+def test_what_is_computed_of_a_tensor_goes_with_it() -> None:
+    results: list[Any] = []
+
+    @shared_by_layers
+    def double(x: Tensor) -> Tensor:
+        results.append(weakref.ref(y := 2 * x))
+        return y
+
+    x = torch.arange(3)
+    double(x)
+    assert results[0]() is not None
+    del x
+    assert results[0]() is None
+
+
+def test_texts_of_one_shape_share_what_depends_on_that_alone() -> None:
+    times = []
+
+    @shared_by_texts
+    def count(device: torch.device, tokens: Tensor | int) -> Tensor:
+        times.append(1)
+        return torch.arange(2, device=device) + tokens
+
+    assert count(DEVICE, 3) is count(DEVICE, 3)
+    assert len(times) == 1
+    with torch.inference_mode():
+        assert not count(DEVICE, 4).is_inference()
+    # Where a tensor tells, its number may be another the next time.
+    length = torch.tensor(3)
+    first = count(DEVICE, length)
+    length += 1
+    assert torch.equal(count(DEVICE, length), first + 1)
+    # What watches sees what is computed, and keeps what it makes of it.
+    with FakeTensorMode(), FlopCounterMode(display=False):
+        assert isinstance(count(DEVICE, 3), FakeTensor)
+    assert not isinstance(count(DEVICE, 3), FakeTensor)
 
 
 class Compiled:

@@ -33,6 +33,9 @@ MOST_CALLS = 1024
 MOST_SHARED = 64
 """Results of :func:`shared_by_layers` that are remembered, a few per step."""
 
+MOST_TEXTS = 8
+"""Results of :func:`shared_by_texts` that are remembered of one function."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -176,6 +179,39 @@ def aside(function: Callable[..., R], *arguments: Any) -> R:
     return value
 
 
+def _stream(device: torch.device) -> int | None:
+    """Return where work of a device is queued now; None while it is captured, for replays to do it again."""
+    if device.type != "cuda":
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+
+
+def shared_by_texts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute a tensor once for all layers and calls whose texts are of one shape; nobody changes it.
+
+    Args:
+        compute: Takes a device, and settings that hash; of a tensor among them it is computed anew.
+    """
+    results: dict[Any, Tensor] = {}
+    _caches.append(results)
+
+    @functools.wraps(compute)
+    def shared(device: torch.device, *settings: Any) -> Tensor:
+        stream = None if is_seen() or any(isinstance(x, Tensor) for x in settings) else _stream(device)
+        if stream is None:
+            return compute(device, *settings)
+        key = device, stream, settings
+        known = results.get(key)
+        if known is None:
+            # Gradients may need it another time.
+            with torch.inference_mode(False):
+                known = compute(device, *settings)
+            _keep(results, key, known, MOST_TEXTS)
+        return known
+
+    return shared
+
+
 def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
     """Compute something of a tensor once for all layers of a step, which pass the same tensor.
 
@@ -193,21 +229,23 @@ def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
         # Versions of inference tensors are not counted.
         if type(x) is not Tensor or x.is_inference():
             return compute(x, *settings)
-        stream = 0
-        if x.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return compute(x, *settings)
-            stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = _stream(x.device)
+        if stream is None:
+            return compute(x, *settings)
         key = id(x), stream, settings
         known = results.get(key)
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
         value = compute(x, *settings)
-        _keep(results, key, (weakref.ref(x), x._version, value), MOST_SHARED)
+        # Nobody can ask for what was computed of a tensor that is gone.
+        reference = weakref.ref(x, lambda _: results.pop(key, None))
+        _keep(results, key, (reference, x._version, value), MOST_SHARED)
         return value
 
     @functools.wraps(compute)
     def shared(x: Tensor, *settings: Any) -> R:
+        if recording() is None and is_seen():
+            return compute(x, *settings)
         # What repeats a call takes what is known by then.
         return aside(found, x, *settings)
 
