@@ -68,8 +68,10 @@ _caches: list[dict[Any, Any]] = []
 def _keep(cache: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Put something into a cache, in place of the oldest where it is full."""
     with _lock:
-        while len(cache) >= most:
-            del cache[next(iter(cache))]
+        beyond = len(cache) + 1 - most
+        # Listed first: what goes with its tensor may go at any time.
+        for oldest in list(cache)[:beyond] if beyond > 0 else ():
+            cache.pop(oldest, None)
         cache[key] = value
 
 
