@@ -29,7 +29,7 @@ def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
 LONGEST_WINDOW = 2**20
 """Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
 
-Backend = Literal["auto", "reference", "torch", "triton"]
+Backend = Literal["auto", "reference", "torch", "triton", "numba"]
 Rotary = Literal["keep", "undo", "auto"]
 
 

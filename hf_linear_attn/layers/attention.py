@@ -14,9 +14,9 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.prefill import read_in_one
+from hf_linear_attn.layers.prefill import read_whole
 from hf_linear_attn.layers.rules import RULES, Gates, Sizes
-from hf_linear_attn.layers.spans import Piece, walk, walks
+from hf_linear_attn.layers.spans import Piece
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window
@@ -179,8 +179,7 @@ class LinearAttention(nn.Module):
             ``o [B, H, T, V]``.
         """
         whole = self._split(q, k, v, call)
-        read = walk if walks(self, whole) else LinearAttention.read
-        o, carried = read(self, whole, self._carried(call.state))
+        o, carried = read_whole(self, whole, self._carried(call.state))
         if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
         return o
@@ -258,9 +257,6 @@ class LinearAttention(nn.Module):
                 causal=piece.causal,
             )
             return found.o, found.state
-        in_one = read_in_one(self, piece, carried)
-        if in_one is not None:
-            return in_one
         tokens, count = piece.tokens, piece.q.shape[2]
         size, backend = self.window.size, self.settings.backend
         sinks = None if "sinks" in self.disabled else piece.sinks(size)

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
+from hf_linear_attn.layers.in_one import for_kernel
 from hf_linear_attn.layers.mixes import LastToken
-from hf_linear_attn.layers.spans import Piece, walk, walks
+from hf_linear_attn.layers.prefill import read_whole
+from hf_linear_attn.layers.spans import Piece
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import can_step, for_kernel, grouped, read_far, turned_back
+from hf_linear_attn.layers.step import can_step, grouped, read_far, turned_back
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
@@ -205,8 +207,7 @@ def read_rows_(
     whole = Piece(q, k, v, texts.real, texts.positions, None, None, layer.sizes.scaling, rotation=rotation)
     if window is not None:
         whole = _with_past(whole, window, pool.tensors, texts)
-    read = walk if walks(layer, whole) else LinearAttention.read
-    o, kept = read(layer, whole, carried or None)
+    o, kept = read_whole(layer, whole, carried or None)
     for name in carried:
         pool.tensors[name].index_copy_(0, texts.places, kept[name])
     if window is not None and whole.tokens is not None:
@@ -304,7 +305,7 @@ def step_rows_(
         call, lengths = Call(rotation=rotation), rows.lengths
         whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
         if whole is not None:
-            return hybrid_step_(whole)
+            return hybrid_step_(whole, backend=layer.settings.backend)
     sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}
     # What a rule's kernel reads and writes by itself.
     by_rows = layer.rule.steps_rows and wants_kernels(layer.settings.backend, q.device)

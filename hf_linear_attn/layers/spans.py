@@ -116,7 +116,7 @@ def walks(layer: "LinearAttention", whole: Piece) -> bool:
     """Tell whether a call is read span by span: on a CPU, in PyTorch, where there is more than one."""
     if torch.compiler.is_compiling() or whole.q.device.type != "cpu" or not whole.causal:
         return False
-    if layer.settings.backend not in ("auto", "torch") or whole.cu_seqlens is not None:
+    if layer.settings.backend not in ("auto", "torch", "numba") or whole.cu_seqlens is not None:
         return False
     if layer.window is None and layer.feature_map.kernel is not None and layer.rule.maps:
         # The operation walks by itself.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.layers.ready import Ready
 
 Kind = Literal["sum", "token"] | torch.dtype
 
@@ -133,6 +134,7 @@ class State:
         first_read: Whether the first tokens of every row, which are kept for ever, have all been read.
         padded: Whether some of the tokens read may have been masked.
         common: What the layer holds together with others; None where it holds all for itself, as a static state does.
+        ready: How the last step was taken, for the next one; None where none was taken by a loop.
     """
 
     def __init__(self, *, static: bool = False) -> None:
@@ -142,6 +144,7 @@ class State:
         self.slots: Mapping[str, Slot] = {}
         self.first_read = self.padded = False
         self.common: Common | None = None
+        self.ready: Ready | None = None
 
     def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor, written: Container[str] = ()) -> None:
         """Begin with zeros; nothing happens where there are tensors already.

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.layers.in_one import step_in_one_
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, constant, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.step import constant
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -49,9 +49,9 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     seen = state.tensors["seen"]
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
-    whole = None if window is None else for_kernel(layer, window, q, k, v, call, state.tensors, seen, state.length)
-    if whole is not None:
-        o = hybrid_step_(whole)
+    o = None if window is None else step_in_one_(layer, window, q, k, v, call, state)
+    whole = o is not None
+    if o is not None:
         _count_(seen, real)
     elif window is None:
         o = _plain_(layer, q, k, v, real, state)
@@ -61,85 +61,11 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
         o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
     state.padded |= real is not None
-    if whole is not None:
-        # The kernel tells sinks by the number of tokens seen.
+    if whole:
+        # It tells sinks by the number of tokens seen.
         return o
     layer.look_for_sinks(state, 1)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
-
-
-def for_kernel(
-    layer: "LinearAttention",
-    window: Window,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: "Call",
-    tensors: Mapping[str, Tensor],
-    seen: Tensor,
-    length: Tensor | int,
-    rows: Tensor | None = None,
-) -> HybridStep | None:
-    """Return the step as its kernel takes it; None where the kernel does not serve it; see :class:`HybridStep`."""
-    backend, mix = layer.settings.backend, layer.mix.name
-    if not wants_kernels(backend, q.device):
-        return None
-    if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
-        return None
-    features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
-    if features is None:
-        return None
-    phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
-    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
-    whole = HybridStep(
-        q,
-        k,
-        v,
-        call.key_mask,
-        seen,
-        length if isinstance(length, Tensor) else None,
-        0 if isinstance(length, Tensor) else length,
-        rows,
-        tensors.get("kv"),
-        tensors.get("z"),
-        tensors.get("far_keys"),
-        tensors["near_k"],
-        tensors["near_v"],
-        tensors.get("near_mask"),
-        None if rotation is None else tensors["near_turns"],
-        None if rotation is None else rotation.turns,
-        weight_q,
-        power_q,
-        weight_k,
-        power_k,
-        of_rule.get("decay_bias"),
-        of_rule.get("decay_key"),
-        of_rule.get("decay_value"),
-        weights.get("bias"),
-        weights.get("weight"),
-        phi,
-        factor,
-        sharpness,
-        mix,
-        window.sinks,
-        layer.scaling(call),
-        layer.rule.eps,
-        "half" if rotation is None else rotation.layout.pairs,
-        rotation is not None and rotation.layout.at_end,
-    )
-    return whole if hybrid_obstacle(whole) is None else None
-
-
-def _features_for_kernel(
-    feature_map: FeatureMap,
-) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
-    """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
-    if feature_map.kernel is not None:
-        return feature_map.kernel, None, None, None, None, 1.0, 0.0
-    of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
-    if of_q is None or of_k is None:
-        return None
-    return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
 def read_far(

@@ -1,8 +1,9 @@
 """Which backend runs an operation, and why not another; said here for all operations.
 
-``"auto"`` is Triton for tensors on a GPU where its kernels can take them, else PyTorch. ``"triton"`` and ``"torch"``
-are used or refused. ``"reference"`` is the plainest form of an operation, in float64 where it has one of its own;
-operations of which PyTorch's form is the plainest run that one.
+``"auto"`` is Triton for tensors on a GPU where its kernels can take them, else PyTorch; on a CPU a layer's steps and
+prompts are loops that Numba compiles, where it is installed and they can take them. ``"triton"``, ``"numba"`` and
+``"torch"`` are used or refused; what Numba has no loop for is PyTorch's. ``"reference"`` is the plainest form of an
+operation, in float64 where it has one of its own; operations of which PyTorch's form is the plainest run that one.
 """
 
 import os
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -25,7 +27,7 @@ from hf_linear_attn.ops.triton.remember import remembered
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "reference", "torch", "triton", "numba")
 
 OLDEST_TRITON = (3, 6)
 LARGEST_HEAD = 256
@@ -94,6 +96,7 @@ def choose_backend(
             return "triton"
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+    wants_loops(backend, device)
     recorder = recording()
     if recorder is not None:
         # Its operations are many, and what they allocate is to be freed.
@@ -121,6 +124,29 @@ def _by_kernels(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
 def wants_kernels(backend: str, device: torch.device) -> bool:
     """Tell whether the kernels compute what they can take there."""
     return backend == "triton" or (backend == "auto" and device.type == "cuda")
+
+
+def wants_loops(backend: str, device: torch.device) -> bool:
+    """Tell whether loops compute what they can take there.
+
+    Raises:
+        BackendError: If they were asked for by name and cannot run here.
+    """
+    if backend not in ("auto", "numba"):
+        return False
+    reason = None
+    if device.type != "cpu":
+        reason = f"the tensors are on {device.type}, and loops run on the CPU"
+    elif not _has_numba():
+        reason = "Numba is not installed (pip install 'hf_linear_attn[cpu]')"
+    if reason is not None and backend == "numba":
+        raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+    return reason is None
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

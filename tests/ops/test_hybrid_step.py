@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
-from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, step
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import HybridStep, hybrid_step_
+from hf_linear_attn.ops.step import numba as looped
 from hf_linear_attn.ops.step.triton import op
 
 from .oracle import DEVICE
@@ -122,15 +123,18 @@ CASES = [
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[HybridStep]:
-    """Collect the steps that the kernel serves."""
-    served: list[HybridStep] = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Collect the steps that the kernel or the loop serves."""
+    served: list[object] = []
 
-    def serve(whole: HybridStep) -> Tensor:
-        served.append(whole)
-        return hybrid_step_(whole)
+    def serve(whole: HybridStep, *, backend: str) -> Tensor:
+        if backend != "numba":
+            served.append(whole)
+        return hybrid_step_(whole, backend=backend)
 
-    monkeypatch.setattr(step, "hybrid_step_", serve)
+    monkeypatch.setattr(in_one, "hybrid_step_", serve)
+    loop = looped.hybrid
+    monkeypatch.setattr(looped, "hybrid", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
 
 
@@ -172,9 +176,14 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) 
     assert error <= TOLERANCE[dtype], f"{what} off by {error:.1e}"
 
 
+@pytest.mark.parametrize("backend", ["triton", "numba"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_steps_are_the_general_path(case: Case, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, state, whole = case.layer("triton"), begin(case, monkeypatch), State()
+def test_steps_are_the_general_path(
+    case: Case, backend: str, launches: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "numba" and case.dtype == torch.float16:
+        pytest.skip("loops take no fp16")
+    layer, state, whole = case.layer(backend), begin(case, monkeypatch), State()
     expected = read(case.layer("torch"), case, whole, 0, case.T)
     poison(case, state)
     addresses = {name: x.data_ptr() for name, x in state.tensors.items()}
@@ -205,13 +214,16 @@ def test_steps_are_the_general_path(case: Case, launches: list[HybridStep], monk
         )
 
 
+@pytest.mark.parametrize("backend", ["triton", "numba"])
 @pytest.mark.parametrize("mix", ["key", "gate", "window"])
-def test_pieces_and_steps_alternate(mix: str, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_steps_alternate(
+    mix: str, backend: str, launches: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case("elu", mix, padded=True, copies=2, V=24, T=18)
     state, whole = begin(case, monkeypatch), State()
     expected, found = read(case.layer("torch"), case, whole, 0, case.T), []
     for n, (start, end) in enumerate([(1, 2), (2, 3), (3, 7), (7, 8), (8, 9), (9, 14), (14, 15), (15, 16), (16, 18)]):
-        found.append(read(case.layer("torch" if n % 3 == 2 else "triton"), case, state, start, end))
+        found.append(read(case.layer("torch" if n % 3 == 2 else backend), case, state, start, end))
     assert launches
     real = case.mask()[:, None, 1:, None]
     assert_near(torch.cat(found, 2) * real, expected[:, :, 1:] * real, case.dtype, "o")
@@ -219,7 +231,7 @@ def test_pieces_and_steps_alternate(mix: str, launches: list[HybridStep], monkey
 
 @pytest.mark.parametrize("feature_map", ["dpfp", "taylor"])
 def test_maps_without_a_kernel_take_the_general_path(
-    feature_map: str, launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch
+    feature_map: str, launches: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(feature_map, D=4, T=4)
     state, other = begin(case, monkeypatch), begin(case, monkeypatch)
@@ -243,7 +255,7 @@ def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> N
 def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
     """Return the step after the first piece as the layer hands it to the op."""
     found: list[HybridStep] = []
-    monkeypatch.setattr(step, "hybrid_step_", lambda whole: found.append(whole) or whole.q)
+    monkeypatch.setattr(in_one, "hybrid_step_", lambda whole, **_: found.append(whole) or whole.q)
     read(case.layer("triton"), case, begin(case, monkeypatch), case.first, case.first + 1)
     return found[0]._replace(**changes)
 
@@ -262,10 +274,10 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_compiles_into_one_graph(launches: list[HybridStep], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_into_one_graph(launches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("norm_preserving", B=1, H=2, HKV=1, static=True, padded=True, T=6)
     layer, state, other = case.layer("triton"), begin(case, monkeypatch), begin(case, monkeypatch)
-    monkeypatch.setattr(step, "hybrid_step_", hybrid_step_)
+    monkeypatch.setattr(in_one, "hybrid_step_", hybrid_step_)
     compiled = torch.compile(
         lambda *x: layer(*x[:3], Call(key_mask=x[3], state=state)), fullgraph=True, backend="aot_eager"
     )

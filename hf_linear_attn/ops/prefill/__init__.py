@@ -1,12 +1,13 @@
-"""Text that a layer with a window reads without gradients: queries' features, both branches and their join in one."""
+"""Text that a layer with a window reads without gradients: features, both branches and their join in one."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.features import computes_features
+from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.triton.plan import has_tile, target_of
 from hf_linear_attn.ops.window.api import window_obstacle
 
@@ -18,7 +19,7 @@ class Prefill(NamedTuple):
         q: Queries ``[B, H, T, D]``, as the model made them.
         k: Keys ``[B, HKV, P + T, D]``: P keys from before the first query, at most W, then its own.
         v: Values ``[B, HKV, P + T, V]``.
-        phi_k: Features of the first T keys ``[B, HKV, T, F]``; :func:`features_of` computes them.
+        phi_k: Features of the first T keys ``[B, HKV, T, F]``; None before :func:`prefill`, which computes them.
         key_mask: ``[B, P + T]`` bool, True = a key that the window shows; None where all are, then also ``counts``.
         counts: ``[B, P + T]`` bool, True = a key that counts in the linear branch once it has left the window.
         sink_k: Keys of the sinks ``[B, HKV, N, D]``; None without sinks.
@@ -47,7 +48,7 @@ class Prefill(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    phi_k: Tensor
+    phi_k: Tensor | None
     key_mask: Tensor | None
     counts: Tensor | None
     sink_k: Tensor | None
@@ -88,8 +89,10 @@ class Prefilled(NamedTuple):
     far_keys: Tensor
 
 
-def prefill_obstacle(q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int) -> str | None:
-    """Say why the kernels cannot read such tokens in one, or None where they can.
+def prefill_obstacle(
+    q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int, backend: Literal["triton", "numba"]
+) -> str | None:
+    """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
 
     Args:
         q: Queries ``[B, H, T, D]``.
@@ -97,7 +100,13 @@ def prefill_obstacle(q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int) -
         v: Values ``[B, HKV, P + T, V]``.
         of_q: The map of queries.
         window: W.
+        backend: Which of both.
     """
+    if backend == "numba":
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.numba.run import loop_obstacle
+
+        return loop_obstacle((q, k, v), (of_q.weight, of_q.power))
     reason = window_obstacle(q, k, v)
     if reason is not None:
         return reason
@@ -118,12 +127,29 @@ def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim
     return target is not None and has_tile(target, dtype, "prefill", features, value_dim)
 
 
-def prefill(call: Prefill) -> Prefilled:
+def prefill(
+    call: Prefill, of_k: Pair, rotation: Rotation | None, backend: Literal["triton", "numba"]
+) -> Prefilled | None:
     """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
 
-    The kernels are the only implementation: what is computed is said by the general path of a layer.
+    The kernels and the loop are the only implementations: what is computed is said by the general path of a layer.
+
+    Args:
+        call: The tokens.
+        of_k: The map of keys.
+        rotation: By which the first T keys are turned, where their features are those of what they were before.
+        backend: Which of both.
+
+    Returns:
+        What they give; None where that is for the general path to say, as a loop finds of keys that are not finite.
     """
-    # Imported here so that the package needs neither Triton nor a GPU.
+    # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
+    if backend == "numba":
+        from hf_linear_attn.ops.prefill.numba import prefill_numba
+
+        return prefill_numba(call, of_k, None if rotation is None else rotation.turns)
+    from hf_linear_attn.ops.features.triton.op import features_triton
     from hf_linear_attn.ops.prefill.triton.op import prefill_triton
 
-    return prefill_triton(call)
+    phi_k = features_triton(call.k[:, :, : call.q.shape[2]], of_k, rotation)
+    return prefill_triton(call._replace(phi_k=phi_k))

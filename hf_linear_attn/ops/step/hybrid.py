@@ -1,10 +1,11 @@
-"""A whole step of a layer with a window by one kernel: features, fold, read, window, sinks and join."""
+"""A whole step of a layer with a window in one call: features, fold, read, window, sinks and join."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_linear_attn.ops.dispatch import choose_backend
+from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loops
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.step.problem import HybridStep
@@ -13,8 +14,10 @@ from hf_linear_attn.ops.triton.start import Number
 from hf_linear_attn.ops.window.api import window_obstacle
 
 
-def hybrid_obstacle(step: HybridStep) -> str | None:
-    """Say why the kernel cannot take a step here, or None where it can."""
+def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> str | None:
+    """Say why the kernel, or the loop, cannot take a step here, or None where it can."""
+    if backend == "numba":
+        return _loop_obstacle(step)
     reason = window_obstacle(step.q, step.k, step.v)
     if reason is not None:
         return reason
@@ -31,15 +34,24 @@ def hybrid_obstacle(step: HybridStep) -> str | None:
     return None
 
 
+def _loop_obstacle(step: HybridStep) -> str | None:
+    # Imported here so that the package needs no Numba.
+    from hf_linear_attn.ops.numba.run import loop_obstacle
+
+    learned = step.weight_q, step.power_q, step.weight_k, step.power_k, step.bias, step.weight
+    decay = step.decay_bias, step.decay_key, step.decay_value
+    return loop_obstacle((step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns), (*learned, *decay))
+
+
 def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
     """Read one new token per row and update the tensors of its state in place, but for the number of tokens seen.
 
-    The kernel is the only implementation: what is computed is said by the general path of a layer, of which it is one
-    step. Masked rows leave sums and sinks as they are. Raise ``seen`` afterwards.
+    The kernel and the loop are the only implementations: what is computed is said by the general path of a layer, of
+    which it is one step. Masked rows leave sums and sinks as they are. Raise ``seen`` afterwards.
 
     Args:
         step: The tokens, the state and the settings.
-        backend: ``"auto"`` or ``"triton"``.
+        backend: ``"triton"``, ``"numba"``, or ``"auto"``, which is the first on a GPU and the second on a CPU.
 
     Returns:
         ``o [B, H, 1, V]`` in q's dtype; of masked rows anything finite.
@@ -47,9 +59,11 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
     Raises:
         ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
         ArgumentTypeError: If sums are not fp32.
-        BackendError: If the kernel cannot run here.
+        BackendError: If neither can run here.
     """
-    backend = "triton" if backend == "auto" else backend
+    if not wants_kernels(backend, step.q.device):
+        return _looped_(step, backend)
+    backend = "triton"
     if is_seen():
         return _advance_(step, backend)
     # Where in its text a token stands only goes on to the launch.
@@ -65,8 +79,18 @@ def _repeated_(*inputs: Any) -> Tensor:
     return _advance_(HybridStep(*of_step), backend)
 
 
+def _looped_(step: HybridStep, backend: str) -> Tensor:
+    reason = _loop_obstacle(step) if wants_loops(backend, step.q.device) else "there is neither a GPU nor Numba"
+    if reason is not None:
+        raise BackendError("backend", "be able to run here", backend, f"{reason}; use a layer with backend='torch'.")
+    # Imported here so that the package needs no Numba.
+    from hf_linear_attn.ops.step.numba import hybrid_step_numba_
+
+    return hybrid_step_numba_(step)
+
+
 def _advance_(step: HybridStep, backend: str) -> Tensor:
-    choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step))
+    choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step, "triton"))
     refuse_functional("triton", step.q, step.k, step.v)
     # Imported here so that the package needs neither Triton nor a GPU.
     from hf_linear_attn.ops.step.triton.op import hybrid_step_triton_

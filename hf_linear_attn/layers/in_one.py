@@ -1,0 +1,116 @@
+"""A step of a layer with a window in one call, of a kernel or of a loop."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.layers.ready import Ready
+from hf_linear_attn.layers.state import State
+from hf_linear_attn.layers.window import Window
+from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
+from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
+from hf_linear_attn.ops.triton.remember import is_seen
+
+if TYPE_CHECKING:
+    from hf_linear_attn.layers.attention import Call, LinearAttention
+
+
+def step_in_one_(
+    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+) -> Tensor | None:
+    """Take a step in one call of a kernel or a loop; None where neither serves it."""
+    backend, ready = layer.settings.backend, state.ready
+    chosen = chosen_in_one(backend, q.device)
+    if chosen is None:
+        return None
+    if chosen == "numba" and ready is not None and ready.serves(layer, state, q, k, v, call):
+        return ready.step_(q, k, v, call, state.length)
+    whole = for_kernel(layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
+    if whole is not None and chosen == "numba":
+        state.ready = Ready.of(layer, state, call, whole)
+    return None if whole is None else hybrid_step_(whole, backend=backend)
+
+
+def for_kernel(
+    layer: "LinearAttention",
+    window: Window,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: "Call",
+    tensors: Mapping[str, Tensor],
+    seen: Tensor,
+    length: Tensor | int,
+    rows: Tensor | None = None,
+) -> HybridStep | None:
+    """Return the step as kernels and loops take it; None where none serves it; see :class:`HybridStep`."""
+    mix, chosen = layer.mix.name, chosen_in_one(layer.settings.backend, q.device)
+    if chosen is None:
+        return None
+    if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
+        return None
+    features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
+    if features is None:
+        return None
+    phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
+    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
+    whole = HybridStep(
+        q,
+        k,
+        v,
+        call.key_mask,
+        seen,
+        length if isinstance(length, Tensor) else None,
+        0 if isinstance(length, Tensor) else length,
+        rows,
+        tensors.get("kv"),
+        tensors.get("z"),
+        tensors.get("far_keys"),
+        tensors["near_k"],
+        tensors["near_v"],
+        tensors.get("near_mask"),
+        None if rotation is None else tensors["near_turns"],
+        None if rotation is None else rotation.turns,
+        weight_q,
+        power_q,
+        weight_k,
+        power_k,
+        of_rule.get("decay_bias"),
+        of_rule.get("decay_key"),
+        of_rule.get("decay_value"),
+        weights.get("bias"),
+        weights.get("weight"),
+        phi,
+        factor,
+        sharpness,
+        mix,
+        window.sinks,
+        layer.scaling(call),
+        layer.rule.eps,
+        "half" if rotation is None else rotation.layout.pairs,
+        rotation is not None and rotation.layout.at_end,
+    )
+    return whole if hybrid_obstacle(whole, chosen) is None else None
+
+
+def chosen_in_one(backend: str, device: torch.device) -> Literal["triton", "numba"] | None:
+    """Return what computes a whole step in one call, if anything does."""
+    if wants_kernels(backend, device):
+        return "triton"
+    # What watches operations is to see them.
+    return "numba" if wants_loops(backend, device) and not is_seen() else None
+
+
+def _features_for_kernel(
+    feature_map: FeatureMap,
+) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
+    """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
+    if feature_map.kernel is not None:
+        return feature_map.kernel, None, None, None, None, 1.0, 0.0
+    of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
+    if of_q is None or of_k is None:
+        return None
+    return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness

@@ -1,0 +1,87 @@
+"""A state's next step by a loop on the CPU, with all that stays from token to token looked up."""
+
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hf_linear_attn.ops.step import HybridStep
+
+if TYPE_CHECKING:
+    from hf_linear_attn.layers.attention import Call, LinearAttention
+    from hf_linear_attn.layers.state import State
+    from hf_linear_attn.ops.step.numba import LoopedStep
+
+
+class Ready:
+    """A step that a layer has taken and can take again, as long as nothing is replaced that it was made of.
+
+    Args:
+        layer: The layer.
+        state: The state.
+        call: The call.
+        whole: Its step.
+        run: The same, as its loop takes it.
+    """
+
+    def __init__(
+        self, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep, run: "LoopedStep"
+    ) -> None:
+        self._layer, self._tensors = layer, tuple(state.tensors.values())
+        self._learned = tuple(_learned(layer))
+        self._addresses = [x.data_ptr() for x in self._learned]
+        self._layout, self._scaling = _layout(whole.q, whole.k, whole.v, call), call.scaling
+        self._run = run
+
+    @classmethod
+    def of(cls, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep) -> "Ready | None":
+        """Make a step ready; None where it reads copies of what is learned, or the host does not count the tokens."""
+        if isinstance(state.length, Tensor):
+            return None
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.step.numba import LoopedStep
+
+        run, own = LoopedStep(whole), {x.untyped_storage().data_ptr() for x in _learned(layer)}
+        return cls(layer, state, call, whole, run) if run.storages <= own else None
+
+    def serves(self, layer: "LinearAttention", state: "State", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> bool:
+        """Tell whether a call is such a step."""
+        learned = tuple(_learned(layer))
+        return (
+            layer is self._layer
+            and call.scaling == self._scaling
+            and len(state.tensors) == len(self._tensors)
+            and all(map(is_, state.tensors.values(), self._tensors))
+            and len(learned) == len(self._learned)
+            and all(map(is_, learned, self._learned))
+            and [x.data_ptr() for x in learned] == self._addresses
+            and _layout(q, k, v, call) == self._layout
+        )
+
+    def step_(self, q: Tensor, k: Tensor, v: Tensor, call: "Call", length: int) -> Tensor:
+        """Take the step; arguments as of :meth:`LinearAttention.forward`."""
+        turns = None if call.rotation is None else call.rotation.turns
+        return self._run(q, k, v, call.key_mask, turns, length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copy to nothing: the tensors of a state's copy lie elsewhere."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as nothing, for the same reason."""
+        return type(None), ()
+
+
+def _learned(layer: "LinearAttention") -> list[Tensor]:
+    """Return what a layer has learned, without a look at modules' attributes, which takes long."""
+    return [
+        x for module in (layer, layer.feature_map) for x in module.__dict__["_parameters"].values() if x is not None
+    ]
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor, call: "Call") -> tuple[Any, ...]:
+    """Return all that a loop needs to be told of new tokens but for their addresses."""
+    mask, rotation = call.key_mask, call.rotation
+    of_mask = None if mask is None else mask.stride(0)
+    of_turns = None if rotation is None else (rotation.turns.shape, rotation.layout)
+    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    return *sizes, q.dtype, k.dtype, v.dtype, of_mask, of_turns

@@ -1,0 +1,363 @@
+"""What loops on a CPU are made of: typed addresses, products of small matrices, powers of 2, features of a vector.
+
+Loops take addresses and strides, as kernels on a GPU do, and are compiled when they are first called; what was
+compiled is kept on disk beside the package, or where ``NUMBA_CACHE_DIR`` says. Sums are fp32. No pass may assume that
+numbers are finite: a NaN stays one.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
+from hf_linear_attn.feature_maps.norm_preserving import TINY
+
+LOG2E = np.float32(math.log2(math.e))
+TINIEST = np.float32(TINY**2)
+TINY = np.float32(TINY)
+CLAMP = np.float32(EXP_CLAMP)
+NOTHING = np.float32(-np.inf)
+TINIEST_NORMAL = np.finfo(np.float32).tiny
+ELU, RELU, SQUARED_RELU, EXP, SIGMOID, IDENTITY, HEDGEHOG, NORM_PRESERVING = range(8)
+MAPS = {
+    "elu": ELU,
+    "relu": RELU,
+    "squared_relu": SQUARED_RELU,
+    "exp": EXP,
+    "sigmoid": SIGMOID,
+    "identity": IDENTITY,
+    "hedgehog": HEDGEHOG,
+    "norm_preserving": NORM_PRESERVING,
+}
+"""The maps that loops compute, by name."""
+
+loop: Callable[..., Any] = partial(
+    njit, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}, cache=True
+)
+"""Compile a loop. Sums may be taken in another order; neither NaN nor infinity is assumed away."""
+
+within: Callable[..., Any] = partial(loop, cache=False)
+"""Compile what loops call."""
+
+WIDTH = 8
+"""Entries of a vector; processors with other widths get several, or a part."""
+_FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, WIDTH)
+
+
+@intrinsic
+def pointer(typing, address, like):
+    """Return an int64 address as a pointer to what ``like`` is: float32, or uint16 that stand for bf16."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.int64, like), generate
+
+
+@intrinsic
+def ahead(typing, x, number):
+    """Return a pointer so many entries further."""
+
+    def generate(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return x(x, types.int64), generate
+
+
+@intrinsic
+def wide(typing, x):
+    """Return a float32, or a bf16 that comes as uint16, as float32."""
+
+    def generate(context, builder, signature, args):
+        if signature.args[0] == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], _INT), _INT(16)), _FLOAT)
+
+    return types.float32(x), generate
+
+
+@intrinsic
+def narrow(typing, x, like):
+    """Return a float32 as what ``like`` is, rounded to the nearest, of two the even one; a NaN stays one."""
+
+    def generate(context, builder, signature, args):
+        if signature.return_type == types.float32:
+            return args[0]
+        bits = builder.bitcast(args[0], _INT)
+        even = builder.and_(builder.lshr(bits, _INT(16)), _INT(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(even, _INT(0x7FFF))), _INT(16))
+        nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(nan, _INT(0x7FC0), rounded), ir.IntType(16))
+
+    return like(types.float32, like), generate
+
+
+@intrinsic
+def _bits(typing, x):
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], _INT)
+
+
+@intrinsic
+def _float(typing, x):
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], _FLOAT)
+
+
+@within(inline="always")
+def exp2(x):
+    """Return ``2^x`` to 2e-7 of it: by a polynomial between -1/2 and 1/2, and 0 below the normal numbers."""
+    y = min(max(x, np.float32(-127.0)), np.float32(127.0))
+    whole = np.floor(y + np.float32(0.5))
+    part = y - whole
+    p = np.float32(1.5403530e-4)
+    p = p * part + np.float32(1.3333558e-3)
+    p = p * part + np.float32(9.6181291e-3)
+    p = p * part + np.float32(5.5504109e-2)
+    p = p * part + np.float32(2.4022651e-1)
+    p = p * part + np.float32(6.9314718e-1)
+    p = p * part + np.float32(1.0)
+    # The bits of an exponent of 0 are those of 0.
+    return p * _float((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@within(inline="always")
+def log2(x):
+    """Return the logarithm of a normal number to an ulp of it: by a series of ``(m - 1) / (m + 1)``."""
+    bits = _bits(x)
+    power = (bits - np.int32(0x3F3504F3)) >> np.int32(23)
+    m = _float(bits - (power << np.int32(23)))
+    s = (m - np.float32(1.0)) / (m + np.float32(1.0))
+    square = s * s
+    p = np.float32(0.3205989)
+    p = p * square + np.float32(0.4121985)
+    p = p * square + np.float32(0.5770780)
+    p = p * square + np.float32(0.9617967)
+    p = p * square + np.float32(2.8853900)
+    return p * s + np.float32(power)
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing, c, c_row, a, a_row, b, b_row, depth, add, rows, vectors):
+    """Compute ``c (+)= a b`` of so many rows and vectors, which are literal, in registers."""
+    number, width = rows.literal_value, vectors.literal_value
+    size = types.int64
+
+    def generate(context, builder, signature, args):
+        c, c_row, a, a_row, b, b_row, depth, add = args[:8]
+
+        def load(place):
+            found = builder.load(builder.bitcast(place, _VECTOR.as_pointer()))
+            found.align = 4
+            return found
+
+        def rows_of(x, row):
+            return [builder.gep(x, [builder.mul(row, _INDEX(r))]) for r in range(number)]
+
+        def vectors_of(x):
+            return [builder.gep(x, [_INDEX(WIDTH * n)]) for n in range(width)]
+
+        places = [vectors_of(row) for row in rows_of(c, c_row)]
+        sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in row] for row in places]
+        with builder.if_else(add) as (more, first):
+            with more:
+                for of_row, row in zip(sums, places, strict=True):
+                    for total, place in zip(of_row, row, strict=True):
+                        builder.store(load(place), total)
+            with first:
+                for of_row in sums:
+                    for total in of_row:
+                        builder.store(ir.Constant(_VECTOR, None), total)
+        firsts = rows_of(a, a_row)
+        undefined, zeros = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.VectorType(_INT, WIDTH), None)
+        with cgutils.for_range(builder, depth) as step:
+            seconds = [load(place) for place in vectors_of(builder.gep(b, [builder.mul(step.index, b_row)]))]
+            for of_row, row in zip(sums, firsts, strict=True):
+                x = builder.load(builder.gep(row, [step.index]))
+                x = builder.shuffle_vector(builder.insert_element(undefined, x, _INT(0)), undefined, zeros)
+                for total, second in zip(of_row, seconds, strict=True):
+                    product = builder.fmul(x, second, flags=["contract"])
+                    builder.store(builder.fadd(product, builder.load(total), flags=["contract"]), total)
+        for of_row, row in zip(sums, places, strict=True):
+            for total, place in zip(of_row, row, strict=True):
+                store = builder.store(builder.load(total), builder.bitcast(place, _VECTOR.as_pointer()))
+                store.align = 4
+        return context.get_dummy_value()
+
+    of = (c, size, a, size, b, size, size, types.boolean, rows, vectors)
+    return types.void(*of), generate
+
+
+@within
+def multiply(c, c_row, a, a_row, b, b_row, rows, columns, depth, add):
+    """Compute ``c [rows, columns] (+)= a [rows, depth] b [depth, columns]``, fp32, by rows that lie so far apart."""
+    n = 0
+    while n + 2 * WIDTH <= columns:
+        i = 0
+        while i + 4 <= rows:
+            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 4, 2)
+            i += 4
+        while i < rows:
+            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 1, 2)
+            i += 1
+        n += 2 * WIDTH
+    while n + WIDTH <= columns:
+        i = 0
+        while i + 4 <= rows:
+            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 4, 1)
+            i += 4
+        while i < rows:
+            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 1, 1)
+            i += 1
+        n += WIDTH
+    for j in range(n, columns):
+        for i in range(rows):
+            total = c[i * c_row + j] if add else np.float32(0.0)
+            for d in range(depth):
+                total += a[i * a_row + d] * b[d * b_row + j]
+            c[i * c_row + j] = total
+
+
+@within
+def inner(a, b, number):
+    """Return the inner product of two vectors, in fp32."""
+    total = np.float32(0.0)
+    for i in range(number):
+        total += wide(a[i]) * wide(b[i])
+    return total
+
+
+@within
+def turn_back(x, turns, dim, turned, by_half, at_end):
+    """Undo the rotation of a vector in place: of R entries, by R / 2 cosines and then as many sines."""
+    half = turned // 2
+    if at_end:
+        x = ahead(x, dim - turned)
+    sines, second = ahead(turns, half), ahead(x, half)
+    if by_half:
+        for i in range(half):
+            cos, sin = wide(turns[i]), wide(sines[i])
+            scale = np.float32(1.0) / max(cos * cos + sin * sin, TINIEST_NORMAL)
+            a, b = x[i], second[i]
+            x[i] = (a * cos + b * sin) * scale
+            second[i] = (b * cos - a * sin) * scale
+        return
+    for i in range(half):
+        cos, sin = wide(turns[i]), wide(sines[i])
+        scale = np.float32(1.0) / max(cos * cos + sin * sin, TINIEST_NORMAL)
+        a, b = x[2 * i], x[2 * i + 1]
+        x[2 * i] = (a * cos + b * sin) * scale
+        x[2 * i + 1] = (b * cos - a * sin) * scale
+
+
+@within
+def bend(features, y, number, power, sharpness):
+    """Write the norm-preserving map's features ``[2 M]`` of ``y [M]``, which is lost; see :class:`NormPreserving`."""
+    square = np.float32(0.0)
+    largest = np.float32(-np.inf)
+    logs = features
+    for i in range(number):
+        x = y[i] * y[i]
+        square += x
+        logs[i] = log2(x + TINIEST)
+    for i in range(number):
+        largest = max(largest, logs[i])
+    length = np.sqrt(square + TINY)
+    if sharpness > 0:
+        # 1/2 + tanh, of a number >= 0.
+        t = exp2(np.float32(-2.0) * LOG2E * sharpness * length)
+        power *= np.float32(0.5) + (np.float32(1.0) - t) / (np.float32(1.0) + t)
+    exponent = (power - np.float32(1.0)) * np.float32(0.5)
+    # Relative to the largest, so that powers stay finite and the largest is not lost.
+    total = np.float32(0.0)
+    for i in range(number):
+        x = exp2((logs[i] - largest) * exponent) * y[i]
+        y[i] = x
+        total += x * x
+    scale = length / max(np.sqrt(total), TINIEST)
+    below = ahead(features, number)
+    for i in range(number):
+        x = y[i] * scale
+        up = max(x, np.float32(0.0))
+        features[i] = up
+        below[i] = up - x
+
+
+@within
+def two_softmaxes(features, y, number):
+    """Write hedgehog's features ``[2 M]`` of ``y [M]``: the softmax of it, and that of its negative."""
+    highest, lowest = y[0], y[0]
+    for i in range(number):
+        highest, lowest = max(highest, y[i]), min(lowest, y[i])
+    above, below = np.float32(0.0), np.float32(0.0)
+    other = ahead(features, number)
+    for i in range(number):
+        p = exp2((y[i] - highest) * LOG2E)
+        r = exp2((lowest - y[i]) * LOG2E)
+        features[i], other[i] = p, r
+        above += p
+        below += r
+    for i in range(number):
+        features[i] /= above
+        other[i] /= below
+
+
+@within
+def elementwise(features, x, number, name):
+    """Write the features of a vector by an elementwise map."""
+    if name == ELU:
+        for i in range(number):
+            features[i] = max(x[i], np.float32(0.0)) + exp2(min(x[i], np.float32(0.0)) * LOG2E)
+    elif name == RELU:
+        for i in range(number):
+            features[i] = max(x[i], np.float32(0.0))
+    elif name == SQUARED_RELU:
+        for i in range(number):
+            up = max(x[i], np.float32(0.0))
+            features[i] = up * up
+    elif name == EXP:
+        for i in range(number):
+            features[i] = exp2(min(x[i], CLAMP) * LOG2E)
+    elif name == SIGMOID:
+        for i in range(number):
+            features[i] = np.float32(1.0) / (np.float32(1.0) + exp2(-x[i] * LOG2E))
+    else:
+        for i in range(number):
+            features[i] = x[i]
+
+
+@within
+def project(y, x, weight, dim, columns, factor):
+    """Write ``factor x W`` of ``x [D]`` and ``W [D, M]``, whatever W is made of."""
+    for i in range(columns):
+        y[i] = np.float32(0.0)
+    for d in range(0, dim - dim % 4, 4):
+        a, b, c, e = x[d] * factor, x[d + 1] * factor, x[d + 2] * factor, x[d + 3] * factor
+        first = ahead(weight, d * columns)
+        second, third, fourth = ahead(first, columns), ahead(first, 2 * columns), ahead(first, 3 * columns)
+        for i in range(columns):
+            y[i] += (a * wide(first[i]) + b * wide(second[i])) + (c * wide(third[i]) + e * wide(fourth[i]))
+    for d in range(dim - dim % 4, dim):
+        a, row = x[d] * factor, ahead(weight, d * columns)
+        for i in range(columns):
+            y[i] += a * wide(row[i])
+
+
+@within
+def features_of_vector(features, x, y, weight, dim, columns, name, factor, power, sharpness):
+    """Write the features of ``x [D]``: of a paired map by its weights ``[D, M]``, which need ``y [M]`` to work on."""
+    if name in (NORM_PRESERVING, HEDGEHOG):
+        project(y, x, weight, dim, columns, factor)
+        if name == NORM_PRESERVING:
+            bend(features, y, columns, power, sharpness)
+        else:
+            two_softmaxes(features, y, columns)
+    else:
+        elementwise(features, x, dim, name)

@@ -1,0 +1,58 @@
+"""How loops are called: what tensors are to them, and how many of their units run side by side."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+"""The dtypes that loops read and write, as what stands for them there."""
+
+LEAST_WORK = 2**20
+"""Multiplications below which units are not shared out: threads would take longer to start."""
+
+
+def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | None]) -> str | None:
+    """Say why loops cannot take tensors, or None where they can: all tokens are alike, and all that is learned."""
+    for of in (tokens, learned):
+        kinds = {x.dtype for x in of if x is not None}
+        if len(kinds) > 1 or not kinds <= KINDS.keys():
+            return f"loops take tensors of one dtype, fp32 or bf16, not {', '.join(sorted(map(str, kinds)))}"
+    if any(x is not None and x.device.type != "cpu" for x in (*tokens, *learned)):
+        return "some tensors are not on the CPU"
+    return None
+
+
+def address(x: Tensor | None) -> int:
+    """Return where a tensor begins; 0 where there is none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def in_parts(run: Callable[[int, int], object], units: int, work: int) -> None:
+    """Run a loop over units, by as many threads as PyTorch uses.
+
+    Args:
+        run: Takes the first unit and the one after the last; lets other threads run.
+        units: How many there are.
+        work: About how many multiplications each of them is.
+    """
+    parts = min(torch.get_num_threads(), units, units * work // LEAST_WORK)
+    if parts < 2:
+        run(0, units)
+        return
+    bounds = [units * n // parts for n in range(parts + 1)]
+    others = [_pool(parts - 1).submit(run, *pair) for pair in pairwise(bounds[1:])]
+    run(bounds[0], bounds[1])
+    wait(others)
+    for other in others:
+        other.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "hf_linear_attn")

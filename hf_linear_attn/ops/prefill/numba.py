@@ -1,0 +1,327 @@
+"""Text that a layer with a window reads without gradients, as one loop on a CPU; see :class:`Prefill`.
+
+A unit is some query heads of a key head of a row. It walks the text in blocks of 16 queries, with all that it needs in a
+core's cache: keys ``[D, C + N]`` and values ``[C + N, V]`` of the window and the sinks, where a key's slot is its place
+modulo C, and the linear branch's sums ``[F, V]``, ``[F]`` and ``[D]``. Of a block of tokens, those that leave the window
+are folded after its queries have read the sums before them and, by the products of features, those within the block.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.numba.primitives import (
+    LOG2E,
+    MAPS,
+    NORM_PRESERVING,
+    NOTHING,
+    ahead,
+    bend,
+    exp2,
+    inner,
+    loop,
+    multiply,
+    narrow,
+    pointer,
+    turn_back,
+    two_softmaxes,
+    wide,
+    within,
+)
+from hf_linear_attn.ops.numba.run import KINDS, address, in_parts
+from hf_linear_attn.ops.prefill import Prefill, Prefilled
+from hf_linear_attn.ops.state import empty_like_tokens
+
+BLOCK = 16
+"""Queries of a block: fewer would leave products small, more would compute more that is masked."""
+FAR_OFF = np.int32(2**30)
+
+
+@within
+def clear(x, number):
+    """Write zeros."""
+    for i in range(number):
+        x[i] = np.float32(0.0)
+
+
+@within
+def take(to, x, number, factor):
+    """Copy a vector as fp32, times a factor."""
+    for i in range(number):
+        to[i] = wide(x[i]) * factor
+
+
+@within
+def hold(keys, values, columns, slot, k, v, dim, value_dim):
+    """Put a key and its value into the window; return 0, or NaN where not all of it is finite."""
+    row, total = ahead(values, slot * value_dim), np.float32(0.0)
+    for i in range(dim):
+        x = wide(k[i])
+        keys[i * columns + slot] = x
+        total += x * np.float32(0.0)
+    for i in range(value_dim):
+        x = wide(v[i])
+        row[i] = x
+        total += x * np.float32(0.0)
+    return total
+
+
+@within
+def features_of_rows(features, y, x, weight, rows, dim, columns, name, factor, power, sharpness):
+    """Write the features ``[rows, 2 M]`` of ``x [rows, D]`` by a paired map's weights; ``y [rows, M]`` is lost."""
+    multiply(y, columns, x, dim, weight, columns, rows, columns, dim, False)
+    for r in range(rows):
+        row = ahead(y, r * columns)
+        for i in range(columns):
+            row[i] *= factor
+        if name == NORM_PRESERVING:
+            bend(ahead(features, 2 * r * columns), row, columns, power, sharpness)
+        else:
+            two_softmaxes(ahead(features, 2 * r * columns), row, columns)
+
+
+@within
+def shares_of(row, ages, of_sinks, own, far_score, i, window, slots, sinks, columns):
+    """Turn a query's scores into ``2^(score - largest)`` where it sees, else 0; return their sum and the far key's."""
+    of_own, largest = row[own], far_score
+    for c in range(slots):
+        age = ages[c]
+        row[c] = row[c] if age <= i and age > i - window else NOTHING
+    row[own] = of_own
+    for n in range(sinks):
+        if of_sinks[n] == 0:
+            row[slots + n] = NOTHING
+    for c in range(slots + sinks):
+        largest = max(largest, row[c])
+    total = np.float32(0.0)
+    for c in range(slots + sinks):
+        x = exp2(row[c] - largest)
+        row[c] = x
+        total += x
+    for c in range(slots + sinks, columns):
+        row[c] = np.float32(0.0)
+    share = exp2(far_score - largest) if far_score != NOTHING else np.float32(0.0)
+    return total + share, share
+
+
+@loop
+def read(
+    first, last, token,
+    q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
+    weight_q, power_q, weight_k, power_k, bias, direction, o, kv_out, z_out, keys_out, broken, work,
+    HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
+    wq_h, pq_h, wk_h, pk_h, name, of_scores, of_norm, of_map, of_queries, by_half, at_end,
+):  # fmt: skip
+    """Read the units ``[first, last)``, each of G query heads, S of them per key head."""
+    flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
+    scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
+    factor, sharpness, F, rows = np.float32(of_map), np.float32(of_queries), 2 * M, BLOCK * G
+    one, zero = np.float32(1.0), np.float32(0.0)
+    keys = pointer(work + 4 * size * first, kind)
+    values = ahead(keys, D * E)
+    sums = ahead(values, E * V)
+    norm = ahead(sums, F * V)
+    keys_sum = ahead(norm, F)
+    queries = ahead(keys_sum, D)
+    plain = ahead(queries, rows * D)
+    scores = ahead(plain, rows * D)
+    near = ahead(scores, rows * E)
+    far = ahead(near, rows * V)
+    y = ahead(far, rows * V)
+    phi_q = ahead(y, rows * M)
+    within_block = ahead(phi_q, rows * F)
+    phi_k = ahead(within_block, rows * BLOCK)
+    phi_t = ahead(phi_k, BLOCK * F)
+    gone = ahead(phi_t, BLOCK * F)
+    gone_v = ahead(gone, BLOCK * D)
+    raw = ahead(gone_v, BLOCK * V)
+    of_near = ahead(raw, BLOCK * D)
+    of_far = ahead(of_near, rows)
+    slot_at = pointer(work + 4 * (size * first + size - 2 * E), long)
+    ages = pointer(work + 4 * (size * first + size - 3 * E), short)
+    poison = zero
+    for unit in range(first, last):
+        b, hk, part = unit // (HKV * S), unit // S % HKV, unit % S
+        head = (hk * S + part) * G
+        of_k, of_v = ahead(pointer(k, token), b * k_b + hk * k_h), ahead(pointer(v, token), b * v_b + hk * v_h)
+        clear(keys, D * E + E * V)
+        for c in range(C):
+            slot_at[c] = -FAR_OFF
+        if kv == 0:
+            clear(sums, F * V + F)
+        else:
+            take(sums, ahead(pointer(kv, kind), (b * HKV + hk) * F * V), F * V, one)
+            take(norm, ahead(pointer(z, kind), (b * HKV + hk) * F), F, one)
+        if far_keys == 0:
+            clear(keys_sum, D)
+        else:
+            take(keys_sum, ahead(pointer(far_keys, kind), (b * HKV + hk) * D), D, one)
+        for n in range(N):
+            at = (b * HKV + hk) * N + n
+            of_sink = ahead(pointer(sink_k, token), at * D), ahead(pointer(sink_v, token), at * V)
+            poison += hold(keys, values, E, C + n, of_sink[0], of_sink[1], D, V)
+        for u in range(-P, 0):
+            if key_mask == 0 or pointer(key_mask, flag)[b * m_b + P + u] != 0:
+                slot_at[u % C] = u
+            poison += hold(keys, values, E, u % C, ahead(of_k, (P + u) * k_t), ahead(of_v, (P + u) * v_t), D, V)
+        started = kv != 0
+        for a in range(0, T, BLOCK):
+            count = min(BLOCK, T - a)
+            for i in range(BLOCK):
+                slot = (a + i) % C
+                slot_at[slot] = -FAR_OFF
+                if i < count:
+                    at = P + a + i
+                    if key_mask == 0 or pointer(key_mask, flag)[b * m_b + at] != 0:
+                        slot_at[slot] = a + i
+                    poison += hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V)
+            for c in range(C):
+                ages[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
+            for g in range(G):
+                for i in range(BLOCK):
+                    r = (g * BLOCK + i) * D
+                    if i < count:
+                        of_q = ahead(pointer(q, token), b * q_b + (head + g) * q_h + (a + i) * q_t)
+                        take(ahead(queries, r), of_q, D, scaling)
+                        take(ahead(plain, r), of_q, D, one)
+                    else:
+                        clear(ahead(queries, r), D)
+                        clear(ahead(plain, r), D)
+            multiply(scores, E, queries, D, keys, E, rows, E, D, False)
+            leaves = False
+            for i in range(BLOCK):
+                at = P + a + i - W
+                counted = i < count and at >= 0 and (counts == 0 or pointer(counts, flag)[b * c_b + at] != 0)
+                leaves = leaves or counted
+                if counted:
+                    take(ahead(raw, i * D), ahead(of_k, at * k_t), D, one)
+                    take(ahead(gone, i * D), ahead(of_k, at * k_t), D, one)
+                    take(ahead(gone_v, i * V), ahead(of_v, at * v_t), V, one)
+                    if R > 0:
+                        of_key = ahead(pointer(turns_k, kind), b * tk_b + at * R)
+                        turn_back(ahead(gone, i * D), of_key, D, R, by_half, at_end)
+                else:
+                    clear(ahead(raw, i * D), D)
+                    clear(ahead(gone, i * D), D)
+                    clear(ahead(gone_v, i * V), V)
+            started = started or leaves
+            if leaves:
+                of_power = zero if power_k == 0 else pointer(power_k, kind)[hk * pk_h]
+                w = ahead(pointer(weight_k, kind), hk * wk_h)
+                features_of_rows(phi_k, y, gone, w, BLOCK, D, M, name, factor, of_power, zero)
+                for i in range(BLOCK):
+                    at = P + a + i - W
+                    if i >= count or at < 0 or (counts != 0 and pointer(counts, flag)[b * c_b + at] == 0):
+                        clear(ahead(phi_k, i * F), F)
+                    for f in range(F):
+                        phi_t[f * BLOCK + i] = phi_k[i * F + f]
+            if started:
+                for g in range(G):
+                    if R > 0:
+                        for i in range(count):
+                            of_query = ahead(pointer(turns_q, kind), b * tq_b + (a + i) * R)
+                            turn_back(ahead(plain, (g * BLOCK + i) * D), of_query, D, R, by_half, at_end)
+                    h = head + g
+                    of_power = zero if power_q == 0 else pointer(power_q, kind)[h * pq_h]
+                    w, x = ahead(pointer(weight_q, kind), h * wq_h), ahead(plain, g * BLOCK * D)
+                    features_of_rows(
+                        ahead(phi_q, g * BLOCK * F), y, x, w, BLOCK, D, M, name, factor, of_power, sharpness
+                    )
+                multiply(far, V, phi_q, F, sums, V, rows, V, F, False)
+                if leaves:
+                    multiply(within_block, BLOCK, phi_q, F, phi_t, BLOCK, rows, BLOCK, F, False)
+                    for r in range(rows):
+                        for j in range(r % BLOCK + 1, BLOCK):
+                            within_block[r * BLOCK + j] = zero
+                    multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
+            for i in range(count):
+                if leaves:
+                    for d in range(D):
+                        keys_sum[d] += raw[i * D + d]
+                n = np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
+                log_n = np.log2(n) if n > 0 else zero
+                of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
+                for g in range(G):
+                    r, h = g * BLOCK + i, head + g
+                    far_score, row = NOTHING, ahead(queries, r * D)
+                    if n > 0:
+                        of_q = ahead(pointer(q, token), b * q_b + h * q_h + (a + i) * q_t)
+                        learned = inner(of_q, ahead(pointer(direction, kind), h * D), D) + pointer(bias, kind)[h]
+                        far_score = learned * LOG2E + inner(row, keys_sum, D) / n + log_n
+                    total, share = shares_of(
+                        ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
+                    )
+                    mass = eps
+                    if started:
+                        mass += inner(ahead(phi_q, r * F), norm, F)
+                        if leaves:
+                            for j in range(i + 1):
+                                mass += within_block[r * BLOCK + j]
+                    of_near[r], of_far[r] = one / total, share / (total * mass)
+            multiply(near, V, scores, E, values, V, rows, V, E, False)
+            for g in range(G):
+                for i in range(count):
+                    r = g * BLOCK + i
+                    out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + (a + i) * o_t)
+                    row, other, x, y_far = ahead(near, r * V), ahead(far, r * V), of_near[r], of_far[r]
+                    if y_far != 0:
+                        for j in range(V):
+                            out[j] = narrow(row[j] * x + other[j] * y_far, token)
+                    else:
+                        for j in range(V):
+                            out[j] = narrow(row[j] * x, token)
+            if leaves:
+                multiply(sums, V, phi_t, BLOCK, gone_v, V, F, V, BLOCK, True)
+                for i in range(BLOCK):
+                    for f in range(F):
+                        norm[f] += phi_k[i * F + f]
+        if part == 0:
+            at = b * HKV + hk
+            take(ahead(pointer(kv_out, kind), at * F * V), sums, F * V, one)
+            take(ahead(pointer(z_out, kind), at * F), norm, F, one)
+            take(ahead(pointer(keys_out, kind), at * D), keys_sum, D, one)
+    if poison != 0:
+        pointer(broken, flag)[0] = np.uint8(1)
+
+
+def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefilled | None:
+    """Attend with a loop; None where a key or value is not finite; see :func:`hf_linear_attn.ops.prefill.prefill`."""
+    (B, H, T, D), HKV, V, M, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.weight.shape[2], call.window
+    group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
+    # Heads that share keys are read apart where there are threads for it: each part folds the keys by itself.
+    enough = torch.get_num_threads()
+    S = next((n for n in range(1, group) if group % n == 0 and B * HKV * n >= enough), group)
+    G, C = group // S, -(-(W + BLOCK) // 8) * 8
+    E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M
+    vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
+    # What is int64, int32 and fp32 there, in the order of the loop.
+    size = -(-(vectors + BLOCK * (2 * F + 2 * D + V) + 3 * E) // 16) * 16
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    sinks = [None if x is None else x.contiguous() for x in (call.sink_k, call.sink_v)]
+    masks = [None if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (call.key_mask, call.counts)]
+    seen = None if call.seen is None else call.seen if call.seen.stride(2) == 1 else call.seen.contiguous()
+    plain = [None if x is None else x.float().contiguous() for x in (call.far_keys, call.kv, call.z)]
+    turns = [None if x is None else x.float().contiguous() for x in (call.turns, turns_k)]
+    learned = [
+        None if x is None else x.float().contiguous()
+        for x in (call.weight, call.power, of_k.weight, of_k.power, call.bias, call.direction)
+    ]
+    o, work = empty_like_tokens(q, V), torch.empty(B * HKV * S * size, dtype=torch.float32)
+    kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
+    broken = torch.zeros((), dtype=torch.uint8)
+    tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, broken, work
+    arguments = (
+        KINDS[q.dtype], *map(address, tensors),
+        HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, E, size,
+        *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
+        *(0 if x is None else x.stride(0) for x in masks),
+        *((0, 0) if seen is None else seen.stride()[:2]), *call.number.stride(),
+        *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
+        MAPS[call.name], call.scaling, call.eps, call.factor, call.sharpness, call.pairs == "half", call.at_end,
+    )  # fmt: skip
+    work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
+    in_parts(lambda first, last: read(first, last, *arguments), B * HKV * S, work_of_unit)
+    return None if broken else Prefilled(o, kv, z, keys)

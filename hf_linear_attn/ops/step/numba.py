@@ -1,0 +1,298 @@
+"""A whole step of a layer with a window as one loop on a CPU; what it computes is said by :mod:`.triton.hybrid`.
+
+A unit is a key head of a row with all its query heads. Units may run side by side: what one of them writes no other
+reads. As on a GPU the token is written where nobody reads, and sinks are told by the number of tokens seen.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.numba.primitives import (
+    LOG2E,
+    MAPS,
+    NOTHING,
+    ahead,
+    exp2,
+    features_of_vector,
+    inner,
+    loop,
+    multiply,
+    narrow,
+    pointer,
+    turn_back,
+    wide,
+    within,
+)
+from hf_linear_attn.ops.numba.run import KINDS, address, in_parts
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.step.checks import check_hybrid
+from hf_linear_attn.ops.step.problem import HybridStep
+
+KEY, GATE, WINDOW = range(3)
+MIXES = {"key": KEY, "gate": GATE, "window": WINDOW}
+
+
+@within
+def take(to, x, number):
+    """Copy a vector as fp32."""
+    for i in range(number):
+        to[i] = wide(x[i])
+
+
+@within
+def put(to, x, number):
+    """Copy a vector as it is."""
+    for i in range(number):
+        to[i] = x[i]
+
+
+@within
+def fade_of(gone, gone_v, bias, of_key, of_value, dim, value_dim):
+    """Return what a key leaves of the sums, ``exp(-softplus(score))``."""
+    score = wide(bias[0]) + inner(gone, of_key, dim) + inner(gone_v, of_value, value_dim)
+    # Of softplus, the form that no score overflows.
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(score)) if score < 80 else np.float32(0.0)
+
+
+@within
+def fold(s, z, keys, fk, gone_v, gone, fade, features, value_dim, dim, copies, sums_keys):
+    """Fold a key that leaves the window into the sums, and into all copies of the normaliser and of the keys' sum."""
+    for f in range(features):
+        row, x = ahead(s, f * value_dim), fk[f]
+        for i in range(value_dim):
+            row[i] = row[i] * fade + x * gone_v[i]
+    for c in range(copies):
+        of_copy = ahead(z, c * features)
+        for f in range(features):
+            of_copy[f] = of_copy[f] * fade + fk[f]
+        if sums_keys:
+            sums = ahead(keys, c * dim)
+            for i in range(dim):
+                sums[i] += gone[i]
+
+
+@within
+def look(scores, q, near_k, near_mask, read, new, old, sinks, window, slots, dim, scaling, pool):
+    """Write the scores of all slots, ``-inf`` where nothing is seen; return how many are seen beside the sinks."""
+    held = 0
+    for j in range(slots):
+        if j < sinks:
+            seen = j < read
+        elif pool:
+            # The token that came to a slot last.
+            came = read - 1 - (read - 1 - (j - sinks) + (window + 1)) % (window + 1)
+            seen = came >= sinks and came >= read - window and j != new and j != old
+        else:
+            seen = near_mask[j] != 0 and j != new and j != old
+        if j >= sinks and seen:
+            held += 1
+        scores[j] = inner(q, ahead(near_k, j * dim), dim) * scaling if seen else NOTHING
+    return held
+
+
+@within
+def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
+    """Write softmax attention to the slots, to the token itself and, unless its score is -inf, to a far key's value."""
+    largest = max(own, far_score)
+    for j in range(slots):
+        largest = max(largest, scores[j])
+    share = exp2(own - largest)
+    total = share
+    for i in range(value_dim):
+        o[i] = share * value[i]
+    if far_score != NOTHING:
+        share = exp2(far_score - largest)
+        total += share
+        for i in range(value_dim):
+            o[i] += share * far[i]
+    for j in range(slots):
+        if scores[j] != NOTHING:
+            share = exp2(scores[j] - largest)
+            total += share
+            row = ahead(near_v, j * value_dim)
+            for i in range(value_dim):
+                o[i] += share * wide(row[i])
+    for i in range(value_dim):
+        o[i] /= total
+
+
+@loop
+def hybrid(
+    first, last, token, learned, q, k, v, o, key_mask, turns, length,
+    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b,
+    seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
+    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight, work,
+    HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
+    name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end,
+):  # fmt: skip
+    """Step the units ``[first, last)``; ``work`` has fp32 to work on, for each unit."""
+    long, flag, kind = np.int64(0), np.uint8(0), np.float32(0)
+    slots, pool = N + W + 1, rows != 0
+    scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
+    factor, sharpness = np.float32(of_map), np.float32(of_queries)
+    size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
+    for unit in range(first, last):
+        b, hk = unit // HKV, unit % HKV
+        p = pointer(rows, long)[b] if pool else b
+        at = length if place == 0 else pointer(place, long)[b if pool else 0]
+        new, old = N + at % (W + 1), N + (at + 1) % (W + 1)
+        read = pointer(seen, long)[b]
+        real = key_mask == 0 or pointer(key_mask + b * m_b, flag)[0] != 0
+        sink, enters = real and read < N, real and read >= N
+        x = pointer(work + 4 * size * unit, kind)
+        gone, value = ahead(x, D), ahead(x, 2 * D)
+        gone_v, y = ahead(value, V), ahead(value, 2 * V)
+        fk, scores = ahead(y, M), ahead(y, M + 2 * F)
+        far = ahead(scores, slots)
+        fq = ahead(far, G * V)
+        bk = ahead(pointer(near_k, token), p * nk_p + hk * slots * D)
+        bv = ahead(pointer(near_v, token), p * nv_p + hk * slots * V)
+        nk = ahead(pointer(k, token), b * k_b + hk * k_h)
+        nv = ahead(pointer(v, token), b * v_b + hk * v_h)
+        of_mask, angles, now = pointer(near_mask + b * slots, flag), ahead(bk, 0), ahead(bk, 0)
+        if R > 0:
+            angles, now = ahead(pointer(near_turns, token), p * nt_p), ahead(pointer(turns, token), b * t_b)
+        fades, leaves, count = np.float32(1.0), False, 0
+        sums, norm, keys = pointer(work, kind), pointer(work, kind), pointer(work, kind)
+        if mix != WINDOW:
+            leaves = read >= N + W if pool else of_mask[old] != 0
+            sums = ahead(pointer(kv, kind), p * kv_p + hk * F * V)
+            norm = ahead(pointer(z, kind), p * z_p + hk * C * F)
+            if mix == KEY:
+                keys = ahead(pointer(far_keys, kind), p * f_p + hk * C * D)
+        if leaves:
+            take(gone, ahead(bk, old * D), D)
+            take(x, ahead(bk, old * D), D)
+            take(gone_v, ahead(bv, old * V), V)
+            if R > 0:
+                turn_back(x, ahead(angles, old * D), D, R, by_half, at_end)
+            if decay_bias != 0:
+                fades = fade_of(
+                    x, gone_v, ahead(pointer(decay_bias, learned), hk), ahead(pointer(decay_key, learned), hk * D),
+                    ahead(pointer(decay_value, learned), hk * V), D, V,
+                )  # fmt: skip
+            power = np.float32(0.0) if power_k == 0 else wide(pointer(power_k, learned)[hk * pk_h])
+            w = ahead(pointer(weight_k, learned), hk * wk_h)
+            features_of_vector(fk, x, y, w, D, M, name, factor, power, np.float32(0.0))
+            fold(sums, norm, keys, fk, gone_v, gone, fades, F, V, D, C, mix == KEY)
+        # The token goes where nobody reads. Of one that is masked, nothing is read.
+        for place_of in range(2 if sink else 1):
+            slot = new if place_of == 0 else read
+            to_k, to_v = ahead(bk, slot * D), ahead(bv, slot * V)
+            for i in range(D):
+                to_k[i] = nk[i] if real else narrow(np.float32(0.0), token)
+            for i in range(V):
+                to_v[i] = nv[i] if real else narrow(np.float32(0.0), token)
+        take(gone, ahead(bk, new * D), D)
+        take(value, ahead(bv, new * V), V)
+        if mix != WINDOW:
+            for g in range(G):
+                h = hk * G + g
+                take(x, ahead(pointer(q, token), b * q_b + h * q_h), D)
+                if R > 0:
+                    turn_back(x, now, D, R, by_half, at_end)
+                power = np.float32(0.0) if power_q == 0 else wide(pointer(power_q, learned)[h * pq_h])
+                w = ahead(pointer(weight_q, learned), h * wq_h)
+                features_of_vector(ahead(fq, g * F), x, y, w, D, M, name, factor, power, sharpness)
+            multiply(far, V, fq, F, sums, V, G, V, F, False)
+        for g in range(G):
+            h = hk * G + g
+            take(x, ahead(pointer(q, token), b * q_b + h * q_h), D)
+            of_head = ahead(far, g * V)
+            held = look(scores, x, bk, of_mask, read, new, old, N, W, slots, D, scaling, pool)
+            far_score, gate = NOTHING, np.float32(0.0)
+            if mix != WINDOW:
+                total = inner(ahead(fq, g * F), norm, F)
+                total = total - eps if signed and total < 0 else total + eps
+                for i in range(V):
+                    of_head[i] /= total
+                count = read + (1 if real else 0)
+                count = count - min(count, N) - held - (1 if enters else 0)
+                score = wide(pointer(bias, learned)[h]) + inner(x, ahead(pointer(weight, learned), h * D), D)
+                if mix == KEY and count > 0:
+                    n = np.float32(count)
+                    far_score = score * LOG2E + inner(x, keys, D) * (scaling / n) + np.log2(n)
+                elif mix == GATE and count > 0:
+                    gate = np.float32(1.0) / (np.float32(1.0) + exp2(-score * LOG2E))
+            own = inner(x, gone, D) * scaling
+            attend(gone_v, scores, bv, value, own, far_score, of_head, slots, V)
+            out = ahead(pointer(o, token), b * o_b + h * o_h)
+            for i in range(V):
+                out[i] = narrow(gone_v[i] + gate * (of_head[i] - gone_v[i]) if gate != 0 else gone_v[i], token)
+        if hk == 0:
+            if not pool:
+                of_mask[new] = np.uint8(enters)
+                if sink:
+                    of_mask[read] = np.uint8(1)
+            if R > 0:
+                put(ahead(angles, new * D), now, R)
+
+
+class LoopedStep:
+    """A step of one state, to be taken again and again: all that stays from token to token is looked up once.
+
+    Args:
+        step: The first of its steps.
+
+    Raises:
+        ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
+        ArgumentTypeError: If sums are not fp32.
+    """
+
+    def __init__(self, step: HybridStep) -> None:
+        check_hybrid(step)
+        (B, H, _, D), HKV, V = step.q.shape, step.k.shape[1], step.v.shape[3]
+        G, M = H // HKV, D if step.weight_k is None else step.weight_k.shape[2]
+        F, slots, z = M if step.weight_k is None else 2 * M, step.near_k.shape[2], step.z
+        maps = step.weight_q, step.power_q, step.weight_k, step.power_k
+        learned = *maps, step.decay_bias, step.decay_key, step.decay_value, step.bias, step.weight
+        learned = [None if x is None else x.contiguous() for x in learned]
+        state = step.kv, z, step.far_keys, step.near_k, step.near_v
+        turned = 0 if step.turns is None else step.turns.shape[2]
+        size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
+        work = torch.empty(B * HKV * size, dtype=torch.float32)
+        self._units, self._work, self._value_dim, self._dtype = B * HKV, F * V * (1 + G), V, step.q.dtype
+        # What lies at the addresses is to stay there.
+        self._kept = step, learned, work
+        self.storages = frozenset(x.untyped_storage().data_ptr() for x in learned if x is not None)
+        """Where what is learned lies."""
+        dtype = next((x.dtype for x in learned if x is not None), torch.float32)
+        self._kinds = KINDS[self._dtype], KINDS[dtype]
+        self._constant = (
+            address(step.seen), address(step.place), address(step.rows), *map(address, state),
+            address(step.near_mask), address(step.near_turns), *map(address, learned), address(work),
+            HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
+            step.sinks, slots - step.sinks - 1, turned,
+            *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
+            *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
+            MAPS[step.phi], MIXES[step.mix], step.scaling, step.eps, step.factor, step.sharpness,
+            step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, turns: Tensor | None, length: int
+    ) -> Tensor:
+        """Take a step; arguments as of :class:`HybridStep`, of the same shapes and dtypes as the first ones."""
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        if turns is not None:
+            turns = turns.to(self._dtype).contiguous()
+        o = empty_like_tokens(q, self._value_dim)
+        (q_b, q_h, _, _), (k_b, k_h, _, _), (v_b, v_h, _, _) = q.stride(), k.stride(), v.stride()
+        o_b, o_h, _, _ = o.stride()
+        of_call = (
+            *self._kinds,
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(key_mask), address(turns), length),
+            *(q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h),
+            0 if key_mask is None else key_mask.stride(0),
+            0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
+        )
+        in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work)
+        return o
+
+
+def hybrid_step_numba_(step: HybridStep) -> Tensor:
+    """Run one step in place; see :func:`hf_linear_attn.ops.step.hybrid_step_`."""
+    return LoopedStep(step)(step.q, step.k, step.v, step.key_mask, step.turns, step.length)
