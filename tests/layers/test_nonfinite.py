@@ -20,10 +20,10 @@ TEXTS = torch.tensor([0, 18, 18, T])
 """Boundaries of packed ones."""
 
 
-def layer_of(rule, mix):
+def layer_of(rule, mix, backend="torch"):
     torch.manual_seed(0)
     window = {} if mix is None else {"window": WINDOW, "sinks": SINKS, "mix": mix}
-    config = LinearAttentionConfig(feature_map="hedgehog", update_rule=rule, backend="torch", **window)
+    config = LinearAttentionConfig(feature_map="hedgehog", update_rule=rule, backend=backend, **window)
     return LinearAttention(config, Sizes(8, 4, 2, 8**-0.5), "layer")
 
 
@@ -69,6 +69,15 @@ def looking(request, monkeypatch):
 def test_a_nan_is_seen_by_those_who_see_its_token(rule, mix, pieces):
     layer = layer_of(rule, mix)
     # The second sink is seen for ever, and so is whatever a state took in.
+    assert_shown(lambda qkv: read(layer, qkv, pieces), (1, 20), [last_to_see(at, mix) for at in (1, 20)])
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize(
+    ("rule", "mix"), [("additive", "key"), ("additive", "gate"), ("additive", "window"), ("decay", "key")]
+)
+def test_a_nan_is_seen_alike_by_loops(rule, mix, pieces):
+    layer = layer_of(rule, mix, "numba")
     assert_shown(lambda qkv: read(layer, qkv, pieces), (1, 20), [last_to_see(at, mix) for at in (1, 20)])
 
 

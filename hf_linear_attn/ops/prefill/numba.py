@@ -1,9 +1,9 @@
 """Text that a layer with a window reads without gradients, as one loop on a CPU; see :class:`Prefill`.
 
-A unit is some query heads of a key head of a row. It walks the text in blocks of 16 queries, with all that it needs in a
-core's cache: keys ``[D, C + N]`` and values ``[C + N, V]`` of the window and the sinks, where a key's slot is its place
-modulo C, and the linear branch's sums ``[F, V]``, ``[F]`` and ``[D]``. Of a block of tokens, those that leave the window
-are folded after its queries have read the sums before them and, by the products of features, those within the block.
+A unit is some query heads of a key head of a row. It walks the text in blocks of 16 queries, with all that it needs in
+a core's cache: keys ``[D, C + N]`` and values ``[C + N, V]`` of the window and the sinks, where a key's slot is its
+place modulo C, and the linear branch's sums ``[F, V]``, ``[F]`` and ``[D]``. Of a block of tokens, those that leave the
+window are folded after its queries have read the sums before them and, by the products of features, those within.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -294,7 +294,8 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     # Heads that share keys are read apart where there are threads for it: each part folds the keys by itself.
     enough = torch.get_num_threads()
     S = next((n for n in range(1, group) if group % n == 0 and B * HKV * n >= enough), group)
-    G, C = group // S, -(-(W + BLOCK) // 8) * 8
+    # No slot is needed for keys that there are not.
+    G, C = group // S, -(-(min(W, call.k.shape[2]) + BLOCK) // 8) * 8
     E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M
     vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
     # What is int64, int32 and fp32 there, in the order of the loop.
