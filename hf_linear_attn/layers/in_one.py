@@ -27,7 +27,7 @@ def step_in_one_(
     if chosen is None:
         return None
     if chosen == "numba" and ready is not None and ready.serves(layer, state, q, k, v, call):
-        return ready.step_(q, k, v, call, state.length)
+        return ready.step_(q, k, v, call, state)
     whole = for_kernel(layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
     if whole is not None and chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)

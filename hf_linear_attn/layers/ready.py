@@ -58,10 +58,10 @@ class Ready:
             and _layout(q, k, v, call) == self._layout
         )
 
-    def step_(self, q: Tensor, k: Tensor, v: Tensor, call: "Call", length: int) -> Tensor:
+    def step_(self, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: "State") -> Tensor:
         """Take the step; arguments as of :meth:`LinearAttention.forward`."""
         turns = None if call.rotation is None else call.rotation.turns
-        return self._run(q, k, v, call.key_mask, turns, length)
+        return self._run(q, k, v, call.key_mask, turns, int(state.length))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy to nothing: the tensors of a state's copy lie elsewhere."""

@@ -7,6 +7,7 @@ numbers are finite: a NaN stays one.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,11 +19,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
-from hf_linear_attn.feature_maps.norm_preserving import TINY
+from hf_linear_attn.feature_maps import norm_preserving
 
 LOG2E = np.float32(math.log2(math.e))
-TINIEST = np.float32(TINY**2)
-TINY = np.float32(TINY)
+TINY = np.float32(norm_preserving.TINY)
+TINIEST = np.float32(norm_preserving.TINY**2)
 CLAMP = np.float32(EXP_CLAMP)
 NOTHING = np.float32(-np.inf)
 TINIEST_NORMAL = np.finfo(np.float32).tiny
@@ -39,13 +40,24 @@ MAPS = {
 }
 """The maps that loops compute, by name."""
 
-loop: Callable[..., Any] = partial(
-    njit, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}, cache=True
+within: Callable[..., Any] = partial(
+    njit, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}
 )
-"""Compile a loop. Sums may be taken in another order; neither NaN nor infinity is assumed away."""
+"""Compile what loops call. Sums may be taken in another order; neither NaN nor infinity is assumed away."""
 
-within: Callable[..., Any] = partial(loop, cache=False)
-"""Compile what loops call."""
+
+def loop(function: Callable[..., Any]) -> Any:
+    """Compile a loop, and keep what was compiled."""
+    try:
+        return within(function, cache=True)
+    except RuntimeError:
+        warnings.warn(
+            "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
+            "NUMBA_CACHE_DIR to a folder that can be written.",
+            stacklevel=2,
+        )
+        return within(function)
+
 
 WIDTH = 8
 """Entries of a vector; processors with other widths get several, or a part."""

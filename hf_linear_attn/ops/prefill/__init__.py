@@ -72,6 +72,13 @@ class Prefill(NamedTuple):
     scaling: float
     eps: float
 
+    @property
+    def features(self) -> Tensor:
+        """Those of the keys."""
+        if self.phi_k is None:
+            raise RuntimeError("the keys' features are not computed")
+        return self.phi_k
+
 
 class Prefilled(NamedTuple):
     """What such tokens give.

@@ -241,16 +241,16 @@ def read(
                 if leaves:
                     for d in range(D):
                         keys_sum[d] += raw[i * D + d]
-                n = np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
-                log_n = np.log2(n) if n > 0 else zero
+                beyond = np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
+                log_number = np.log2(beyond) if beyond > 0 else zero
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
                 for g in range(G):
                     r, h = g * BLOCK + i, head + g
                     far_score, row = NOTHING, ahead(queries, r * D)
-                    if n > 0:
+                    if beyond > 0:
                         of_q = ahead(pointer(q, token), b * q_b + h * q_h + (a + i) * q_t)
                         learned = inner(of_q, ahead(pointer(direction, kind), h * D), D) + pointer(bias, kind)[h]
-                        far_score = learned * LOG2E + inner(row, keys_sum, D) / n + log_n
+                        far_score = learned * LOG2E + inner(row, keys_sum, D) / beyond + log_number
                     total, share = shares_of(
                         ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
                     )

@@ -248,8 +248,8 @@ class LoopedStep:
         G, M = H // HKV, D if step.weight_k is None else step.weight_k.shape[2]
         F, slots, z = M if step.weight_k is None else 2 * M, step.near_k.shape[2], step.z
         maps = step.weight_q, step.power_q, step.weight_k, step.power_k
-        learned = *maps, step.decay_bias, step.decay_key, step.decay_value, step.bias, step.weight
-        learned = [None if x is None else x.contiguous() for x in learned]
+        others = step.decay_bias, step.decay_key, step.decay_value, step.bias, step.weight
+        learned = [None if x is None else x.contiguous() for x in (*maps, *others)]
         state = step.kv, z, step.far_keys, step.near_k, step.near_v
         turned = 0 if step.turns is None else step.turns.shape[2]
         size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)

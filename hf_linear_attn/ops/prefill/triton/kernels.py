@@ -294,12 +294,12 @@ def linear_problem(target: Target, p: Prefill) -> Problem:
     """Return the linear branch, but for its queries' features."""
     count = p.q.shape[2]
     delay = p.window - (p.k.shape[2] - count)
-    return Problem(target, p.q, p.phi_k, p.v[:, :, :count], p.counts, None, p.kv, p.z, "identity", True, delay)
+    return Problem(target, p.q, p.features, p.v[:, :, :count], p.counts, None, p.kv, p.z, "identity", True, delay)
 
 
 def allocate_prefill(p: Prefill) -> Prefilled:
     """Allocate the results."""
-    (B, HKV, _, F), D, V = p.phi_k.shape, p.k.shape[3], p.v.shape[3]
+    (B, HKV, _, F), D, V = p.features.shape, p.k.shape[3], p.v.shape[3]
 
     def sums(*sizes: int) -> Tensor:
         return torch.empty(B, HKV, *sizes, dtype=torch.float32, device=p.q.device)
@@ -362,7 +362,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
     prefix, of_keys = key_launches(target, p, out.far_keys)
     sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
     arguments: dict[str, Any] = {
-        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.phi_k, "o": out.o},
+        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "o": out.o},
         **{"sink_k": p.sink_k, "sink_v": p.sink_v, "seen": p.seen, "number": p.number, "prefix": prefix},
         **{"starts": starts.states, "parts": starts.parts, "weight": p.weight, "power": p.power},
         **{"bias": p.bias, "direction": p.direction, "codes": p.key_mask, "CODED": p.key_mask is not None},
@@ -373,7 +373,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **strides("q", p.q),
         **strides("k", p.k),
         **strides("v", p.v),
-        **strides("f", p.phi_k),
+        **strides("f", p.features),
         **strides("o", out.o),
         **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
         **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power is None or len(p.power) == 1 else 1},
@@ -384,7 +384,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V)), "MENDS": False},
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
-    reads = (p.q, p.k, p.v, p.phi_k, *(() if p.turns is None else (p.turns,)))
+    reads = (p.q, p.k, p.v, p.features, *(() if p.turns is None else (p.turns,)))
     last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
     after = Launch("mend_prefill", prefill_kernel, len(p.q) * H, arguments | {"MENDS": True}, chosen)
     return out, [*launches, *of_keys, last, after]
