@@ -18,8 +18,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
 from hf_linear_attn.feature_maps import norm_preserving
+from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
 
 LOG2E = np.float32(math.log2(math.e))
 TINY = np.float32(norm_preserving.TINY)

@@ -1,5 +1,6 @@
 """How loops are called: what tensors are to them, and how many of their units run side by side."""
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 """The dtypes that loops read and write, as what stands for them there."""
@@ -23,8 +25,9 @@ def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | No
         kinds = {x.dtype for x in of if x is not None}
         if len(kinds) > 1 or not kinds <= KINDS.keys():
             return f"loops take tensors of one dtype, fp32 or bf16, not {', '.join(sorted(map(str, kinds)))}"
-    if any(x is not None and x.device.type != "cpu" for x in (*tokens, *learned)):
-        return "some tensors are not on the CPU"
+    for x in (*tokens, *learned):
+        if x is not None and (x.device.type != "cpu" or type(x) not in (Tensor, Parameter)):
+            return f"loops take plain tensors on the CPU, not a {type(x).__name__} on {x.device.type}"
     return None
 
 
@@ -46,7 +49,7 @@ def in_parts(run: Callable[[int, int], object], units: int, work: int) -> None:
         run(0, units)
         return
     bounds = [units * n // parts for n in range(parts + 1)]
-    others = [_pool(parts - 1).submit(run, *pair) for pair in pairwise(bounds[1:])]
+    others = [_pool(parts - 1, os.getpid()).submit(run, *pair) for pair in pairwise(bounds[1:])]
     run(bounds[0], bounds[1])
     wait(others)
     for other in others:
@@ -54,5 +57,6 @@ def in_parts(run: Callable[[int, int], object], units: int, work: int) -> None:
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Return a process's threads: one that is forked has none of its parent's."""
     return ThreadPoolExecutor(threads, "hf_linear_attn")

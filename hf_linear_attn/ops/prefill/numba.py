@@ -310,9 +310,9 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
         None if x is None else x.float().contiguous()
         for x in (call.weight, call.power, of_k.weight, of_k.power, call.bias, call.direction)
     ]
-    o, work = empty_like_tokens(q, V), torch.empty(B * HKV * S * size, dtype=torch.float32)
+    o, work = empty_like_tokens(q, V), q.new_empty(B * HKV * S * size, dtype=torch.float32)
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
-    broken = torch.zeros((), dtype=torch.uint8)
+    broken = q.new_zeros((), dtype=torch.uint8)
     tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, broken, work
     arguments = (
         KINDS[q.dtype], *map(address, tensors),

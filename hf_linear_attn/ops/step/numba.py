@@ -8,6 +8,7 @@ reads. As on a GPU the token is written where nobody reads, and sinks are told b
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.numba.primitives import (
@@ -251,18 +252,21 @@ class LoopedStep:
         others = step.decay_bias, step.decay_key, step.decay_value, step.bias, step.weight
         learned = [None if x is None else x.contiguous() for x in (*maps, *others)]
         state = step.kv, z, step.far_keys, step.near_k, step.near_v
+        places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
         turned = 0 if step.turns is None else step.turns.shape[2]
         size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
-        work = torch.empty(B * HKV * size, dtype=torch.float32)
+        work = step.q.new_empty(B * HKV * size, dtype=torch.float32)
+        changing = (*state, step.near_mask, step.near_turns)
+        self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
         self._units, self._work, self._value_dim, self._dtype = B * HKV, F * V * (1 + G), V, step.q.dtype
         # What lies at the addresses is to stay there.
-        self._kept = step, learned, work
+        self._kept = step, learned, work, places
         self.storages = frozenset(x.untyped_storage().data_ptr() for x in learned if x is not None)
         """Where what is learned lies."""
         dtype = next((x.dtype for x in learned if x is not None), torch.float32)
         self._kinds = KINDS[self._dtype], KINDS[dtype]
         self._constant = (
-            address(step.seen), address(step.place), address(step.rows), *map(address, state),
+            address(step.seen), *map(address, places), *map(address, state),
             address(step.near_mask), address(step.near_turns), *map(address, learned), address(work),
             HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
             step.sinks, slots - step.sinks - 1, turned,
@@ -290,6 +294,7 @@ class LoopedStep:
             0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
         )
         in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work)
+        increment_version(self._changing)
         return o
 
 

@@ -1,0 +1,283 @@
+"""What loops on a CPU are made of, against float64, and how they are called."""
+
+import copy
+import multiprocessing
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import BackendError
+from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.feature_maps.norm_preserving import _bend
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.ops import dispatch
+from hf_linear_attn.ops.linear_attention import linear_attention
+from hf_linear_attn.ops.rotation import LAYOUTS, Rotation
+
+numba = pytest.importorskip("numba")
+np = pytest.importorskip("numpy")
+
+from hf_linear_attn.ops.numba import primitives as p  # noqa: E402
+from hf_linear_attn.ops.numba import run  # noqa: E402
+
+FLOAT = np.float32(0)
+
+
+@p.within
+def each_exp2(to, x, number):
+    a, b = p.pointer(x, FLOAT), p.pointer(to, FLOAT)
+    for i in range(number):
+        b[i] = p.exp2(a[i])
+
+
+@p.within
+def each_log2(to, x, number):
+    a, b = p.pointer(x, FLOAT), p.pointer(to, FLOAT)
+    for i in range(number):
+        b[i] = p.log2(a[i])
+
+
+@p.within
+def each_narrow(to, x, number):
+    a, b = p.pointer(x, FLOAT), p.pointer(to, np.uint16(0))
+    for i in range(number):
+        b[i] = p.narrow(a[i], np.uint16(0))
+
+
+@p.within
+def product(c, a, b, rows, columns, depth, add):
+    p.multiply(
+        p.pointer(c, FLOAT),
+        columns,
+        p.pointer(a, FLOAT),
+        depth,
+        p.pointer(b, FLOAT),
+        columns,
+        rows,
+        columns,
+        depth,
+        add,
+    )
+
+
+@p.within
+def features(to, x, y, weight, dim, columns, name, factor, power, sharpness):
+    p.features_of_vector(
+        p.pointer(to, FLOAT), p.pointer(x, FLOAT), p.pointer(y, FLOAT), p.pointer(weight, FLOAT), dim, columns, name,
+        np.float32(factor), np.float32(power), np.float32(sharpness),
+    )  # fmt: skip
+
+
+@p.within
+def back(x, turns, dim, turned, by_half, at_end):
+    p.turn_back(p.pointer(x, FLOAT), p.pointer(turns, FLOAT), dim, turned, by_half, at_end)
+
+
+def test_powers_and_logarithms():
+    x = torch.cat([torch.linspace(-150, 127, 9999), torch.tensor([-torch.inf, torch.nan, 0.0])])
+    found, wanted = torch.empty_like(x), x.double().exp2()
+    each_exp2(found.data_ptr(), x.data_ptr(), len(x))
+    normal = x >= -126
+    assert ((found.double() / wanted - 1).abs() < 3e-7)[normal].all()
+    assert (found[x < -127] == 0).all()
+    assert found[x.isnan()].isnan().all()
+    x = torch.linspace(-80, 80, 9999).exp2()
+    found = torch.empty_like(x)
+    each_log2(found.data_ptr(), x.data_ptr(), len(x))
+    torch.testing.assert_close(found.double(), x.double().log2(), rtol=2e-7, atol=2e-7)
+
+
+def test_bf16_is_rounded_as_torch_rounds_it():
+    x = torch.cat([torch.randn(9999), torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 3e38, 1.00390625])])
+    found = torch.empty(len(x), dtype=torch.bfloat16)
+    each_narrow(found.data_ptr(), x.data_ptr(), len(x))
+    torch.testing.assert_close(found, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(64, 88, 64), (5, 27, 3), (1, 16, 1), (4, 7, 9), (3, 8, 20)])
+def test_products(rows, columns, depth, add):
+    a, b, c = torch.randn(rows, depth), torch.randn(depth, columns), torch.randn(rows, columns)
+    wanted = a.double() @ b.double() + (c.double() if add else 0)
+    product(c.data_ptr(), a.data_ptr(), b.data_ptr(), rows, columns, depth, add)
+    torch.testing.assert_close(c.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", p.MAPS)
+@pytest.mark.parametrize("length", [1e-3, 1.0, 30.0])
+def test_features(name, length):
+    dim, columns = 11, 9
+    x = length * torch.randn(dim, generator=torch.Generator().manual_seed(0))
+    weight, y = torch.randn(dim, columns), torch.empty(columns)
+    paired = name in ("hedgehog", "norm_preserving")
+    found = torch.empty(2 * columns if paired else dim)
+    of_vector = (found, x, y, weight)
+    features(*(t.data_ptr() for t in of_vector), dim, columns, p.MAPS[name], 0.5, 2.5, 0.2)
+    wide = 0.5 * (x.double() @ weight.double())
+    if name == "norm_preserving":
+        wanted = _bend(wide, torch.tensor(2.5, dtype=torch.float64), 0.2)
+    elif name == "hedgehog":
+        wanted = torch.cat([wide.softmax(-1), (-wide).softmax(-1)])
+    else:
+        wanted = get_feature_map(name, dim).phi(x.double())
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=1e-6 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rotation(layout):
+    dim, turned = 12, 8
+    angles = torch.rand(turned // 2)
+    turns = 1.2 * torch.cat([angles.cos(), angles.sin()])
+    x = torch.randn(dim)
+    wanted = Rotation(turns.double()[None, None], layout).undo(x.double()[None, None, None], "torch")[0, 0, 0]
+    back(x.data_ptr(), turns.data_ptr(), dim, turned, layout.pairs == "half", layout.at_end)
+    torch.testing.assert_close(x.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def layer_of(backend="numba", **settings):
+    torch.manual_seed(0)
+    settings = {"feature_map": "norm_preserving", "window": 5, "sinks": 2, "backend": backend} | settings
+    layer = LinearAttention(LinearAttentionConfig(**settings), Sizes(8, 4, 2, 0.3, 8), "layer")
+    for parameter in layer.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    return layer
+
+
+def draw(tokens, rows=2, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, heads, tokens, 8, generator=g) for heads in (4, 2, 2)]
+
+
+@torch.no_grad()
+def generate(layer, state, start=20, end=28):
+    """Read tokens one by one, after a first piece where the state is new."""
+    text, call, found = draw(40), Call(state=state), []
+    if not state.length:
+        found.append(layer(*(x[:, :, :start] for x in text), call))
+    found += [layer(*(x[:, :, t : t + 1] for x in text), call) for t in range(start, end)]
+    return torch.cat(found, 2)
+
+
+def test_heads_are_shared_out_to_threads(monkeypatch):
+    layer, expected, names = layer_of(), generate(layer_of(), State()), set()
+    monkeypatch.setattr(run, "LEAST_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    submit = run._pool(2, run.os.getpid()).submit
+    noted = lambda *task: submit(lambda: names.add(threading.current_thread().name) or task[0](*task[1:]))  # noqa: E731
+    monkeypatch.setattr(run._pool(2, run.os.getpid()), "submit", noted)
+    torch.testing.assert_close(generate(layer, State()), expected)
+    assert names
+
+
+def in_a_fork(queue):
+    run.in_parts(lambda first, last: queue.put((first, last)), 3, run.LEAST_WORK)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    run.in_parts(lambda first, last: None, 3, run.LEAST_WORK)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=in_a_fork, args=(queue,))
+    process.start()
+    assert {queue.get(timeout=60) for _ in range(3)} == {(0, 1), (1, 2), (2, 3)}
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_step_goes_by_weights_that_are_replaced_or_trained():
+    layer, other = layer_of(), layer_of("torch")
+    state, wanted = State(), State()
+    generate(layer, state), generate(other, wanted)
+    for change in (
+        lambda part: part.mix_bias.data.add_(1.0),
+        lambda part: setattr(part, "mix_bias", torch.nn.Parameter(part.mix_bias.data - 2)),
+        lambda part: setattr(part.feature_map.weight_q, "data", part.feature_map.weight_q.data * 0.5),
+        lambda part: part.feature_map.register_parameter("weight_k", torch.nn.Parameter(part.feature_map.weight_k * 2)),
+    ):
+        change(layer), change(other)
+        start = int(state.length)
+        torch.testing.assert_close(
+            generate(layer, state, start, start + 2), generate(other, wanted, start, start + 2), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_state_and_its_copy_go_on_apart(again):
+    layer, state = layer_of(), State()
+    generate(layer, state)
+    assert state.ready is not None
+    other = again(state)
+    assert other.ready is None
+    expected = generate(layer, state, 28, 32)
+    held = {name: x.clone() for name, x in state.tensors.items()}
+    assert torch.equal(generate(layer, other, 28, 32), expected)
+    assert all(torch.equal(x, held[name]) for name, x in state.tensors.items())
+
+
+def test_rows_can_be_selected_between_steps():
+    layer, state = layer_of(), State()
+    generate(layer, state)
+    one = State()
+    generate(layer, one)
+    state.apply(lambda x: x.flip(0), 1)
+    text = [x[:, :, 28:29] for x in draw(40)]
+    with torch.no_grad():
+        found = layer(*(x.flip(0) for x in text), Call(state=state)).flip(0)
+        assert torch.equal(found, layer(*text, Call(state=one)))
+
+
+def test_what_watches_operations_sees_them():
+    layer, state = layer_of("auto"), State()
+    generate(layer, state)
+    expected = generate(layer, copy.deepcopy(state), 28, 30)
+    with FlopCounterMode(display=False) as counter:
+        found = generate(layer, state, 28, 30)
+    assert counter.get_total_flops() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_autograd_is_told_that_a_state_has_changed():
+    layer, state = layer_of(), State()
+    layer(*draw(9), Call(state=state))
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * state.tensors["kv"].detach()).sum()
+    generate(layer, state, 9, 10)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_loops_are_refused_where_they_cannot_run(monkeypatch):
+    with pytest.raises(BackendError, match="on meta"):
+        layer_of().to("meta")(*(x.to("meta") for x in draw(4)))
+    q, k, v = draw(4)
+    linear_attention(q, k, v, backend="numba")
+    monkeypatch.setattr(dispatch, "_has_numba", lambda: False)
+    with pytest.raises(BackendError, match=r"pip install 'hf_linear_attn\[cpu\]'"):
+        generate(layer_of(), State())
+    with pytest.raises(BackendError, match="Numba is not installed"):
+        linear_attention(q, k, v, backend="numba")
+    torch.testing.assert_close(generate(layer_of("auto"), State()), generate(layer_of("torch"), State()))
+
+
+def test_dtypes_that_loops_do_not_take_are_pytorch_s():
+    layer, state = layer_of("auto").half(), State()
+    with torch.no_grad():
+        o = layer(*(x.half() for x in draw(9)), Call(state=state))
+        step = layer(*(x.half() for x in draw(1)), Call(state=state))
+    assert o.dtype == step.dtype == torch.float16
+    assert state.ready is None
+
+
+def test_a_long_window_costs_nothing_in_a_short_text(monkeypatch):
+    """The memory that a loop works in goes by the keys that there are."""
+    taken, new_empty = [], torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *n, **o: taken.append(n) or new_empty(x, *n, **o))
+    with torch.no_grad():
+        layer_of(window=4096)(*draw(10))
+    assert max(n[0] for n in taken if isinstance(n[0], int)) < 50_000
