@@ -22,7 +22,9 @@ def parts(**settings: Any) -> dict[str, command.Part]:
 def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--device", "cpu", "--backend", "torch"])
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"versions: hf_linear_attn \S+, torch \S+, triton \S+, transformers \S+, Python 3", lines[0])
+    assert re.match(
+        r"versions: hf_linear_attn \S+, torch \S+, triton \S+, numba \S+, transformers \S+, Python 3", lines[0]
+    )
     assert "device: cpu" in lines[1]
     assert any(line.startswith("backend: `auto` takes torch: ") for line in lines)
     told = [line for line in lines if line.startswith("right ")]
@@ -31,7 +33,9 @@ def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
-@pytest.mark.parametrize("name", ["steps of generation", "packed sequences", "norm-preserving features of k"])
+@pytest.mark.parametrize(
+    "name", ["steps of generation", "packed sequences", "norm-preserving features of k", "a layer of the recommended"]
+)
 def test_interpreted_kernels_are_right(name: str) -> None:
     part = next(part for key, part in parts().items() if key.startswith(name))
     outcome = command.check(part, "triton")
@@ -42,8 +46,9 @@ def test_interpreted_kernels_are_right(name: str) -> None:
 @pytest.mark.parametrize("dtype", command.TOLERANCE)
 def test_all_parts_are_right_in_every_dtype(dtype: torch.dtype) -> None:
     for part in command.parts(CPU, dtype, SMALL, full=True):
-        outcome = command.check(part, "torch")
-        assert outcome.right, str(outcome)
+        for backend in ("torch", "numba"):
+            outcome = command.check(part, backend)
+            assert outcome.right, str(outcome)
         # Gradients are compared, too, but those of steps, which have none.
         assert part.backward == any(name.startswith("d") for name in outcome.errors)
 
