@@ -22,9 +22,8 @@ def parts(**settings: Any) -> dict[str, command.Part]:
 def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--device", "cpu", "--backend", "torch"])
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(
-        r"versions: hf_linear_attn \S+, torch \S+, triton \S+, numba \S+, transformers \S+, Python 3", lines[0]
-    )
+    names = ("hf_linear_attn", "torch", "triton", "numba", "transformers")
+    assert re.match(rf"versions: {', '.join(rf'{name} \S+' for name in names)}, Python 3", lines[0])
     assert "device: cpu" in lines[1]
     assert any(line.startswith("backend: `auto` takes torch: ") for line in lines)
     told = [line for line in lines if line.startswith("right ")]
@@ -92,7 +91,7 @@ def test_what_is_wrong_is_said(
     lines = capsys.readouterr().out.splitlines()
     wrong = [line for line in lines if line.startswith("WRONG ")]
     assert wrong
-    assert all("linear attention" in line or "sequence" in line for line in wrong)
+    assert all(any(word in line for word in ("linear attention", "sequence", "a layer")) for line in wrong)
     assert all(said in line for line in wrong)
     assert re.match(rf"verdict: .*: {len(wrong)} of 7 parts WRONG", lines[-1])
 
