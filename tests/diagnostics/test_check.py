@@ -23,7 +23,8 @@ def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--device", "cpu", "--backend", "torch"])
     lines = capsys.readouterr().out.splitlines()
     names = ("hf_linear_attn", "torch", "triton", "numba", "transformers")
-    assert re.match(rf"versions: {', '.join(rf'{name} \S+' for name in names)}, Python 3", lines[0])
+    versions = ", ".join(name + r" \S+" for name in names)
+    assert re.match(rf"versions: {versions}, Python 3", lines[0])
     assert "device: cpu" in lines[1]
     assert any(line.startswith("backend: `auto` takes torch: ") for line in lines)
     told = [line for line in lines if line.startswith("right ")]
