@@ -94,7 +94,7 @@ def test_what_is_wrong_is_said(
     assert wrong
     assert all(any(word in line for word in ("linear attention", "sequence", "a layer")) for line in wrong)
     assert all(said in line for line in wrong)
-    assert re.match(rf"verdict: .*: {len(wrong)} of 7 parts WRONG", lines[-1])
+    assert re.match(rf"verdict: .*: {len(wrong)} of 8 parts WRONG", lines[-1])
 
 
 def test_other_bits_the_second_time_are_noticed() -> None:
