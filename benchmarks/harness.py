@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import math
 import os
@@ -63,6 +64,7 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "numba": _numba(),
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -81,6 +83,14 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
             "driver": _driver(),
         }
     return facts
+
+
+def _numba() -> str | None:
+    """Return Numba's version, None where it is not installed: prompts and steps on a CPU are its loops."""
+    try:
+        return importlib.metadata.version("numba")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _driver() -> str | None:
@@ -141,12 +151,13 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 def facts_line(facts: Mapping[str, Any]) -> str:
     """Return provenance as one paragraph."""
+    numba = f", Numba {facts['numba']}" if facts.get("numba") and "gpu" not in facts else ""
     gpu = f"driver {facts['driver']}, Triton {facts['triton']}, " if "gpu" in facts else ""
     return (
         f"`{facts['command']}` at commit {(facts['commit'] or 'unknown')[:10]}"
         f"{' with uncommitted changes' if facts['uncommitted_changes'] else ''}, {facts['date']}; "
         f"{facts.get('gpu') or facts['processor']}, {gpu}{facts['threads']} threads, torch {facts['torch']}, "
-        f"Transformers {facts['transformers']}, Python {facts['python']}, load average {facts['load_average']}.\n"
+        f"Transformers {facts['transformers']}{numba}, Python {facts['python']}, load average {facts['load_average']}.\n"
     )
 
 

@@ -7,7 +7,9 @@ model calls it. Softmax is PyTorch's scaled_dot_product_attention. Everything is
 processor time of one thread, and medians are compared; a step is that of a one-layer model with its cache. What no
 layer can go below stands beside it: "projections" are a module's four projections and its rotation alone, "products"
 the recommended recipe's products of matrices alone, on tensors that are at hand. The last table is taken where the
-allocator keeps what is freed: else the kernel gives large buffers anew, page by page, and projections pay for it.
+allocator keeps what is freed: else the kernel gives large buffers anew, page by page, and projections pay for it. Where
+Numba is installed its loops serve the forward of "recommended" and the steps of all layers with a window that do not
+delete what they hold; "PyTorch alone" is the same layer without them. The backward is PyTorch's.
 """
 
 import argparse
@@ -35,12 +37,13 @@ LAYERS: dict[str, dict[str, Any] | None] = {
     "elu": {"feature_map": "elu"},
     "elu, window 64": {"feature_map": "elu", "window": 64, "sinks": 4},
     "recommended": RECIPE,
+    "recommended, PyTorch alone": RECIPE | {"backend": "torch"},
     "recommended, rotation kept": RECIPE | {"rotary": "keep"},
     "recommended, gate": RECIPE | {"mix": "gate"},
     **{f"recommended, {rule}": RECIPE | {"update_rule": rule} for rule in ("decay", "delta", "gated_delta")},
 }
 FLOOR = ("projections", "products")
-KEPT = ("softmax", "elu", "recommended")
+KEPT = ("softmax", "elu", "recommended", "recommended, PyTorch alone")
 """Kinds that are timed again where memory is kept."""
 BOTH = (512, 2048, 16384)
 """Lengths at which forward and backward are timed together."""

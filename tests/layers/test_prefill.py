@@ -35,6 +35,7 @@ class Case:
     masked: bool = False
     packed: bool = False
     rows: int = 1
+    rows_turned: int = 1
     dtype: torch.dtype = torch.float32
 
     def layer(self, backend: str) -> LinearAttention:
@@ -68,7 +69,7 @@ class Case:
             bounds = torch.tensor([0, tokens // 2, tokens // 2 + 5, tokens], device=DEVICE)
             call = call._replace(cu_seqlens=bounds)
         if self.layout is not None:
-            call = call._replace(rotation=Rotation(draw(1, tokens, self.turned), self.layout))
+            call = call._replace(rotation=Rotation(draw(self.rows_turned, tokens, self.turned), self.layout))
         return (q, k, v), call
 
 
@@ -77,6 +78,7 @@ CASES = {
     "turned, by halves": Case(head_dim=32, turned=32),
     "neighbours, in part, at the end": Case(layout=Layout("next", "pair", at_end=True), turned=10, lengths=(20,)),
     "more heads and rows": Case(heads=(4, 2), lengths=(18,), sinks=0, rows=2),
+    "rows turned apart": Case(heads=(2, 2), lengths=(20, 18), rows=2, rows_turned=2),
     "in pieces": Case(lengths=(20, 1, 18), masked=True, rows=2),
     "pieces within the window": Case(lengths=(3, 2, 18), masked=True),
     "packed": Case(packed=True, lengths=(40,)),

@@ -153,23 +153,28 @@ def draw(tokens, rows=2, seed=1):
 
 
 @torch.no_grad()
-def generate(layer, state, start=20, end=28):
+def generate(layer, state, start=20, end=28, rows=2):
     """Read tokens one by one, after a first piece where the state is new."""
-    text, call, found = draw(40), Call(state=state), []
+    text, call, found = draw(40, rows), Call(state=state), []
     if not state.length:
         found.append(layer(*(x[:, :, :start] for x in text), call))
     found += [layer(*(x[:, :, t : t + 1] for x in text), call) for t in range(start, end)]
     return torch.cat(found, 2)
 
 
-def test_heads_are_shared_out_to_threads(monkeypatch):
-    layer, expected, names = layer_of(), generate(layer_of(), State()), set()
+@pytest.mark.parametrize("rows", [1, 2])
+def test_heads_are_shared_out_to_threads(rows, monkeypatch):
+    """Those of queries, too, where those of keys are fewer than threads."""
+    layer, names = layer_of(), set()
+    torch.set_num_threads(1)
+    expected = generate(layer, State(), rows=rows)
     monkeypatch.setattr(run, "LEAST_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     submit = run._pool(2, run.os.getpid()).submit
     noted = lambda *task: submit(lambda: names.add(threading.current_thread().name) or task[0](*task[1:]))  # noqa: E731
     monkeypatch.setattr(run._pool(2, run.os.getpid()), "submit", noted)
-    torch.testing.assert_close(generate(layer, State()), expected)
+    state = State()
+    assert torch.equal(generate(layer, state, rows=rows), expected)
     assert names
 
 
