@@ -36,7 +36,7 @@ def _read_in_one(
     of_q, of_k = layer.feature_map.pair("q"), layer.feature_map.pair("k")
     if of_q is None or of_k is None or tokens is None or window is None or piece.number is None:
         return None
-    if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, window.size, chosen) is not None:
+    if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
         return None
     count, turned, state = piece.q.shape[2], piece.rotation, carried or {}
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, count)

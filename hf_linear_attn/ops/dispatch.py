@@ -30,6 +30,7 @@ R = TypeVar("R")
 BACKENDS = ("auto", "reference", "torch", "triton", "numba")
 
 OLDEST_TRITON = (3, 6)
+HAS_NUMBA = find_spec("numba") is not None
 LARGEST_HEAD = 256
 """Size of a head up to which the kernels hold its tiles."""
 
@@ -137,16 +138,11 @@ def wants_loops(backend: str, device: torch.device) -> bool:
     reason = None
     if device.type != "cpu":
         reason = f"the tensors are on {device.type}, and loops run on the CPU"
-    elif not _has_numba():
+    elif not HAS_NUMBA:
         reason = "Numba is not installed (pip install 'hf_linear_attn[cpu]')"
     if reason is not None and backend == "numba":
         raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
     return reason is None
-
-
-@cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
 
 
 def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -308,22 +308,26 @@ def test_compiles_into_one_graph(launches: list[object], monkeypatch: pytest.Mon
         ({"kv": torch.zeros(2, 2, 16, 32, device=DEVICE)[..., ::2]}, "`kv` must be contiguous"),
     ],
 )
-def test_refuses_what_does_not_fit(changes: dict[str, object], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+def test_refuses_what_does_not_fit(
+    changes: dict[str, object], word: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changes.items()}
     with pytest.raises(ArgumentError) as error:
-        hybrid_step_(drawn(Case(), monkeypatch, **changes))
+        hybrid_step_(drawn(Case(), monkeypatch, **changes), backend=backend)
     assert word in str(error.value)
 
 
 # Torch's own rules for forward mode are scripted.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_refuses_other_dtypes_and_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+def test_refuses_other_dtypes_and_transforms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(Case(), monkeypatch)
     with pytest.raises(ArgumentTypeError, match=r"`kv` must be torch\.float32"):
-        hybrid_step_(whole._replace(kv=whole.kv.double()))
-    with pytest.raises(BackendError, match="several dtypes"):
-        hybrid_step_(whole._replace(q=whole.q.bfloat16()))
+        hybrid_step_(whole._replace(kv=whole.kv.double()), backend=backend)
+    with pytest.raises(BackendError, match=r"several dtypes|tensors of one dtype"):
+        hybrid_step_(whole._replace(q=whole.q.bfloat16()), backend=backend)
     with pytest.raises(BackendError, match="under vmap"):
-        torch.vmap(lambda q: hybrid_step_(whole._replace(q=q)))(whole.q[None])
+        torch.vmap(lambda q: hybrid_step_(whole._replace(q=q), backend=backend))(whole.q[None])
     with pytest.raises(BackendError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
-        hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)))
+        hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)), backend=backend)

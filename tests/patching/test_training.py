@@ -384,7 +384,8 @@ def test_weights_that_are_offloaded_are_there_when_they_are_needed(setting, tmp_
     disk_offload(disk.model, tmp_path, execution_device=torch.device("cpu"))
     for offloaded in (cpu, disk):
         assert {p.device.type for p in offloaded.model.parameters()} == {"meta"}
-        assert torch.equal(offloaded.logits(ids), expected)
+        # Loops read weights where they lie: of those that come and go, PyTorch's operations take over.
+        close(offloaded.logits(ids), expected, "logits")
         assert torch.equal(offloaded.generate(ids), text)
 
 

@@ -97,7 +97,7 @@ class Prefilled(NamedTuple):
 
 
 def prefill_obstacle(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Pair, window: int, backend: Literal["triton", "numba"]
+    q: Tensor, k: Tensor, v: Tensor, of_q: Pair, of_k: Pair, window: int, backend: Literal["triton", "numba"]
 ) -> str | None:
     """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
 
@@ -106,6 +106,7 @@ def prefill_obstacle(
         k: Keys ``[B, HKV, P + T, D]``.
         v: Values ``[B, HKV, P + T, V]``.
         of_q: The map of queries.
+        of_k: That of keys.
         window: W.
         backend: Which of both.
     """
@@ -113,11 +114,11 @@ def prefill_obstacle(
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.numba.run import loop_obstacle
 
-        return loop_obstacle((q, k, v), (of_q.weight, of_q.power))
+        return loop_obstacle((q, k, v), (of_q.weight, of_q.power, of_k.weight, of_k.power))
     reason = window_obstacle(q, k, v)
     if reason is not None:
         return reason
-    if not computes_features(q, of_q):
+    if not computes_features(q, of_q) or not computes_features(k, of_k):
         return "no kernel computes the map's features here"
     features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
     if not _has_tile(q.device, q.dtype, features, dim):

@@ -80,7 +80,13 @@ def _repeated_(*inputs: Any) -> Tensor:
 
 
 def _looped_(step: HybridStep, backend: str) -> Tensor:
-    reason = _loop_obstacle(step) if wants_loops(backend, step.q.device) else "there is neither a GPU nor Numba"
+    refuse_functional("numba", step.q, step.k, step.v)
+    if not wants_loops(backend, step.q.device):
+        reason: str | None = "there is neither a GPU nor Numba"
+    elif is_seen():
+        reason = "loops cannot run under vmap, nor while operations are traced"
+    else:
+        reason = _loop_obstacle(step)
     if reason is not None:
         raise BackendError("backend", "be able to run here", backend, f"{reason}; use a layer with backend='torch'.")
     # Imported here so that the package needs no Numba.
