@@ -156,8 +156,8 @@ def facts_line(facts: Mapping[str, Any]) -> str:
     return (
         f"`{facts['command']}` at commit {(facts['commit'] or 'unknown')[:10]}"
         f"{' with uncommitted changes' if facts['uncommitted_changes'] else ''}, {facts['date']}; "
-        f"{facts.get('gpu') or facts['processor']}, {gpu}{facts['threads']} threads, torch {facts['torch']}, "
-        f"Transformers {facts['transformers']}{numba}, Python {facts['python']}, load average {facts['load_average']}.\n"
+        f"{facts.get('gpu') or facts['processor']}, {gpu}{facts['threads']} threads, torch {facts['torch']}{numba}, "
+        f"Transformers {facts['transformers']}, Python {facts['python']}, load average {facts['load_average']}.\n"
     )
 
 
