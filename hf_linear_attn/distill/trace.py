@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.stages import Stage
-from hf_linear_attn.layers import prefill
+from hf_linear_attn.layers import spans
 from hf_linear_attn.layers.rules import additive
 from hf_linear_attn.ops import dispatch, features
 from hf_linear_attn.ops.triton import run
@@ -138,7 +138,7 @@ def as_on_gpu() -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (dispatch, "_obstacle", lambda device: None),
-        (prefill, "walks", lambda layer, whole: False),
+        (spans, "walks", lambda layer, whole: False),
         (run, "target_of", lambda device: H100),
         (Start, "run", lambda start: None),
         *((module, "wants_kernels", wants_kernels) for module in (dispatch, features, additive)),

@@ -14,9 +14,8 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.prefill import read_whole
 from hf_linear_attn.layers.rules import RULES, Gates, Sizes
-from hf_linear_attn.layers.spans import Piece
+from hf_linear_attn.layers.spans import Piece, read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window

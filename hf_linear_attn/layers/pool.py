@@ -10,8 +10,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
 from hf_linear_attn.layers.in_one import for_kernel
 from hf_linear_attn.layers.mixes import LastToken
-from hf_linear_attn.layers.prefill import read_whole
-from hf_linear_attn.layers.spans import Piece
+from hf_linear_attn.layers.spans import Piece, read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import can_step, grouped, read_far, turned_back
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window

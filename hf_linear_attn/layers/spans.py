@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_linear_attn.layers.in_one import read_in_one
 from hf_linear_attn.layers.window import Tokens
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.state import empty_like_tokens
@@ -140,6 +141,16 @@ def walk(layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] |
     return o, last
 
 
+def read_whole(
+    layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Attend from all queries of a call, in the way that serves it best; see :meth:`LinearAttention.read`."""
+    in_one = read_in_one(layer, whole, carried)
+    if in_one is not None:
+        return in_one
+    return walk(layer, whole, carried) if walks(layer, whole) else layer.read(whole, carried)
+
+
 def _keys(whole: Piece) -> list[Tensor]:
     """Return the keys and values of a call, all that have gradients."""
     if whole.tokens is None:
@@ -168,7 +179,8 @@ def _forward(
     starts: list[Mapping[str, Tensor] | None] = []
     for a, b in spans_of(whole.q):
         starts.append(carried)
-        found, carried = layer.read(whole.cut(a, b, layer.reach), carried)
+        piece = whole.cut(a, b, layer.reach)
+        found, carried = read_in_one(layer, piece, carried) or layer.read(piece, carried)
         o[:, :, a:b] = found
     return o, starts, dict(carried or {})
 

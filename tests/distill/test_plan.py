@@ -70,7 +70,7 @@ def test_what_kernels_allocate_is_counted_and_nothing_is_changed():
     assert cpu < torch_alone
 
 
-CHANGED = [(tracing.attention, "walks"), (tracing.dispatch, "_obstacle"), (tracing.Start, "run")]
+CHANGED = [(tracing.spans, "walks"), (tracing.dispatch, "_obstacle"), (tracing.Start, "run")]
 
 
 def test_parameters_are_those_of_the_model_itself():

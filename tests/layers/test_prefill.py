@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, prefill
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from tests.ops.oracle import DEVICE
 
@@ -130,14 +130,14 @@ def skip_fp16(case: Case, backend: str) -> None:
 def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = CASES[name], 0
     skip_fp16(case, backend)
-    one = prefill.prefill
+    one = in_one.prefill
 
     def counted(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         return one(*arguments)
 
-    monkeypatch.setattr(prefill, "prefill", counted)
+    monkeypatch.setattr(in_one, "prefill", counted)
     found, state = read(case, backend)
     assert calls
     wanted, expected = read(case, "torch")

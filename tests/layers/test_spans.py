@@ -77,7 +77,6 @@ def test_spans_give_what_the_whole_gives(name, masked, before, monkeypatch):
     call = Call(padded(53) if masked else None)
     found = results(layer, qkv, call, before)
     monkeypatch.setattr(spans, "walks", lambda *args: False)
-    monkeypatch.setattr("hf_linear_attn.layers.prefill.walks", lambda *args: False)
     for x, y in zip(found, results(layer, qkv, call, before), strict=True):
         assert (x is None) == (y is None)
         if x is not None:
