@@ -79,6 +79,7 @@ CASES = {
     "neighbours, in part, at the end": Case(layout=Layout("next", "pair", at_end=True), turned=10, lengths=(20,)),
     "more heads and rows": Case(heads=(4, 2), lengths=(18,), sinks=0, rows=2),
     "rows turned apart": Case(heads=(2, 2), lengths=(20, 18), rows=2, rows_turned=2),
+    "twelve heads that share one": Case(heads=(12, 1), lengths=(20,)),
     "in pieces": Case(lengths=(20, 1, 18), masked=True, rows=2),
     "pieces within the window": Case(lengths=(3, 2, 18), masked=True),
     "packed": Case(packed=True, lengths=(40,)),

@@ -36,6 +36,8 @@ from hf_linear_attn.ops.state import empty_like_tokens
 
 BLOCK = 16
 """Queries of a block: fewer would leave products small, more would compute more that is masked."""
+MOST_HEADS = 8
+"""Query heads that are read together."""
 FAR_OFF = np.int32(2**30)
 
 
@@ -291,9 +293,10 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     """Attend with a loop; None where a key or value is not finite; see :func:`hf_linear_attn.ops.prefill.prefill`."""
     (B, H, T, D), HKV, V, M, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.weight.shape[2], call.window
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
-    # Heads that share keys are read apart where there are threads for it: each part folds the keys by itself.
-    enough = torch.get_num_threads()
-    S = next((n for n in range(1, group) if group % n == 0 and B * HKV * n >= enough), group)
+    # Heads that share keys are read apart where there are threads for it, and where they are so many that a block of
+    # their queries does not fit into a cache: each part folds the keys by itself.
+    least = max(-(-torch.get_num_threads() // (B * HKV)), -(-group // MOST_HEADS))
+    S = next((n for n in range(least, group) if group % n == 0), group)
     # No slot is needed for keys that there are not.
     G, C = group // S, -(-(min(W, call.k.shape[2]) + BLOCK) // 8) * 8
     E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M
