@@ -33,6 +33,8 @@ def step_in_one_(
     whole = for_kernel(layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
     if whole is not None and chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)
+        if state.ready is not None:
+            return state.ready.step_(q, k, v, call, state)
     return None if whole is None else hybrid_step_(whole, backend=backend)
 
 

@@ -10,7 +10,6 @@ from hf_linear_attn.ops.step import HybridStep
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
     from hf_linear_attn.layers.state import State
-    from hf_linear_attn.ops.step.numba import LoopedStep
 
 
 class Ready:
@@ -21,28 +20,25 @@ class Ready:
         state: The state.
         call: The call.
         whole: Its step.
-        run: The same, as its loop takes it.
     """
 
-    def __init__(
-        self, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep, run: "LoopedStep"
-    ) -> None:
+    def __init__(self, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep) -> None:
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.step.numba import LoopedStep
+
+        self._run = LoopedStep(whole)
         self._layer, self._tensors = layer, tuple(state.tensors.values())
         self._learned = tuple(_learned(layer))
         self._addresses = [x.data_ptr() for x in self._learned]
         self._layout, self._scaling = _layout(whole.q, whole.k, whole.v, call), call.scaling
-        self._run = run
 
     @classmethod
     def of(cls, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep) -> "Ready | None":
         """Make a step ready; None where it reads copies of what is learned, or the host does not count the tokens."""
-        if isinstance(state.length, Tensor):
-            return None
-        # Imported here so that the package needs no Numba.
-        from hf_linear_attn.ops.step.numba import LoopedStep
-
-        run, own = LoopedStep(whole), {x.untyped_storage().data_ptr() for x in _learned(layer)}
-        return cls(layer, state, call, whole, run) if run.storages <= own else None
+        own = {x.untyped_storage().data_ptr() for x in _learned(layer)}
+        read = [x for x in whole.learned if x is not None]
+        same = all(x.untyped_storage().data_ptr() in own and x.is_contiguous() for x in read)
+        return cls(layer, state, call, whole) if same and not isinstance(state.length, Tensor) else None
 
     def serves(self, layer: "LinearAttention", state: "State", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> bool:
         """Tell whether a call is such a step."""

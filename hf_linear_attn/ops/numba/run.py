@@ -36,24 +36,29 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def in_parts(run: Callable[[int, int], object], units: int, work: int) -> None:
+def in_parts(run: Callable[[int, int], object], units: int, work: int, held: object = None) -> None:
     """Run a loop over units, by as many threads as PyTorch uses.
 
     Args:
         run: Takes the first unit and the one after the last; lets other threads run.
         units: How many there are.
         work: About how many multiplications each of them is.
+        held: What is read and written: it must outlive a thread, also where whoever waits for that is interrupted.
     """
     parts = min(torch.get_num_threads(), units, units * work // LEAST_WORK)
     if parts < 2:
         run(0, units)
         return
     bounds = [units * n // parts for n in range(parts + 1)]
-    others = [_pool(parts - 1, os.getpid()).submit(run, *pair) for pair in pairwise(bounds[1:])]
+    others = [_pool(parts - 1, os.getpid()).submit(_run, run, *pair, held) for pair in pairwise(bounds[1:])]
     run(bounds[0], bounds[1])
     wait(others)
     for other in others:
         other.result()
+
+
+def _run(run: Callable[[int, int], object], first: int, last: int, held: object) -> None:
+    run(first, last)
 
 
 @cache

@@ -327,5 +327,5 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
         MAPS[call.name], call.scaling, call.eps, call.factor, call.sharpness, call.pairs == "half", call.at_end,
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
-    in_parts(lambda first, last: read(first, last, *arguments), B * HKV * S, work_of_unit)
+    in_parts(lambda first, last: read(first, last, *arguments), B * HKV * S, work_of_unit, tensors)
     return None if broken else Prefilled(o, kv, z, keys)

@@ -38,9 +38,7 @@ def _loop_obstacle(step: HybridStep) -> str | None:
     # Imported here so that the package needs no Numba.
     from hf_linear_attn.ops.numba.run import loop_obstacle
 
-    learned = step.weight_q, step.power_q, step.weight_k, step.power_k, step.bias, step.weight
-    decay = step.decay_bias, step.decay_key, step.decay_value
-    return loop_obstacle((step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns), (*learned, *decay))
+    return loop_obstacle((step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns), step.learned)
 
 
 def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:

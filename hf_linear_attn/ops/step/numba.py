@@ -248,9 +248,7 @@ class LoopedStep:
         (B, H, _, D), HKV, V = step.q.shape, step.k.shape[1], step.v.shape[3]
         G, M = H // HKV, D if step.weight_k is None else step.weight_k.shape[2]
         F, slots, z = M if step.weight_k is None else 2 * M, step.near_k.shape[2], step.z
-        maps = step.weight_q, step.power_q, step.weight_k, step.power_k
-        others = step.decay_bias, step.decay_key, step.decay_value, step.bias, step.weight
-        learned = [None if x is None else x.contiguous() for x in (*maps, *others)]
+        learned = [None if x is None else x.contiguous() for x in step.learned]
         state = step.kv, z, step.far_keys, step.near_k, step.near_v
         places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
         turned = 0 if step.turns is None else step.turns.shape[2]
@@ -261,8 +259,6 @@ class LoopedStep:
         self._units, self._work, self._value_dim, self._dtype = B * HKV, F * V * (1 + G), V, step.q.dtype
         # What lies at the addresses is to stay there.
         self._kept = step, learned, work, places
-        self.storages = frozenset(x.untyped_storage().data_ptr() for x in learned if x is not None)
-        """Where what is learned lies."""
         dtype = next((x.dtype for x in learned if x is not None), torch.float32)
         self._kinds = KINDS[self._dtype], KINDS[dtype]
         self._constant = (
@@ -293,7 +289,8 @@ class LoopedStep:
             0 if key_mask is None else key_mask.stride(0),
             0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
         )
-        in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work)
+        held = q, k, v, o, key_mask, turns, self._kept
+        in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work, held)
         increment_version(self._changing)
         return o
 

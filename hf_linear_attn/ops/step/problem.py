@@ -82,3 +82,9 @@ class HybridStep(NamedTuple):
     eps: float
     pairs: str
     at_end: bool
+
+    @property
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """What a layer has learned: the map's, the rule's, the mix's."""
+        maps = self.weight_q, self.power_q, self.weight_k, self.power_k
+        return *maps, self.decay_bias, self.decay_key, self.decay_value, self.bias, self.weight
