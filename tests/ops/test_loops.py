@@ -307,3 +307,10 @@ def test_training_reads_forwards_in_loops_and_backwards_in_operations():
     assert not torch.equal(found["numba"]["o"], found["torch"]["o"])
     for name, x in found["torch"].items():
         torch.testing.assert_close(found["numba"][name], x, rtol=1e-4, atol=1e-4 * x.abs().max().item())
+
+
+@torch.no_grad()
+def test_nothing_is_read_of_no_rows():
+    layer, state = layer_of(), State()
+    assert layer(*draw(9, rows=0), Call(state=state)).shape == (0, 4, 9, 8)
+    assert layer(*draw(1, rows=0), Call(state=state)).shape == (0, 4, 1, 8)

@@ -295,7 +295,7 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
     # Heads that share keys are read apart where there are threads for it, and where they are so many that a block of
     # their queries does not fit into a cache: each part folds the keys by itself.
-    least = max(-(-torch.get_num_threads() // (B * HKV)), -(-group // MOST_HEADS))
+    least = max(-(-torch.get_num_threads() // max(B * HKV, 1)), -(-group // MOST_HEADS))
     S = next((n for n in range(least, group) if group % n == 0), group)
     # No slot is needed for keys that there are not.
     G, C = group // S, -(-(min(W, call.k.shape[2]) + BLOCK) // 8) * 8
