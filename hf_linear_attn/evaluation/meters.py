@@ -22,6 +22,8 @@ class PeakTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     counts what PyTorch's operators return; scratch space within a single operator is not seen.
     """
 
+    watches_only = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0

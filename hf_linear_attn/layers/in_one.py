@@ -13,7 +13,7 @@ from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
 from hf_linear_attn.ops.prefill import Prefill, prefill, prefill_obstacle
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
-from hf_linear_attn.ops.triton.remember import is_seen
+from hf_linear_attn.ops.triton.remember import is_replaced
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -105,7 +105,7 @@ def chosen_in_one(backend: str, device: torch.device) -> Literal["triton", "numb
     if wants_kernels(backend, device):
         return "triton"
     # What watches operations is to see them.
-    return "numba" if wants_loops(backend, device) and not is_seen() else None
+    return "numba" if wants_loops(backend, device) and not is_replaced() else None
 
 
 def _features_for_kernel(

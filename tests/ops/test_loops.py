@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.evaluation.meters import PeakTensorBytes
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.feature_maps.norm_preserving import _bend
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
@@ -245,6 +246,18 @@ def test_what_watches_operations_sees_them():
         found = generate(layer, state, 28, 30)
     assert counter.get_total_flops() > 0
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_only_looks_on_lets_loops_run(monkeypatch):
+    """Memory is counted of what users run."""
+    layer, state, calls = layer_of("auto"), State(), []
+    loop = run.in_parts
+    monkeypatch.setattr("hf_linear_attn.ops.prefill.numba.in_parts", lambda *task: calls.append(task) or loop(*task))
+    with PeakTensorBytes() as counter:
+        generate(layer, state)
+    assert calls
+    assert state.ready is not None
+    assert counter.peak > 0
 
 
 def test_autograd_is_told_that_a_state_has_changed():

@@ -9,7 +9,7 @@ from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loo
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.step.problem import HybridStep
-from hf_linear_attn.ops.triton.remember import is_seen, remembered
+from hf_linear_attn.ops.triton.remember import is_replaced, is_seen, remembered
 from hf_linear_attn.ops.triton.start import Number
 from hf_linear_attn.ops.window.api import window_obstacle
 
@@ -81,7 +81,7 @@ def _looped_(step: HybridStep, backend: str) -> Tensor:
     refuse_functional("numba", step.q, step.k, step.v)
     if not wants_loops(backend, step.q.device):
         reason: str | None = "there is neither a GPU nor Numba"
-    elif is_seen():
+    elif is_replaced():
         reason = "loops cannot run under vmap, nor while operations are traced"
     else:
         reason = _loop_obstacle(step)

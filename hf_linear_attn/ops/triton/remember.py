@@ -22,6 +22,7 @@ from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.ops.triton.record import Recorder, recording
@@ -91,6 +92,19 @@ def is_seen() -> bool:
         or _get_tracing_state()
         or forward_ad._current_level >= 0
     )
+
+
+def is_replaced() -> bool:
+    """Tell whether something may do other than an operation says, as what :func:`is_seen` tells of can.
+
+    Modes that have ``watches_only`` look on: what runs beside PyTorch's operations does no harm to them.
+    """
+    if not is_seen():
+        return False
+    others = is_compiling() or _are_functorch_transforms_active() or _get_tracing_state()
+    if others or forward_ad._current_level >= 0:
+        return True
+    return not all(getattr(mode, "watches_only", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None) -> Callable[P, R]:
