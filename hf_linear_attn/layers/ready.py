@@ -22,6 +22,9 @@ class Ready:
         whole: Its step.
     """
 
+    # Without a dictionary, so that nobody takes what is looked up for a part of the state.
+    __slots__ = ("_addresses", "_layer", "_layout", "_learned", "_run", "_scaling", "_tensors")
+
     def __init__(self, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep) -> None:
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.step.numba import LoopedStep

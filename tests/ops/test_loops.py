@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import BackendError
-from hf_linear_attn.evaluation.meters import PeakTensorBytes
+from hf_linear_attn.evaluation.meters import PeakTensorBytes, cache_bytes
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.feature_maps.norm_preserving import _bend
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
@@ -258,6 +258,8 @@ def test_what_only_looks_on_lets_loops_run(monkeypatch):
     assert calls
     assert state.ready is not None
     assert counter.peak > 0
+    # What a step looks up is no part of the state.
+    assert cache_bytes(state) == sum(x.nbytes for x in state.tensors.values())
 
 
 def test_autograd_is_told_that_a_state_has_changed():

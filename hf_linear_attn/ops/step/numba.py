@@ -122,10 +122,10 @@ def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
 
 @loop
 def hybrid(
-    first, last, token, learned, q, k, v, o, key_mask, turns, length,
+    first, last, token, learned, q, k, v, o, key_mask, turns, length, work,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b,
     seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
-    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight, work,
+    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
     HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
     name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end,
 ):  # fmt: skip
@@ -243,6 +243,9 @@ class LoopedStep:
         ArgumentTypeError: If sums are not fp32.
     """
 
+    # Without a dictionary, so that nobody takes what is looked up for a part of the state.
+    __slots__ = ("_changing", "_constant", "_dtype", "_held", "_kinds", "_room", "_units", "_value_dim", "_work")
+
     def __init__(self, step: HybridStep) -> None:
         check_hybrid(step)
         (B, H, _, D), HKV, V = step.q.shape, step.k.shape[1], step.v.shape[3]
@@ -253,17 +256,17 @@ class LoopedStep:
         places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
         turned = 0 if step.turns is None else step.turns.shape[2]
         size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
-        work = step.q.new_empty(B * HKV * size, dtype=torch.float32)
         changing = (*state, step.near_mask, step.near_turns)
         self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
         self._units, self._work, self._value_dim, self._dtype = B * HKV, F * V * (1 + G), V, step.q.dtype
+        self._room = B * HKV * size
         # What lies at the addresses is to stay there.
-        self._kept = step, learned, work, places
+        self._held = changing, step.seen, places, learned
         dtype = next((x.dtype for x in learned if x is not None), torch.float32)
         self._kinds = KINDS[self._dtype], KINDS[dtype]
         self._constant = (
             address(step.seen), *map(address, places), *map(address, state),
-            address(step.near_mask), address(step.near_turns), *map(address, learned), address(work),
+            address(step.near_mask), address(step.near_turns), *map(address, learned),
             HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
             step.sinks, slots - step.sinks - 1, turned,
             *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
@@ -279,17 +282,26 @@ class LoopedStep:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         if turns is not None:
             turns = turns.to(self._dtype).contiguous()
-        o = empty_like_tokens(q, self._value_dim)
+        o, work = empty_like_tokens(q, self._value_dim), q.new_empty(self._room, dtype=torch.float32)
         (q_b, q_h, _, _), (k_b, k_h, _, _), (v_b, v_h, _, _) = q.stride(), k.stride(), v.stride()
         o_b, o_h, _, _ = o.stride()
         of_call = (
             *self._kinds,
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), address(key_mask), address(turns), length),
+            *(
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                o.data_ptr(),
+                address(key_mask),
+                address(turns),
+                length,
+                work.data_ptr(),
+            ),
             *(q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h),
             0 if key_mask is None else key_mask.stride(0),
             0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
         )
-        held = q, k, v, o, key_mask, turns, self._kept
+        held = q, k, v, o, work, key_mask, turns, self._held
         in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work, held)
         increment_version(self._changing)
         return o
