@@ -78,9 +78,7 @@ def _learned(layer: "LinearAttention") -> list[Tensor]:
 
 
 def _layout(q: Tensor, k: Tensor, v: Tensor, call: "Call") -> tuple[Any, ...]:
-    """Return all that a loop needs to be told of new tokens but for their addresses."""
-    mask, rotation = call.key_mask, call.rotation
-    of_mask = None if mask is None else mask.stride(0)
+    """Return what is alike in all steps of new tokens; addresses and strides a loop is told each time."""
+    rotation = call.rotation
     of_turns = None if rotation is None else (rotation.turns.shape, rotation.layout)
-    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    return *sizes, q.dtype, k.dtype, v.dtype, of_mask, of_turns
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, call.key_mask is None, of_turns

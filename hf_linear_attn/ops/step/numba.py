@@ -28,7 +28,6 @@ from hf_linear_attn.ops.numba.primitives import (
     within,
 )
 from hf_linear_attn.ops.numba.run import KINDS, address, in_parts
-from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.step.checks import check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
 
@@ -282,7 +281,9 @@ class LoopedStep:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         if turns is not None:
             turns = turns.to(self._dtype).contiguous()
-        o, work = empty_like_tokens(q, self._value_dim), q.new_empty(self._room, dtype=torch.float32)
+        # Of one token, [B, H, 1, V] lies as [B, 1, H, V] does.
+        o = q.new_empty(*q.shape[:3], self._value_dim)
+        work = q.new_empty(self._room, dtype=torch.float32)
         (q_b, q_h, _, _), (k_b, k_h, _, _), (v_b, v_h, _, _) = q.stride(), k.stride(), v.stride()
         o_b, o_h, _, _ = o.stride()
         of_call = (
