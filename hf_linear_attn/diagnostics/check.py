@@ -241,6 +241,7 @@ def main(argv: Sequence[str]) -> None:
             "backend", "be able to run here", "triton", f"{device_obstacle(device)}; use --backend torch."
         )
     backend = arguments.backend or backend
+    # Refuses loops where they cannot run.
     wants_loops(backend, device)
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtypes = tuple(TOLERANCE) if arguments.full else (half,)

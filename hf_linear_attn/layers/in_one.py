@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hf_linear_attn.layers.spans import Piece
 
 
+InOne = Literal["triton", "numba"]
+"""What reads in one call: kernels on a GPU, loops on a CPU."""
+
+
 def step_in_one_(
     layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
 ) -> Tensor | None:
@@ -30,7 +34,7 @@ def step_in_one_(
         return None
     if chosen == "numba" and ready is not None and ready.serves(layer, state, q, k, v, call):
         return ready.step_(q, k, v, call, state)
-    whole = for_kernel(layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
+    whole = for_kernel(chosen, layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
     if whole is not None and chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)
         if state.ready is not None:
@@ -39,6 +43,7 @@ def step_in_one_(
 
 
 def for_kernel(
+    chosen: InOne,
     layer: "LinearAttention",
     window: Window,
     q: Tensor,
@@ -50,10 +55,8 @@ def for_kernel(
     length: Tensor | int,
     rows: Tensor | None = None,
 ) -> HybridStep | None:
-    """Return the step as kernels and loops take it; None where none serves it; see :class:`HybridStep`."""
-    mix, chosen = layer.mix.name, chosen_in_one(layer.settings.backend, q.device)
-    if chosen is None:
-        return None
+    """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
+    mix = layer.mix.name
     if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
         return None
     features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
@@ -100,11 +103,11 @@ def for_kernel(
     return whole if hybrid_obstacle(whole, chosen) is None else None
 
 
-def chosen_in_one(backend: str, device: torch.device) -> Literal["triton", "numba"] | None:
-    """Return what computes a whole step in one call, if anything does."""
+def chosen_in_one(backend: str, device: torch.device) -> InOne | None:
+    """Return what computes a whole step, or a whole text, in one call, if anything does."""
     if wants_kernels(backend, device):
         return "triton"
-    # What watches operations is to see them.
+    # What traces, transforms or counts operations is to see them.
     return "numba" if wants_loops(backend, device) and not is_replaced() else None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import Call, LinearAttention
-from hf_linear_attn.layers.in_one import for_kernel
+from hf_linear_attn.layers.in_one import chosen_in_one, for_kernel
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.spans import Piece, read_whole
 from hf_linear_attn.layers.state import Slot, State
@@ -302,7 +302,9 @@ def step_rows_(
         rotation = None
     if layer.window is not None:
         call, lengths = Call(rotation=rotation), rows.lengths
-        whole = for_kernel(layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
+        chosen = chosen_in_one(layer.settings.backend, q.device)
+        parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
+        whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
         if whole is not None:
             return hybrid_step_(whole, backend=layer.settings.backend)
     sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}

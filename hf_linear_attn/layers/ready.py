@@ -23,7 +23,7 @@ class Ready:
     """
 
     # Without a dictionary, so that nobody takes what is looked up for a part of the state.
-    __slots__ = ("_addresses", "_layer", "_layout", "_learned", "_run", "_scaling", "_tensors")
+    __slots__ = ("_addresses", "_layer", "_layout", "_run", "_scaling", "_tensors")
 
     def __init__(self, layer: "LinearAttention", state: "State", call: "Call", whole: HybridStep) -> None:
         # Imported here so that the package needs no Numba.
@@ -31,8 +31,8 @@ class Ready:
 
         self._run = LoopedStep(whole)
         self._layer, self._tensors = layer, tuple(state.tensors.values())
-        self._learned = tuple(_learned(layer))
-        self._addresses = [x.data_ptr() for x in self._learned]
+        # Nothing else comes to lie there while the loop holds what is learned.
+        self._addresses = [x.data_ptr() for x in _learned(layer)]
         self._layout, self._scaling = _layout(whole.q, whole.k, whole.v, call), call.scaling
 
     @classmethod
@@ -45,15 +45,12 @@ class Ready:
 
     def serves(self, layer: "LinearAttention", state: "State", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> bool:
         """Tell whether a call is such a step."""
-        learned = tuple(_learned(layer))
         return (
             layer is self._layer
             and call.scaling == self._scaling
             and len(state.tensors) == len(self._tensors)
             and all(map(is_, state.tensors.values(), self._tensors))
-            and len(learned) == len(self._learned)
-            and all(map(is_, learned, self._learned))
-            and [x.data_ptr() for x in learned] == self._addresses
+            and [x.data_ptr() for x in _learned(layer)] == self._addresses
             and _layout(q, k, v, call) == self._layout
         )
 

@@ -97,6 +97,7 @@ def choose_backend(
             return "triton"
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+    # Asked for by name they are refused where they cannot run; what they have no loop for is PyTorch's.
     wants_loops(backend, device)
     recorder = recording()
     if recorder is not None:

@@ -139,8 +139,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def read(layer: LinearAttention, case: Case, state: State, start: int, end: int) -> Tensor:
-    """Read some of the tokens."""
+    """Read some of the tokens; of what is masked, keys and values are NaN."""
     q, k, v = (x[:, :, start:end] for x in case.tokens())
+    mask = case.mask()
+    if mask is not None:
+        k, v = (x.masked_fill(~mask[:, None, start:end, None], float("nan")) for x in (k, v))
     with torch.no_grad():
         return layer(q, k, v, call_of(case, state, start, end))
 

@@ -213,6 +213,24 @@ def test_a_step_goes_by_weights_that_are_replaced_or_trained():
         )
 
 
+def test_a_step_goes_by_the_scaling_of_its_call():
+    found = []
+    for backend in ("numba", "torch"):
+        layer, state = layer_of(backend), State()
+        generate(layer, state)
+        text = [x[:, :, 28:29] for x in draw(40)]
+        with torch.no_grad():
+            found.append([layer(*text, Call(state=state, scaling=scaling)) for scaling in (None, 1.5, 0.1)])
+    for step, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(step, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normaliser_below_zero_is_moved_away_from_it():
+    settings = {"feature_map": "identity", "mix": "gate", "eps": 0.5}
+    found, wanted = (generate(layer_of(backend, **settings), State()) for backend in ("numba", "torch"))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
 def test_a_state_and_its_copy_go_on_apart(again):
     layer, state = layer_of(), State()

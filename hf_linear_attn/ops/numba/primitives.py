@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from hf_linear_attn.feature_maps import norm_preserving
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
 
+ONE = np.float32(1.0)
 LOG2E = np.float32(math.log2(math.e))
 TINY = np.float32(norm_preserving.TINY)
 TINIEST = np.float32(norm_preserving.TINY**2)
@@ -207,27 +208,34 @@ def _tile(typing, c, c_row, a, a_row, b, b_row, depth, add, rows, vectors):
     return types.void(*of), generate
 
 
+def _strip(vectors: int) -> Any:
+    """Return the product of a strip of so many vectors' columns: tiles take literal sizes."""
+
+    @within
+    def strip(c, c_row, a, a_row, b, b_row, rows, depth, add):
+        i = 0
+        while i + 4 <= rows:
+            _tile(ahead(c, i * c_row), c_row, ahead(a, i * a_row), a_row, b, b_row, depth, add, 4, vectors)
+            i += 4
+        while i < rows:
+            _tile(ahead(c, i * c_row), c_row, ahead(a, i * a_row), a_row, b, b_row, depth, add, 1, vectors)
+            i += 1
+
+    return strip
+
+
+_one_vector, _two_vectors = _strip(1), _strip(2)
+
+
 @within
 def multiply(c, c_row, a, a_row, b, b_row, rows, columns, depth, add):
     """Compute ``c [rows, columns] (+)= a [rows, depth] b [depth, columns]``, fp32, by rows that lie so far apart."""
     n = 0
     while n + 2 * WIDTH <= columns:
-        i = 0
-        while i + 4 <= rows:
-            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 4, 2)
-            i += 4
-        while i < rows:
-            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 1, 2)
-            i += 1
+        _two_vectors(ahead(c, n), c_row, a, a_row, ahead(b, n), b_row, rows, depth, add)
         n += 2 * WIDTH
-    while n + WIDTH <= columns:
-        i = 0
-        while i + 4 <= rows:
-            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 4, 1)
-            i += 4
-        while i < rows:
-            _tile(ahead(c, i * c_row + n), c_row, ahead(a, i * a_row), a_row, ahead(b, n), b_row, depth, add, 1, 1)
-            i += 1
+    if n + WIDTH <= columns:
+        _one_vector(ahead(c, n), c_row, a, a_row, ahead(b, n), b_row, rows, depth, add)
         n += WIDTH
     for j in range(n, columns):
         for i in range(rows):
@@ -235,6 +243,20 @@ def multiply(c, c_row, a, a_row, b, b_row, rows, columns, depth, add):
             for d in range(depth):
                 total += a[i * a_row + d] * b[d * b_row + j]
             c[i * c_row + j] = total
+
+
+@within
+def clear(x, number):
+    """Write zeros."""
+    for i in range(number):
+        x[i] = np.float32(0.0)
+
+
+@within
+def take(to, x, number, factor):
+    """Copy a vector as fp32, times a factor."""
+    for i in range(number):
+        to[i] = wide(x[i]) * factor
 
 
 @within

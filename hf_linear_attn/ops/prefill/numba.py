@@ -17,14 +17,17 @@ from hf_linear_attn.ops.numba.primitives import (
     MAPS,
     NORM_PRESERVING,
     NOTHING,
+    ONE,
     ahead,
     bend,
+    clear,
     exp2,
     inner,
     loop,
     multiply,
     narrow,
     pointer,
+    take,
     turn_back,
     two_softmaxes,
     wide,
@@ -39,20 +42,6 @@ BLOCK = 16
 MOST_HEADS = 8
 """Query heads that are read together."""
 FAR_OFF = np.int32(2**30)
-
-
-@within
-def clear(x, number):
-    """Write zeros."""
-    for i in range(number):
-        x[i] = np.float32(0.0)
-
-
-@within
-def take(to, x, number, factor):
-    """Copy a vector as fp32, times a factor."""
-    for i in range(number):
-        to[i] = wide(x[i]) * factor
 
 
 @within
@@ -108,6 +97,80 @@ def shares_of(row, ages, of_sinks, own, far_score, i, window, slots, sinks, colu
     return total + share, share
 
 
+@within
+def is_at(mask, place):
+    """Tell whether a mask of a row, which may be none, shows a place."""
+    return mask == 0 or pointer(mask, np.uint8(0))[place] != 0
+
+
+@within
+def row_of(mask, b, stride):
+    """Return where a row of a mask begins; 0 where there is no mask."""
+    return mask + b * stride if mask != 0 else mask
+
+
+@within
+def take_leaving(
+    raw, gone, gone_v, k, k_t, v, v_t, counts, turns, first, count, dim, value_dim, turned, by_half, at_end
+):
+    """Copy the keys that leave the window with a block's queries, raw and turned back, and their values.
+
+    Of those that do not count, or are none, zeros. Return whether any does.
+    """
+    leaves = False
+    for i in range(BLOCK):
+        at, of_key, of_value = first + i, ahead(gone, i * dim), ahead(gone_v, i * value_dim)
+        if i < count and at >= 0 and is_at(counts, at):
+            leaves = True
+            take(ahead(raw, i * dim), ahead(k, at * k_t), dim, ONE)
+            take(of_key, ahead(k, at * k_t), dim, ONE)
+            take(of_value, ahead(v, at * v_t), value_dim, ONE)
+            if turned > 0:
+                turn_back(of_key, ahead(turns, at * turned), dim, turned, by_half, at_end)
+        else:
+            clear(ahead(raw, i * dim), dim)
+            clear(of_key, dim)
+            clear(of_value, value_dim)
+    return leaves
+
+
+@within
+def lay_across(across, features, counts, first, count, number):
+    """Write the features of a block's leaving keys as ``[F, 16]``, too, and zeros for those that do not count."""
+    for i in range(BLOCK):
+        row = ahead(features, i * number)
+        if i >= count or first + i < 0 or not is_at(counts, first + i):
+            clear(row, number)
+        for f in range(number):
+            across[f * BLOCK + i] = row[f]
+
+
+@within
+def take_queries(scaled, plain, q, q_t, count, dim, scaling):
+    """Copy a block of one head's queries, scaled and as they are, and zeros behind the text's end."""
+    for i in range(BLOCK):
+        if i < count:
+            take(ahead(scaled, i * dim), ahead(q, i * q_t), dim, scaling)
+            take(ahead(plain, i * dim), ahead(q, i * q_t), dim, ONE)
+        else:
+            clear(ahead(scaled, i * dim), dim)
+            clear(ahead(plain, i * dim), dim)
+
+
+@within
+def write_block(o, o_t, near, far, of_near, of_far, first, count, value_dim, token):
+    """Write a block of one head's outputs, whose rows begin at ``first``: both branches, times what each weighs."""
+    for i in range(count):
+        r, out = first + i, ahead(o, i * o_t)
+        row, other, x, y = ahead(near, r * value_dim), ahead(far, r * value_dim), of_near[r], of_far[r]
+        if y != 0:
+            for j in range(value_dim):
+                out[j] = narrow(row[j] * x + other[j] * y, token)
+        else:
+            for j in range(value_dim):
+                out[j] = narrow(row[j] * x, token)
+
+
 @loop
 def read(
     first, last, token,
@@ -121,7 +184,7 @@ def read(
     flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
     scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
     factor, sharpness, F, rows = np.float32(of_map), np.float32(of_queries), 2 * M, BLOCK * G
-    one, zero = np.float32(1.0), np.float32(0.0)
+    zero = np.float32(0.0)
     keys = pointer(work + 4 * size * first, kind)
     values = ahead(keys, D * E)
     sums = ahead(values, E * V)
@@ -147,98 +210,67 @@ def read(
     poison = zero
     for unit in range(first, last):
         b, hk, part = unit // (HKV * S), unit // S % HKV, unit % S
-        head = (hk * S + part) * G
+        head, of_sums = (hk * S + part) * G, b * HKV + hk
+        of_q = ahead(pointer(q, token), b * q_b + head * q_h)
         of_k, of_v = ahead(pointer(k, token), b * k_b + hk * k_h), ahead(pointer(v, token), b * v_b + hk * v_h)
-        clear(keys, D * E + E * V)
+        of_turns_q, of_turns_k = ahead(pointer(turns_q, kind), b * tq_b), ahead(pointer(turns_k, kind), b * tk_b)
+        real, counted = row_of(key_mask, b, m_b), row_of(counts, b, c_b)
+        clear(keys, D * E + E * V + F * V + F + D)
         for c in range(C):
             slot_at[c] = -FAR_OFF
-        if kv == 0:
-            clear(sums, F * V + F)
-        else:
-            take(sums, ahead(pointer(kv, kind), (b * HKV + hk) * F * V), F * V, one)
-            take(norm, ahead(pointer(z, kind), (b * HKV + hk) * F), F, one)
-        if far_keys == 0:
-            clear(keys_sum, D)
-        else:
-            take(keys_sum, ahead(pointer(far_keys, kind), (b * HKV + hk) * D), D, one)
+        if kv != 0:
+            take(sums, ahead(pointer(kv, kind), of_sums * F * V), F * V, ONE)
+            take(norm, ahead(pointer(z, kind), of_sums * F), F, ONE)
+        if far_keys != 0:
+            take(keys_sum, ahead(pointer(far_keys, kind), of_sums * D), D, ONE)
         for n in range(N):
-            at = (b * HKV + hk) * N + n
+            at = of_sums * N + n
             of_sink = ahead(pointer(sink_k, token), at * D), ahead(pointer(sink_v, token), at * V)
             poison += hold(keys, values, E, C + n, of_sink[0], of_sink[1], D, V)
-        for u in range(-P, 0):
-            if key_mask == 0 or pointer(key_mask, flag)[b * m_b + P + u] != 0:
-                slot_at[u % C] = u
-            poison += hold(keys, values, E, u % C, ahead(of_k, (P + u) * k_t), ahead(of_v, (P + u) * v_t), D, V)
+        for at in range(P):
+            slot = (at - P) % C
+            slot_at[slot] = at - P if is_at(real, at) else -FAR_OFF
+            poison += hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V)
         started = kv != 0
         for a in range(0, T, BLOCK):
-            count = min(BLOCK, T - a)
+            count, leaving = min(BLOCK, T - a), P + a - W
             for i in range(BLOCK):
-                slot = (a + i) % C
-                slot_at[slot] = -FAR_OFF
+                at, slot = P + a + i, (a + i) % C
+                slot_at[slot] = a + i if i < count and is_at(real, at) else -FAR_OFF
                 if i < count:
-                    at = P + a + i
-                    if key_mask == 0 or pointer(key_mask, flag)[b * m_b + at] != 0:
-                        slot_at[slot] = a + i
                     poison += hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V)
             for c in range(C):
                 ages[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
             for g in range(G):
-                for i in range(BLOCK):
-                    r = (g * BLOCK + i) * D
-                    if i < count:
-                        of_q = ahead(pointer(q, token), b * q_b + (head + g) * q_h + (a + i) * q_t)
-                        take(ahead(queries, r), of_q, D, scaling)
-                        take(ahead(plain, r), of_q, D, one)
-                    else:
-                        clear(ahead(queries, r), D)
-                        clear(ahead(plain, r), D)
+                r = g * BLOCK * D
+                take_queries(ahead(queries, r), ahead(plain, r), ahead(of_q, g * q_h + a * q_t), q_t, count, D, scaling)
             multiply(scores, E, queries, D, keys, E, rows, E, D, False)
-            leaves = False
-            for i in range(BLOCK):
-                at = P + a + i - W
-                counted = i < count and at >= 0 and (counts == 0 or pointer(counts, flag)[b * c_b + at] != 0)
-                leaves = leaves or counted
-                if counted:
-                    take(ahead(raw, i * D), ahead(of_k, at * k_t), D, one)
-                    take(ahead(gone, i * D), ahead(of_k, at * k_t), D, one)
-                    take(ahead(gone_v, i * V), ahead(of_v, at * v_t), V, one)
-                    if R > 0:
-                        of_key = ahead(pointer(turns_k, kind), b * tk_b + at * R)
-                        turn_back(ahead(gone, i * D), of_key, D, R, by_half, at_end)
-                else:
-                    clear(ahead(raw, i * D), D)
-                    clear(ahead(gone, i * D), D)
-                    clear(ahead(gone_v, i * V), V)
-            started = started or leaves
+            leaves = take_leaving(
+                raw, gone, gone_v, of_k, k_t, of_v, v_t, counted, of_turns_k, leaving, count, D, V, R, by_half, at_end
+            )
             if leaves:
-                of_power = zero if power_k == 0 else pointer(power_k, kind)[hk * pk_h]
+                power = zero if power_k == 0 else pointer(power_k, kind)[hk * pk_h]
                 w = ahead(pointer(weight_k, kind), hk * wk_h)
-                features_of_rows(phi_k, y, gone, w, BLOCK, D, M, name, factor, of_power, zero)
-                for i in range(BLOCK):
-                    at = P + a + i - W
-                    if i >= count or at < 0 or (counts != 0 and pointer(counts, flag)[b * c_b + at] == 0):
-                        clear(ahead(phi_k, i * F), F)
-                    for f in range(F):
-                        phi_t[f * BLOCK + i] = phi_k[i * F + f]
+                features_of_rows(phi_k, y, gone, w, BLOCK, D, M, name, factor, power, zero)
+                lay_across(phi_t, phi_k, counted, leaving, count, F)
+            started = started or leaves
             if started:
                 for g in range(G):
+                    x = ahead(plain, g * BLOCK * D)
                     if R > 0:
                         for i in range(count):
-                            of_query = ahead(pointer(turns_q, kind), b * tq_b + (a + i) * R)
-                            turn_back(ahead(plain, (g * BLOCK + i) * D), of_query, D, R, by_half, at_end)
+                            turn_back(ahead(x, i * D), ahead(of_turns_q, (a + i) * R), D, R, by_half, at_end)
                     h = head + g
-                    of_power = zero if power_q == 0 else pointer(power_q, kind)[h * pq_h]
-                    w, x = ahead(pointer(weight_q, kind), h * wq_h), ahead(plain, g * BLOCK * D)
-                    features_of_rows(
-                        ahead(phi_q, g * BLOCK * F), y, x, w, BLOCK, D, M, name, factor, of_power, sharpness
-                    )
+                    power = zero if power_q == 0 else pointer(power_q, kind)[h * pq_h]
+                    w, of_head = ahead(pointer(weight_q, kind), h * wq_h), ahead(phi_q, g * BLOCK * F)
+                    features_of_rows(of_head, y, x, w, BLOCK, D, M, name, factor, power, sharpness)
                 multiply(far, V, phi_q, F, sums, V, rows, V, F, False)
-                if leaves:
-                    multiply(within_block, BLOCK, phi_q, F, phi_t, BLOCK, rows, BLOCK, F, False)
-                    for r in range(rows):
-                        for j in range(r % BLOCK + 1, BLOCK):
-                            within_block[r * BLOCK + j] = zero
-                    multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
+            if leaves:
+                multiply(within_block, BLOCK, phi_q, F, phi_t, BLOCK, rows, BLOCK, F, False)
+                for r in range(rows):
+                    for j in range(r % BLOCK + 1, BLOCK):
+                        within_block[r * BLOCK + j] = zero
+                multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
             for i in range(count):
                 if leaves:
                     for d in range(D):
@@ -248,43 +280,33 @@ def read(
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
                 for g in range(G):
                     r, h = g * BLOCK + i, head + g
-                    far_score, row = NOTHING, ahead(queries, r * D)
+                    far_score, x = NOTHING, ahead(of_q, g * q_h + (a + i) * q_t)
                     if beyond > 0:
-                        of_q = ahead(pointer(q, token), b * q_b + h * q_h + (a + i) * q_t)
-                        learned = inner(of_q, ahead(pointer(direction, kind), h * D), D) + pointer(bias, kind)[h]
-                        far_score = learned * LOG2E + inner(row, keys_sum, D) / beyond + log_number
+                        learned = inner(x, ahead(pointer(direction, kind), h * D), D) + pointer(bias, kind)[h]
+                        far_score = learned * LOG2E + inner(ahead(queries, r * D), keys_sum, D) / beyond + log_number
                     total, share = shares_of(
                         ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
                     )
                     mass = eps
                     if started:
                         mass += inner(ahead(phi_q, r * F), norm, F)
-                        if leaves:
-                            for j in range(i + 1):
-                                mass += within_block[r * BLOCK + j]
-                    of_near[r], of_far[r] = one / total, share / (total * mass)
+                    if leaves:
+                        for j in range(i + 1):
+                            mass += within_block[r * BLOCK + j]
+                    of_near[r], of_far[r] = ONE / total, share / (total * mass)
             multiply(near, V, scores, E, values, V, rows, V, E, False)
             for g in range(G):
-                for i in range(count):
-                    r = g * BLOCK + i
-                    out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + (a + i) * o_t)
-                    row, other, x, y_far = ahead(near, r * V), ahead(far, r * V), of_near[r], of_far[r]
-                    if y_far != 0:
-                        for j in range(V):
-                            out[j] = narrow(row[j] * x + other[j] * y_far, token)
-                    else:
-                        for j in range(V):
-                            out[j] = narrow(row[j] * x, token)
+                out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + a * o_t)
+                write_block(out, o_t, near, far, of_near, of_far, g * BLOCK, count, V, token)
             if leaves:
                 multiply(sums, V, phi_t, BLOCK, gone_v, V, F, V, BLOCK, True)
                 for i in range(BLOCK):
                     for f in range(F):
                         norm[f] += phi_k[i * F + f]
         if part == 0:
-            at = b * HKV + hk
-            take(ahead(pointer(kv_out, kind), at * F * V), sums, F * V, one)
-            take(ahead(pointer(z_out, kind), at * F), norm, F, one)
-            take(ahead(pointer(keys_out, kind), at * D), keys_sum, D, one)
+            take(ahead(pointer(kv_out, kind), of_sums * F * V), sums, F * V, ONE)
+            take(ahead(pointer(z_out, kind), of_sums * F), norm, F, ONE)
+            take(ahead(pointer(keys_out, kind), of_sums * D), keys_sum, D, ONE)
     if poison != 0:
         pointer(broken, flag)[0] = np.uint8(1)
 

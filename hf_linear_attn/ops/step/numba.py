@@ -15,6 +15,7 @@ from hf_linear_attn.ops.numba.primitives import (
     LOG2E,
     MAPS,
     NOTHING,
+    ONE,
     ahead,
     exp2,
     features_of_vector,
@@ -23,6 +24,7 @@ from hf_linear_attn.ops.numba.primitives import (
     multiply,
     narrow,
     pointer,
+    take,
     turn_back,
     wide,
     within,
@@ -33,13 +35,6 @@ from hf_linear_attn.ops.step.problem import HybridStep
 
 KEY, GATE, WINDOW = range(3)
 MIXES = {"key": KEY, "gate": GATE, "window": WINDOW}
-
-
-@within
-def take(to, x, number):
-    """Copy a vector as fp32."""
-    for i in range(number):
-        to[i] = wide(x[i])
 
 
 @within
@@ -164,9 +159,9 @@ def hybrid(
             if mix == KEY:
                 keys = ahead(pointer(far_keys, kind), p * f_p + hk * C * D)
         if leaves:
-            take(gone, ahead(bk, old * D), D)
-            take(x, ahead(bk, old * D), D)
-            take(gone_v, ahead(bv, old * V), V)
+            take(gone, ahead(bk, old * D), D, ONE)
+            take(x, ahead(bk, old * D), D, ONE)
+            take(gone_v, ahead(bv, old * V), V, ONE)
             if R > 0:
                 turn_back(x, ahead(angles, old * D), D, R, by_half, at_end)
             if decay_bias != 0:
@@ -186,12 +181,12 @@ def hybrid(
                 to_k[i] = nk[i] if real else narrow(np.float32(0.0), token)
             for i in range(V):
                 to_v[i] = nv[i] if real else narrow(np.float32(0.0), token)
-        take(gone, ahead(bk, new * D), D)
-        take(value, ahead(bv, new * V), V)
+        take(gone, ahead(bk, new * D), D, ONE)
+        take(value, ahead(bv, new * V), V, ONE)
         if mix != WINDOW:
             for g in range(G):
                 h = hk * G + g
-                take(x, ahead(pointer(q, token), b * q_b + h * q_h), D)
+                take(x, ahead(pointer(q, token), b * q_b + h * q_h), D, ONE)
                 if R > 0:
                     turn_back(x, now, D, R, by_half, at_end)
                 power = np.float32(0.0) if power_q == 0 else wide(pointer(power_q, learned)[h * pq_h])
@@ -200,7 +195,7 @@ def hybrid(
             multiply(far, V, fq, F, sums, V, G, V, F, False)
         for g in range(G):
             h = hk * G + g
-            take(x, ahead(pointer(q, token), b * q_b + h * q_h), D)
+            take(x, ahead(pointer(q, token), b * q_b + h * q_h), D, ONE)
             of_head = ahead(far, g * V)
             held = look(scores, x, bk, of_mask, read, new, old, N, W, slots, D, scaling, pool)
             far_score, gate = NOTHING, np.float32(0.0)
