@@ -178,6 +178,9 @@ def check(case: Case, backend: str, tolerance: float) -> None:
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill whatever is allocated from now on with NaN, so that what nobody writes is noticed."""
     empty, empty_like = torch.empty, torch.empty_like
+    # The first use of a device's context remembers for good which functions allocate: it must not see these.
+    with torch.device("meta"):
+        assert empty(1).is_meta
 
     def poisoned(x: Tensor) -> Tensor:
         return x.fill_(float("nan")) if x.is_floating_point() and not x.is_meta else x
