@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_linear_attn import LinearAttentionConfig
-from hf_linear_attn.errors import BackendError
+from hf_linear_attn.errors import ArgumentError, BackendError
 from hf_linear_attn.evaluation.meters import PeakTensorBytes, cache_bytes
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.feature_maps.norm_preserving import _bend
@@ -211,6 +211,27 @@ def test_a_step_goes_by_weights_that_are_replaced_or_trained():
         torch.testing.assert_close(
             generate(layer, state, start, start + 2), generate(other, wanted, start, start + 2), rtol=1e-4, atol=1e-5
         )
+
+
+def test_a_step_goes_by_weights_of_which_it_needs_a_copy():
+    found = []
+    for backend in ("numba", "torch"):
+        layer, state = layer_of(backend), State()
+        weight = layer.feature_map.weight_q
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+        generate(layer, state)
+        weight.data.mul_(3)
+        found.append(generate(layer, state, 28, 30))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_step_that_does_not_fit_its_state_is_refused(rows):
+    """It is not taken as the step before it: a loop would read what lies behind its vectors."""
+    layer, state, dtype = layer_of(), State(), torch.bfloat16 if rows == 2 else torch.float32
+    generate(layer, state)
+    with torch.no_grad(), pytest.raises((ArgumentError, RuntimeError)):
+        layer(*(x[:, :, 28:29].to(dtype) for x in draw(40, rows)), Call(state=state))
 
 
 def test_a_step_goes_by_the_scaling_of_its_call():
