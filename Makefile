@@ -15,13 +15,17 @@ endif
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
+.PHONY: demo test slow-tests quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
 
 test: $(INSTALLED) lint
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep and not slow"
+
+# Whole runs, processes that are killed, and further cases of what `make test` tries: with it, all that CI runs.
+slow-tests: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "slow and not gpu and not optional and not sweep"
 
 # What to run before every commit: the linters, and tests of each part that take a second or two. Under 90 seconds.
 QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py tests/docs/test_prose.py \
@@ -34,7 +38,7 @@ quick: $(INSTALLED)
 	$(MAKE) --no-print-directory -j 2 lint quick-tests
 
 quick-tests: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not gpu and not optional and not sweep" $(QUICK)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not gpu and not optional and not sweep and not slow" $(QUICK)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

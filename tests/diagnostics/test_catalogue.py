@@ -31,6 +31,7 @@ def test_the_page_shows_every_map_and_those_of_the_user(users_map):
     assert "| `cubed` | `max(x, 0)^3` | a file of mine | before them | >= 0 | 64 | 128 | - |" in text
 
 
+@pytest.mark.slow
 def test_the_suite_measures_a_map_of_the_user(users_map, llama, tokenizer, tmp_path):
     llama.save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")

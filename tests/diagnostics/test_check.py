@@ -10,6 +10,7 @@ import torch
 from hf_linear_attn.cli import main
 from hf_linear_attn.diagnostics import check as command
 from hf_linear_attn.ops.linear_attention import api
+from tests.spread import spread
 
 CPU = torch.device("cpu")
 SMALL = command.Sizes(tokens=70, long=80, D=16, odd=24)
@@ -34,7 +35,10 @@ def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
 @pytest.mark.parametrize(
-    "name", ["steps of generation", "packed sequences", "norm-preserving features of k", "a layer of the recommended"]
+    "name",
+    spread(
+        ["steps of generation", "packed sequences", "norm-preserving features of k", "a layer of the recommended"], 3
+    ),
 )
 def test_interpreted_kernels_are_right(name: str) -> None:
     part = next(part for key, part in parts().items() if key.startswith(name))

@@ -15,6 +15,7 @@ from hf_linear_attn.distill.plan import GIB, plan
 from hf_linear_attn.distill.recipes import RECIPES, recipes
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_multimodal, tiny_teacher
+from tests.spread import spread
 
 # PEFT reads an attribute that Transformers renames.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -45,7 +46,7 @@ def suite():
         yield module
 
 
-@pytest.mark.parametrize("recipe", ["transfer", "distill, recomputed", "distill, single_gpu"])
+@pytest.mark.parametrize("recipe", spread(["transfer", "distill, recomputed", "distill, single_gpu"], 3))
 def test_what_is_counted_is_what_a_run_holds(suite, recipe):
     shape, dtype, preset, changes = suite.RECIPES[recipe]
     config = next(config for name, config in suite.MODELS.items() if name.startswith(shape))
@@ -57,11 +58,11 @@ def test_what_is_counted_is_what_a_run_holds(suite, recipe):
 def test_what_kernels_allocate_is_counted_and_nothing_is_changed():
     pytest.importorskip("triton")
     config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, intermediate_size=512, num_hidden_layers=2, vocab_size=64
+        hidden_size=256, num_attention_heads=4, intermediate_size=512, num_hidden_layers=1, vocab_size=64
     )
     before = {(place, name): getattr(place, name) for place, name in CHANGED}
     # Rows of several spans, so that a CPU has fewer features at once than it makes.
-    settings = DistillationSettings(block_tokens=8192, rows=1, stages=["distill"], length_factors=[1])
+    settings = DistillationSettings(block_tokens=4096, rows=1, stages=["distill"], length_factors=[1])
     kernels, cpu = (plan(config, settings, device=device).total_gib for device in ("cuda", "cpu"))
     torch_alone = plan(config, settings.with_changes(backend="torch")).total_gib
     assert {(place, name): getattr(place, name) for place, name in CHANGED} == before
@@ -101,6 +102,7 @@ def test_weights_of_a_wide_model():
     assert lora.memory_gib["student weights"] == pytest.approx(2 * found.parameters / GIB, rel=0.02)
 
 
+@pytest.mark.slow
 def test_8b_with_adapters_fits_one_gpu_of_40_gib():
     # A step of 4096 tokens, at once. Every layer adds as much, so that two of them tell of 32.
     settings = DistillationSettings.from_preset("single_gpu", stages=["distill"], block_tokens=4096, rows=1)
@@ -165,6 +167,7 @@ def test_a_gpu_is_told_which_recipes_fit_it(tmp_path, capsys):
         assert recipes()[name].items() >= changes.items()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_nothing_fits_is_refused_with_what_would(tmp_path):
     WIDE.save_pretrained(tmp_path)
     flags = [str(tmp_path), "--rows", "1", "--length-factors", "1", "--stages", "distill", "--trainable", "full"]

@@ -6,6 +6,7 @@ from hf_linear_attn import from_pretrained
 from hf_linear_attn.distill import distill
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.tiny import tiny_teacher
+from tests.spread import spread
 
 # PEFT reads an attribute that Transformers renames.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -68,7 +69,7 @@ def test_without_mixed_precision_a_bf16_checkpoint_is_computed_with_in_fp32(sett
 
 @pytest.mark.parametrize(
     ("optimizer", "master_weights"),
-    [("adamw_8bit", "fp32"), ("adamw", "stochastic"), ("adamw_8bit", "compensated")],
+    spread([("adamw_8bit", "fp32"), ("adamw", "stochastic"), ("adamw_8bit", "compensated")], 3),
 )
 def test_lean_optimisers_train_nearly_alike_and_resume_to_the_same_bits(
     forty, tokenizer, data, tmp_path, optimizer, master_weights

@@ -6,7 +6,7 @@ from tests.distill.workers import run
 from tests.processes import launch
 
 # Processes that start together share the cores with whatever else runs.
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def losses_of_two(folder, kind):

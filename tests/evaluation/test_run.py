@@ -132,6 +132,7 @@ def test_the_estimate_does_with_a_short_trial_where_memory_ends(monkeypatch):
     assert estimate_cost(chosen, [model], suites).seconds == 2 * 2 * 7900
 
 
+@pytest.mark.slow
 def test_killed_in_every_suite_and_resumed_the_results_are_byte_identical(uninterrupted, tmp_path):
     for suite, count in (("latency", 2), ("retrieval", 11), ("perplexity", 3)):
         process = child(tmp_path, "die", suite, count)
@@ -163,6 +164,7 @@ def test_killed_in_the_harness_and_resumed_the_results_are_byte_identical(tmp_pa
     assert comparable(tmp_path / "killed") == comparable(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(uninterrupted, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     launch(2, "tests.evaluation.workers", tmp_path, "run")

@@ -20,7 +20,7 @@ import train_teacher  # noqa: E402
 from ngram_baseline import NgramModel  # noqa: E402
 
 # Two runs of about ten seconds each on a free core: a machine that is busy may take long.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCALE = 0.0004
 SMALL = ["--steps-scale", str(SCALE), "--max-documents", "4", "--samples", "1", "--lengths", "256", "--log-every", "1"]

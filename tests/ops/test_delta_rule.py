@@ -19,6 +19,7 @@ from hf_linear_attn.ops.delta_rule.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
 from tests.ops.delta import Case, cases, check, run
 from tests.ops.oracle import DEVICE, poison
+from tests.spread import spread
 
 # fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in bf16, 2^-9 relative, and up
 # to four such roundings meet in a gradient.
@@ -55,7 +56,7 @@ def test_torch_backend(dtype: torch.dtype) -> None:
     holds()
 
 
-@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 6), (torch.bfloat16, 4), (torch.float16, 1)])
+@pytest.mark.parametrize(("dtype", "number"), spread([(torch.float32, 6), (torch.bfloat16, 4), (torch.float16, 1)], 3))
 def test_kernels(dtype: torch.dtype, number: int) -> None:
     @settings(drawn, max_examples=number)
     @given(cases(dtype, LENGTHS, DIMS))

@@ -9,6 +9,7 @@ from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.features.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.rotation.triton import triton_turn
+from tests.spread import spread
 
 from .oracle import DEVICE, poison
 
@@ -97,7 +98,7 @@ def test_fp16_features_stay_finite(backend: str) -> None:
     assert (x.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", spread(TOLERANCE, 3), ids=str)
 @pytest.mark.parametrize(
     ("name", "turned", "rows", "layout"),
     [

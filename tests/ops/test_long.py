@@ -9,6 +9,7 @@ from hf_linear_attn.ops.step import decode_state, decode_step_
 from tests.ops.oracle import DEVICE
 
 
+@pytest.mark.slow
 def test_100k_decoded_bf16_tokens_keep_the_normaliser() -> None:
     g = torch.Generator(DEVICE).manual_seed(0)
     tokens, piece = 100_000, 2_000

@@ -3,6 +3,7 @@
 import unittest.mock
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_linear_attn.ops.triton.plan import Problem, Target
 from hf_linear_attn.ops.window import window_attention, window_sums
 from tests.ops import test_window as window
 from tests.ops.oracle import DEVICE, MAPS, Case, poison, run
+from tests.spread import spread
 
 CASES = {
     "dense": Case(B=1, HKV=1, T=25, D=20, V=17, masked=True, state=True),
@@ -288,8 +290,9 @@ def test_a_nan_of_a_query_is_in_its_row(phi: str) -> None:
     assert torch.equal(found["o"][:, :, others], clean["o"][:, :, others])
 
 
-@pytest.mark.parametrize("phi", MAPS)
-@pytest.mark.parametrize("cut", ["whole_sequences", "short_segments", "stored_states"])
+@pytest.mark.parametrize(
+    ("phi", "cut"), spread(product(MAPS, ["whole_sequences", "short_segments", "stored_states"]), 5)
+)
 def test_a_nan_of_a_key_is_in_every_row_that_sees_it(phi: str, cut: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(cut)
     delay = 3
@@ -320,18 +323,18 @@ LOOKING_ALONE = [("whole_sequences", "cannot_look"), ("short_segments", "cannot_
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(
-    "cut", [("whole_sequences",), ("short_segments",), ("stored_states",), *LOOKING_ALONE], ids=" ".join
+    ("name", "cut"),
+    spread(product(SEEN, [("whole_sequences",), ("short_segments",), ("stored_states",), *LOOKING_ALONE]), 2),
 )
-@pytest.mark.parametrize("case", SEEN.values(), ids=SEEN)
 def test_a_broken_value_is_in_every_row_that_sees_it_and_in_no_other(
-    case: Case, cut: tuple[str, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    name: str, cut: tuple[str, ...], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products multiply the values of keys that a query does not see yet by 0; their chunk is written once more."""
     for fixture in cut:
         request.getfixturevalue(fixture)
     poison(monkeypatch)
+    case, key = SEEN[name], 45
     x = case.inputs()
-    key = 45
     x["key_mask"] = x.get("key_mask", torch.ones(1, 70, dtype=torch.bool, device=DEVICE)).clone()
     x["key_mask"][0, key : key + 5] = True
     clean = run(case, "triton", x, gradients=False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.ops.oracle import DEVICE, MAPS, Case, check
+from tests.spread import spread
 
 # fp32 sums of at most a few hundred terms; operands of matrix products are rounded once in the half precisions
 # (2^-9 and 2^-12 relative), and up to four such roundings meet in a gradient.
@@ -83,13 +84,13 @@ def test_kernels_with_decay(case: Case, request: pytest.FixtureRequest) -> None:
     check(case, "triton", TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("case", drawn(90, seed=2), ids=name)
+@pytest.mark.parametrize("case", spread(drawn(90, seed=2), 5), ids=name)
 @pytest.mark.usefixtures("whole_sequences")
 def test_kernels(case: Case) -> None:
     check(case, "triton", TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("case", drawn(60, seed=3), ids=name)
+@pytest.mark.parametrize("case", spread(drawn(60, seed=3), 5), ids=name)
 @pytest.mark.usefixtures("short_segments")
 def test_kernels_split(case: Case) -> None:
     check(case, "triton", TOLERANCE[case.dtype])
@@ -100,7 +101,7 @@ def causal(case: Case) -> Case:
     return replace(case, causal=True, S=None)
 
 
-@pytest.mark.parametrize("case", [causal(case) for case in drawn(90, seed=5)], ids=name)
+@pytest.mark.parametrize("case", spread(map(causal, drawn(90, seed=5)), 5), ids=name)
 @pytest.mark.usefixtures("stored_states")
 def test_kernels_with_stored_states(case: Case) -> None:
     if (case.seed, case.dtype, case.phi, case.D) == (25, torch.bfloat16, "relu", 3):

@@ -16,6 +16,7 @@ from hf_linear_attn.ops.window.triton import forward, op, problem
 from hf_linear_attn.ops.window.triton.backward import window_backward_launches
 from hf_linear_attn.ops.window.triton.forward import window_launches
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
+from tests.spread import spread
 
 from .oracle import DEVICE, poison
 
@@ -229,7 +230,7 @@ def drawn(seed: int, dtype: torch.dtype) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", spread(range(6), 5))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_drawn_problems(seed: int, dtype: torch.dtype) -> None:
     check(drawn(seed, dtype), "triton")

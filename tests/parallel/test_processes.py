@@ -6,7 +6,7 @@ from tests.parallel.distilling import go
 from tests.processes import launch
 
 # Processes that start together share the cores with whatever else runs.
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def test_two_and_four_processes_are_one_and_a_dead_one_is_named():

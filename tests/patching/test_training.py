@@ -3,6 +3,7 @@
 import copy
 import os
 import socket
+from itertools import product
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
+from tests.spread import spread
 
 from .checks import Subject, close, patched
 from .zoo import tiny_model
 
+SLOW = pytest.mark.slow
 SETTINGS = {
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
@@ -97,10 +100,10 @@ class Graphs(list):
         return graph.forward
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("setting", COMPILED)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "setting", "masked", "cached"),
+    spread(product(["llama", "mistral", "gemma3_text"], COMPILED, [False, True], [False, True]), 7),
+)
 def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
     assert_one_graph(build(setting, name), masked, cached)
 
@@ -131,13 +134,14 @@ def assert_one_graph(model, masked, cached):
     assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
-@pytest.mark.parametrize("setting", COMPILED)
+@pytest.mark.parametrize(
+    ("setting", "cache", "masked"), spread(product(COMPILED, [DynamicCache, StaticCache], [False, True]), 5)
+)
 def test_compiled_steps_have_no_break(setting, cache, masked):
     assert_no_break(setting, cache, masked)
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_a_gated_rule_have_no_break():
     assert_no_break("gated_delta", StaticCache, masked=True)
 
@@ -163,7 +167,7 @@ def assert_no_break(setting, cache, masked):
     close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
 
 
-@pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
+@pytest.mark.parametrize("setting", ["mixed", *(pytest.param(name, marks=SLOW) for name in ("learned", "window"))])
 def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
     torch.compiler.reset()
     model = build(setting)
@@ -353,6 +357,7 @@ def _two_processes(rank, port, expected, ids):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_gradients_of_one():
     model = build("window")
     ids = Subject(model, "causal").tokens()

@@ -19,6 +19,8 @@ from tests.safety.test_runs import run as distil
 
 THREADS, GENERATIONS = 8, 50
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def one_thread():
