@@ -225,6 +225,18 @@ def test_a_step_goes_by_weights_of_which_it_needs_a_copy():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_goes_by_its_layer():
+    """Layers that share weights may share a state, too, and differ in what is not learned."""
+    found = []
+    for backend in ("numba", "torch"):
+        layer, other, state = layer_of(backend), layer_of(backend, eps=0.5), State()
+        for name, module in layer.named_modules():
+            other.get_submodule(name)._parameters = module._parameters
+        generate(layer, state)
+        found.append(generate(other, state, 28, 30))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [2, 3])
 def test_a_step_that_does_not_fit_its_state_is_refused(rows):
     """It is not taken as the step before it: a loop would read what lies behind its vectors."""
