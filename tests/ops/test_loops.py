@@ -345,6 +345,35 @@ def test_dtypes_that_loops_do_not_take_are_pytorch_s():
     assert state.ready is None
 
 
+class Wrapped(torch.Tensor):
+    """A tensor of another kind, which may hold its numbers elsewhere."""
+
+
+def test_tensors_of_other_kinds_are_pytorch_s(monkeypatch):
+    calls, layer, state = [], layer_of("auto"), State()
+    for place in ("prefill", "step"):
+        monkeypatch.setattr(f"hf_linear_attn.ops.{place}.numba.in_parts", lambda *task: calls.append(task))
+    with torch.no_grad():
+        for text in (draw(9), draw(1)):
+            layer(*(x.as_subclass(Wrapped) for x in text), Call(state=state))
+    assert not calls
+
+
+def test_a_later_piece_reads_what_came_before_where_nothing_leaves_its_window():
+    """The keys that leave with its first queries are masked, and the state is read all the same."""
+    text, mask, found = draw(40), torch.ones(2, 40, dtype=torch.bool), []
+    mask[:, 10:26] = False
+    for backend in ("numba", "torch"):
+        layer, state = layer_of(backend), State()
+        with torch.no_grad():
+            pieces = [
+                layer(*(x[:, :, start:end] for x in text), Call(state=state, key_mask=mask[:, start:end]))
+                for start, end in ((0, 15), (15, 40))
+            ]
+        found.append(torch.cat(pieces, 2)[:, :, mask[0]])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_a_long_window_costs_nothing_in_a_short_text(monkeypatch):
     """The memory that a loop works in goes by the keys that there are."""
     taken, new_empty = [], torch.Tensor.new_empty
