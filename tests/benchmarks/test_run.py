@@ -250,6 +250,7 @@ def test_predicted_times_are_named_so(run: Run, tmp_path: Path) -> None:
     assert "**Predictions, not measurements**" in (tmp_path / "predicted.md").read_text()
 
 
+@pytest.mark.slow
 def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "models.json"
     small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]

@@ -4,11 +4,13 @@ import re
 import runpy
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hf_linear_attn.cli import main
+from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.feature_maps import base as registry
 from tools import snippets
@@ -53,6 +55,12 @@ def the_registry_as_it_was():
     yield
     registry._REGISTRY.clear()
     registry._REGISTRY.update(before)
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch):
+    """Let a distillation measure itself by fewer questions than the 64 that it asks."""
+    monkeypatch.setattr("hf_linear_attn.distill.run.measure", partial(measure, samples=4))
 
 
 def with_language(language):

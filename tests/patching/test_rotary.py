@@ -410,6 +410,7 @@ def test_a_call_past_the_hooks_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same():
     settings = SETTINGS | {"feature_map": "hedgehog"}
     model, ids = model_of("llama", **settings), torch.randint(5, VOCAB, (1, 14))

@@ -113,6 +113,7 @@ def test_compiled_training_of_a_gated_rule_has_one_graph():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
+@SLOW
 def test_compiled_training_has_one_graph_through_the_kernels():
     settings = {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}
     assert_one_graph(patch_model(tiny_model("causal", "llama"), **settings), masked=True, cached=False)
