@@ -62,7 +62,7 @@ def test_what_kernels_allocate_is_counted_and_nothing_is_changed():
     )
     before = {(place, name): getattr(place, name) for place, name in CHANGED}
     # Rows of several spans, so that a CPU has fewer features at once than it makes.
-    settings = DistillationSettings(block_tokens=4096, rows=1, stages=["distill"], length_factors=[1])
+    settings = DistillationSettings(block_tokens=3072, rows=1, stages=["distill"], length_factors=[1])
     kernels, cpu = (plan(config, settings, device=device).total_gib for device in ("cuda", "cpu"))
     torch_alone = plan(config, settings.with_changes(backend="torch")).total_gib
     assert {(place, name): getattr(place, name) for place, name in CHANGED} == before

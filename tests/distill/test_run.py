@@ -163,6 +163,7 @@ def killed_run(folder, step):
     return distill(settings, teacher=tiny_teacher(), tokenizer=byte_tokenizer(), on_step=callback)
 
 
+@pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bits(tmp_path):
     (tmp_path / "texts").mkdir()
     for n in range(25):

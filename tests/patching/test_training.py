@@ -168,7 +168,8 @@ def assert_no_break(setting, cache, masked):
     close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
 
 
-@pytest.mark.parametrize("setting", ["mixed", *(pytest.param(name, marks=SLOW) for name in ("learned", "window"))])
+@SLOW
+@pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
 def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
     torch.compiler.reset()
     model = build(setting)
