@@ -132,26 +132,15 @@ class LinearAttention(nn.Module):
             UnsupportedError: If attention with a window, or with a rule that goes by the order of keys, is not causal.
         """
         call = Call() if call is None else call
-        if self.rule.ordered and not call.causal:
-            raise UnsupportedError(
-                "update_rule",
-                "be 'additive' for bidirectional attention",
-                self.settings.update_rule,
-                "Others go by the order of keys: use that one, or leave this layer out with layers=.",
-                where=self.name,
-            )
-        if self.window is not None and not call.causal:
-            raise UnsupportedError(
-                "window",
-                "be None for bidirectional attention",
-                self.settings.window,
-                "Leave the window out, or this layer with layers=.",
-                where=self.name,
-            )
-        if self.window is None and call.rotation is not None and self.undoes:
-            q, k = (call.rotation.undo(x, self.settings.backend) for x in (q, k))
-        if self.window is None or not self.undoes:
+        if not call.causal:
+            self._refuse_bidirectional()
+        if call.rotation is not None and (self.window is None or not self.undoes):
+            if self.undoes:
+                q, k = (call.rotation.undo(x, self.settings.backend) for x in (q, k))
             call = call._replace(rotation=None)
+        ready = None if call.state is None else call.state.ready
+        if call.state is not None and ready is not None and ready.serves(self, q, k, v, call):
+            return ready.step_(q, k, v, call, call.state)
         if self.shard is None and call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:
@@ -163,6 +152,24 @@ class LinearAttention(nn.Module):
         if self.window is not None and call.cu_seqlens is not None:
             return packed(self, q, k, v, call)
         return self.attend(q, k, v, call)
+
+    def _refuse_bidirectional(self) -> None:
+        if self.rule.ordered:
+            raise UnsupportedError(
+                "update_rule",
+                "be 'additive' for bidirectional attention",
+                self.settings.update_rule,
+                "Others go by the order of keys: use that one, or leave this layer out with layers=.",
+                where=self.name,
+            )
+        if self.window is not None:
+            raise UnsupportedError(
+                "window",
+                "be None for bidirectional attention",
+                self.settings.window,
+                "Leave the window out, or this layer with layers=.",
+                where=self.name,
+            )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, keep: bool = True) -> Tensor:
         """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window.

@@ -27,19 +27,30 @@ InOne = Literal["triton", "numba"]
 def step_in_one_(
     layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
 ) -> Tensor | None:
-    """Take a step in one call of a kernel or a loop; None where neither serves it."""
-    backend, ready = layer.settings.backend, state.ready
-    chosen = chosen_in_one(backend, q.device)
+    """Take a step in one call of a kernel or a loop, and count its token; None where neither serves it."""
+    chosen = chosen_in_one(layer.settings.backend, q.device)
     if chosen is None:
         return None
-    if chosen == "numba" and ready is not None and ready.serves(layer, state, q, k, v, call):
-        return ready.step_(q, k, v, call, state)
     whole = for_kernel(chosen, layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
-    if whole is not None and chosen == "numba":
+    if whole is None:
+        return None
+    if chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)
         if state.ready is not None:
             return state.ready.step_(q, k, v, call, state)
-    return None if whole is None else hybrid_step_(whole, backend=backend)
+    if call.rotation is not None:
+        state.check_common("near_turns", steps=True)
+    o = hybrid_step_(whole, backend=layer.settings.backend)
+    count_(whole.seen, call.key_mask)
+    # It tells sinks by the number of tokens seen.
+    state.advance(1, q.device)
+    state.padded |= call.key_mask is not None
+    return o
+
+
+def count_(seen: Tensor, real: Tensor | None) -> None:
+    """Count a new token ``[B]``, where it is real ``[B, 1]``."""
+    seen.add_(1 if real is None else real[:, 0])
 
 
 def for_kernel(

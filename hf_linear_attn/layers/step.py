@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.layers.in_one import step_in_one_
+from hf_linear_attn.layers.in_one import count_, step_in_one_
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
@@ -46,14 +46,12 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    seen = state.tensors["seen"]
+    whole = None if window is None else step_in_one_(layer, window, q, k, v, call, state)
+    if whole is not None:
+        return whole
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
-    o = None if window is None else step_in_one_(layer, window, q, k, v, call, state)
-    whole = o is not None
-    if o is not None:
-        _count_(seen, real)
-    elif window is None:
+    if window is None:
         o = _plain_(layer, q, k, v, real, state)
     elif _is_full(window, state, real):
         o = _full_(layer, window, q, k, v, state, call)
@@ -61,9 +59,6 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
         o = _hybrid_(layer, window, q, k, v, state, call)
     state.advance(1, q.device)
     state.padded |= real is not None
-    if whole:
-        # It tells sinks by the number of tokens seen.
-        return o
     layer.look_for_sinks(state, 1)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
@@ -116,7 +111,7 @@ def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Ten
     if not wants_kernels(layer.settings.backend, q.device):
         k, v = _cleared(k, real), _cleared(v, real)
     o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors)
-    _count_(seen, real)
+    count_(seen, real)
     return o
 
 
@@ -163,7 +158,7 @@ def _hybrid_(
             _put_(x, 2, old, 0.0)
     _put_(near_k, 2, new, k)
     _put_(near_v, 2, new, v)
-    _count_(seen, real)
+    count_(seen, real)
     scores = rows @ near_k.mT
     if far is not None:
         number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
@@ -206,7 +201,7 @@ def _full_(
         slots.append(gone_v)
         values.append(constant(0.0, near_v).expand_as(gone_v))
     torch._foreach_copy_(slots, values)
-    _count_(seen, None)
+    count_(seen, None)
     scores = torch.baddbmm(constant(0.0, rows), rows.flatten(0, 1), near_k.flatten(0, 1).mT, beta=0, alpha=scaling)
     scores = upcast(scores).view(*rows.shape[:3], -1)
     if not layer.mix.takes_slot:
@@ -262,11 +257,6 @@ def grouped(q: Tensor, kv_heads: int) -> Tensor:
 def _cleared(x: Tensor, real: Tensor | None) -> Tensor:
     """Return keys or values without what is masked: it must not matter, whatever it holds."""
     return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
-
-
-def _count_(seen: Tensor, real: Tensor | None) -> None:
-    """Count the new token."""
-    seen.add_(1 if real is None else real[:, 0])
 
 
 def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Any:

@@ -7,7 +7,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from hf_linear_attn.errors import BackendError
 
@@ -73,7 +75,10 @@ _NOTHING = nullcontext()
 
 def own_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which autocast changes nothing, whatever casts products around it."""
-    # Tensors without storage have no autocast, and to turn off what is off takes time.
+    # To turn off what is off takes time, and so does to ask by a device's name.
+    if not is_compiling() and not _is_any_autocast_enabled():
+        return _NOTHING
+    # Tensors without storage have no autocast.
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _NOTHING
     return torch.autocast(device.type, enabled=False)

@@ -19,7 +19,7 @@ from hf_linear_attn.parallel.layout import Part, lay_out
 from hf_linear_attn.parallel.ranks import Processes, Ranks
 from hf_linear_attn.parallel.shard import Shard, Waiting
 from hf_linear_attn.patching.discover import attends_causally, attention_layers
-from hf_linear_attn.patching.hook import part_of
+from hf_linear_attn.patching.scope import part_of
 
 IGNORED = -100
 """A label that no loss counts."""

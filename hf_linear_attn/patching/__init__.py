@@ -7,7 +7,7 @@ from hf_linear_attn.patching.checkpoint import from_pretrained
 from hf_linear_attn.patching.context import Context, encode_context, load_context
 from hf_linear_attn.patching.convert import is_patched, patch_model, unpatch_model
 from hf_linear_attn.patching.discover import attention_layers
-from hf_linear_attn.patching.hook import part_of
+from hf_linear_attn.patching.scope import part_of
 from hf_linear_attn.patching.store import ContextStore
 
 __all__ = [

@@ -19,7 +19,8 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedErr
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 from hf_linear_attn.patching.fingerprint import checksum, model_fingerprint
 from hf_linear_attn.patching.first_contexts import in_circles
-from hf_linear_attn.patching.hook import convert_cache, part_of
+from hf_linear_attn.patching.hook import convert_cache
+from hf_linear_attn.patching.scope import part_of
 
 CONTEXT_FORMAT_VERSION = 3
 """Version of the file; raised when older code could not read it."""

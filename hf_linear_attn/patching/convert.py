@@ -28,10 +28,11 @@ from hf_linear_attn.patching.discover import (
     refuse_split_sharing,
     sizes_of,
 )
-from hf_linear_attn.patching.hook import IMPLEMENTATION, Host, enter_module, leave_module
+from hf_linear_attn.patching.hook import IMPLEMENTATION, Host
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
 from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
+from hf_linear_attn.patching.scope import enter_module, leave_module
 
 logger = getLogger(__name__)
 

@@ -236,7 +236,8 @@ def _text_model_types(model: nn.Module) -> set[str]:
 
 def shares_keys(module: nn.Module) -> bool:
     """Tell whether an attention module reads keys and values that another one made."""
-    return bool(getattr(module, "is_kv_shared_layer", False))
+    # Asked for at every step: what a module does not have it looks for in many places.
+    return bool(vars(module).get("is_kv_shared_layer", False))
 
 
 def attends_causally(module: nn.Module) -> bool:

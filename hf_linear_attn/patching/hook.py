@@ -1,6 +1,5 @@
-"""How a converted layer is reached: hooks that find its cache, and the attention function that Transformers calls."""
+"""The attention function that Transformers calls in place of softmax attention."""
 
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,11 +11,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
-from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, source_of, with_angles
+from hf_linear_attn.patching.scope import Seen, current, part_of
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -29,150 +27,6 @@ UNSUPPORTED = {
     "indices": "a sparse selection of keys",
 }
 """Arguments of attention calls that act on the matrix of scores, which linear attention does not have."""
-
-
-class Scope:
-    """What the attention calls in one forward of an attention module share.
-
-    Attributes:
-        module: The module.
-        layer: The cache layer of its first call; None without a cache.
-        calls: Attention calls so far: some modules make several.
-        outer: The scope of the module around it.
-        rotation: By which the module turns its queries and keys; None where it does not, or nobody asks.
-        looks: Whether the forward runs only to see queries and keys, and ends there.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        layer: LinearAttentionCacheLayer | None,
-        outer: "Scope | None",
-        rotation: Rotation | None,
-        *,
-        looks: bool = False,
-    ) -> None:
-        self.module, self.layer, self.outer, self.calls = module, layer, outer, 0
-        self.rotation, self.looks = rotation, looks
-
-    def next_layer(self) -> LinearAttentionCacheLayer | None:
-        """Return the cache layer of the next call."""
-        self.calls += 1
-        return None if self.layer is None else self.layer.of_call(self.calls - 1)
-
-
-class _Current(threading.local):
-    # Not a context variable: torch.compile traces this, and not that. Nothing awaits within a module's forward.
-    scope: Scope | None = None
-
-
-_current = _Current()
-
-
-def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note, before a patched module's forward, which cache layer its tokens belong to (a forward pre-hook)."""
-    part = part_of(module)
-    layer = None
-    if part is not None:
-        for value in (*kwargs.values(), *args):
-            if isinstance(value, (Cache, EncoderDecoderCache)):
-                # A block that a model uses at several depths is told which one it is at.
-                index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
-                layer = cache_layer(value, index, part.name, shares_keys=shares_keys(module))
-                break
-    rotation = None
-    if part is not None and part.undoes:
-        rotation = _rotation(module, part, layer, args, kwargs)
-    _current.scope = Scope(module, layer, _current.scope, rotation)
-
-
-def _rotation(
-    module: nn.Module,
-    part: LinearAttention,
-    layer: LinearAttentionCacheLayer | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Rotation | None:
-    """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
-    angles = angles_of(part.name, args, kwargs)
-    if angles is None:
-        return None
-    layout = part.layout
-    if layout is None and not has_values(angles[0]):
-        # Whatever it is, it takes as much memory and time.
-        layout = Layout("half")
-    elif layout is None:
-        layout = part.layout = _layout_of(module, part.name, layer, args, kwargs)
-    if layout is None or layout.pairs == "none":
-        return None
-    return Rotation.of(*angles, layout, source_of(args, kwargs))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@torch.no_grad()
-def _layout_of(
-    module: nn.Module,
-    name: str,
-    layer: LinearAttentionCacheLayer | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Layout | None:
-    """Find how a module rotates by running it as far as its attention call; None where nothing can be told yet."""
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    shares = shares_keys(module)
-
-    def without_cache(value: Any) -> Any:
-        # A convolution in front of the queries would remember that it was asked. Keys of others are only read.
-        return None if isinstance(value, (Cache, EncoderDecoderCache)) and not shares else value
-
-    def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        others, named = with_angles(args, kwargs, cos, sin)
-        before, _current.scope = _current.scope, Scope(module, layer, None, None, looks=True)
-        try:
-            # Adapters may drop at random: the same every time, and nobody else's numbers.
-            with torch.random.fork_rng(devices):
-                module.forward(
-                    *(without_cache(x) for x in others), **{key: without_cache(x) for key, x in named.items()}
-                )
-        except Seen as seen:
-            return seen.q, seen.k
-        finally:
-            _current.scope = before
-        return None
-
-    angles = angles_of(name, args, kwargs)
-    return None if angles is None else find_layout(name, look, angles, shares_keys=shares)
-
-
-class Seen(Exception):  # noqa: N818  # it tells of no error
-    """End a forward that runs only as far as an attention call.
-
-    Attributes:
-        q: The call's queries.
-        k: Its keys.
-    """
-
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        super().__init__()
-        self.q, self.k = q, k
-
-
-def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forget that after the forward, however it ended (a forward hook)."""
-    scope = _current.scope
-    _current.scope = None if scope is None else scope.outer
-
-
-def part_of(module: nn.Module) -> LinearAttention | None:
-    """Return what is learned in a patched attention module; None where it is not patched."""
-    part: Any = getattr(module, "linear_attention", None)
-    if isinstance(part, LinearAttention):
-        return part
-    if hasattr(part, "modules_to_save"):
-        # PEFT trains a copy of it, kept in a wrapper beside the original.
-        active = [] if part.disable_adapters else list(part.active_adapters)
-        part = part.modules_to_save[active[0]] if active else part.original_module
-    return part if isinstance(part, LinearAttention) else None
 
 
 class Host(NamedTuple):
@@ -235,7 +89,10 @@ def linear_attention_forward(
     Raises:
         UnsupportedError: If the layer asks for something that linear attention does not have.
     """
-    part = part_of(module)
+    scope = current.module
+    if scope is not None and scope.module is not module:
+        scope = None
+    part = part_of(module) if scope is None else scope.part
     if part is None:
         raise UnsupportedError(
             "attn_implementation",
@@ -254,7 +111,8 @@ def linear_attention_forward(
     if query.dtype != value.dtype:
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
-    scope = _scope_of(module, part)
+    if scope is None and part.undoes:
+        raise _unhooked(part)
     if scope is not None and scope.looks:
         raise Seen(query, key)
     layer = None if scope is None else scope.next_layer()
@@ -272,71 +130,54 @@ def linear_attention_forward(
         )
     if cu_seqlens is None:
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
-    tokens = New(query, key, value, key_mask)
-    rotation = None if scope is None else scope.rotation
-    call = Call(cu_seqlens=cu_seqlens, causal=causal, scaling=scaling, rotation=rotation)
+    state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation
+    call = Call(key_mask, cu_seqlens, causal, scaling, state, rotation=rotation)
     with own_precision(query.device):
-        o = _attend(part, tokens, call) if layer is None else _attend_after(part, tokens, call, layer)
+        if layer is not None and (layer.record_past or layer.unread):
+            call = _after_rollback(part, query, key, value, call, layer)
+        o = _attend(part, query, key, value, call)
     return o.transpose(1, 2).contiguous(), None
 
 
-class New(NamedTuple):
-    """The new tokens of a call: queries, keys, values and key mask."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-
-
-def _attend(part: LinearAttention, new: New, call: Call) -> Tensor:
-    """Attend to the new tokens alone; rows of packed texts are laid end to end."""
-    q, k, v, mask = new
-    if call.cu_seqlens is None or len(q) == 1 or part.shard is not None:
-        alone: Tensor = part(q, k, v, call._replace(key_mask=mask))
+def _attend(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """Call a layer; rows of packed texts are laid end to end."""
+    if call.cu_seqlens is None or call.state is not None or len(q) == 1 or part.shard is not None:
+        alone: Tensor = part(q, k, v, call)
         return alone
     batch, tokens = q.shape[0], q.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
-    if call.rotation is not None:
-        call = call._replace(rotation=call.rotation.flat(batch))
-    o: Tensor = part(q, k, v, call)
+    rotation = None if call.rotation is None else call.rotation.flat(batch)
+    o: Tensor = part(q, k, v, call._replace(key_mask=None, rotation=rotation))
     return torch.unflatten(o[0], 1, (batch, tokens)).transpose(0, 1)
 
 
-def _attend_after(part: LinearAttention, new: New, call: Call, layer: LinearAttentionCacheLayer) -> Tensor:
-    """Attend to what a cache layer holds, too, and put the new tokens there."""
-    q, k, v, mask = new
-    call = call._replace(key_mask=mask, state=layer.state, in_place=not layer.record_past)
+def _after_rollback(
+    part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call, layer: LinearAttentionCacheLayer
+) -> Call:
+    """Read again what a rollback has left, and keep the new tokens where there may be another; return their call."""
+    rotation = call.rotation
+    call = call._replace(in_place=not layer.record_past)
     if unread := layer.take_unread():
-        # What a rollback has left is read again; nobody asks what it attends to.
+        # Nobody asks what it attends to.
         nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
-        rotation = call.rotation
-        if rotation is not None:
-            rotation = rotation.of_others(unread["turns"])
-        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=rotation))
+        others = None if rotation is None else rotation.of_others(unread["turns"])
+        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=others))
     if layer.record_past:
-        mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if mask is None else mask
-        turns = {} if call.rotation is None else {"turns": call.rotation.turns.expand(len(q), -1, -1)}
+        mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if call.key_mask is None else call.key_mask
+        turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
         layer.record(k=k, v=v, mask=mask, **turns)
         call = call._replace(key_mask=mask)
-    o: Tensor = part(q, k, v, call)
-    return o
+    return call
 
 
-def _scope_of(module: nn.Module, part: LinearAttention) -> Scope | None:
-    """Return the scope of a module's call; None where nobody has entered it."""
-    scope = _current.scope
-    if scope is not None and scope.module is module:
-        return scope
-    if part.undoes:
-        raise UnsupportedError(
-            "rotary",
-            "be 'keep' where an attention module is not called through its hooks",
-            "undo",
-            "Call the module itself instead of its forward: the hooks see its rotation.",
-            where=part.name,
-        )
-    return None
+def _unhooked(part: LinearAttention) -> UnsupportedError:
+    return UnsupportedError(
+        "rotary",
+        "be 'keep' where an attention module is not called through its hooks",
+        "undo",
+        "Call the module itself instead of its forward: the hooks see its rotation.",
+        where=part.name,
+    )
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:

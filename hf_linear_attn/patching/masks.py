@@ -1,8 +1,7 @@
 """The mask function of patched models: a 2-D padding mask or None, never a T x S one."""
 
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,25 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
-
-
-class Packing(NamedTuple):
-    """What a model's arguments tell of its batch.
-
-    Attributes:
-        one_sequence: Whether they leave no room for packed sequences; read while a graph is traced.
-        outer: That of the model around it.
-    """
-
-    one_sequence: bool
-    outer: "Packing | None"
-
-
-class _Current(threading.local):
-    packing: Packing | None = None
-
-
-_current = _Current()
+from hf_linear_attn.patching.scope import ModelScope, current
 
 
 def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -51,10 +32,13 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
-    if isinstance(mask, Tensor) and padded and not torch.compiler.is_compiling():
-        _refuse_forgetting(mask, kwargs.get("past_key_values"), type(module).__name__)
+    outer, cache = current.model, kwargs.get("past_key_values")
+    # The model around this one has looked at them.
+    known = outer is not None and outer.mask is mask and outer.cache is cache
+    if isinstance(mask, Tensor) and padded and not known and not torch.compiler.is_compiling():
+        _refuse_forgetting(mask, cache, type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
-    _current.packing = Packing(one, _current.packing)
+    current.model = ModelScope(mask, cache, outer, one_sequence=one)
 
 
 def _refuse_forgetting(mask: Tensor, cache: Any, where: str) -> None:
@@ -82,7 +66,7 @@ def _refuse_forgetting(mask: Tensor, cache: Any, where: str) -> None:
 
 def leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forget that after the forward, however it ended (a forward hook)."""
-    _current.packing = None if _current.packing is None else _current.packing.outer
+    current.model = None if current.model is None else current.model.outer
 
 
 @torch.library.custom_op("hf_linear_attn::checked", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -194,8 +178,8 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     Raises:
         UnsupportedError: If a query sees a later key, or a traced graph was promised one sequence and finds more.
     """
-    packing = _current.packing
-    if packing is not None and packing.one_sequence and torch.compiler.is_compiling():
+    scope = current.model
+    if scope is not None and scope.one_sequence and torch.compiler.is_compiling():
         wrong = starts.any() if later is None else starts.any() | later.any()
         return checked(real, wrong, _pattern(where)), None
     if starts.is_meta:

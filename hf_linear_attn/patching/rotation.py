@@ -63,23 +63,25 @@ def _forward_of(cls: Callable[..., nn.Module]) -> tuple[bool, str]:
     return ARGUMENT in inspect.signature(forward).parameters, inspect.getsource(forward).lower()
 
 
-def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Angles | None:
-    """Return the cosines and sines ``[B or 1, T, *]`` among a module's arguments; None where it gets none.
+def rotation_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a module is told of its rotation, among the arguments of its forward; None where it is not."""
+    value = kwargs.get(ARGUMENT)
+    return next((x for x in args if _is_rotation(x)), None) if value is None else value
+
+
+def angles_of(name: str, told: Any) -> Angles:
+    """Return the cosines and sines ``[B or 1, T, *]`` that a module is told.
 
     Args:
         name: The layer's name, for messages.
-        args: The arguments of its forward.
-        kwargs: Those by keyword.
+        told: What :func:`rotation_in` found.
 
     Raises:
         UnknownRotationError: If they have another form.
     """
-    value = _given(args, kwargs)
-    if value is None:
-        return None
-    if not _is_rotation(value):
-        raise _unknown(name, f"`{ARGUMENT}` is a {type(value).__name__}")
-    cos, sin = (value.real, value.imag) if isinstance(value, Tensor) else value
+    if not _is_rotation(told):
+        raise _unknown(name, f"`{ARGUMENT}` is a {type(told).__name__}")
+    cos, sin = (told.real, told.imag) if isinstance(told, Tensor) else told
     if cos.ndim == 4 and cos.shape[1] == 1:
         cos, sin = cos[:, 0], sin[:, 0]
     if cos.ndim == 2:
@@ -89,16 +91,10 @@ def angles_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return cos, sin
 
 
-def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the tensor among a module's arguments that tells its rotation from others: its cosines, or both."""
-    value = _given(args, kwargs)
-    found: Tensor = value if isinstance(value, Tensor) else value[0]
+def source_of(told: Any) -> Tensor:
+    """Return the tensor that tells a rotation from others: its cosines, or both."""
+    found: Tensor = told if isinstance(told, Tensor) else told[0]
     return found
-
-
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    value = kwargs.get(ARGUMENT)
-    return next((x for x in args if _is_rotation(x)), None) if value is None else value
 
 
 def _is_rotation(value: Any) -> bool:

@@ -174,9 +174,12 @@ def test_heads_are_shared_out_to_threads(rows, monkeypatch):
     submit = run._pool(2, run.os.getpid()).submit
     noted = lambda *task: submit(lambda: names.add(threading.current_thread().name) or task[0](*task[1:]))  # noqa: E731
     monkeypatch.setattr(run._pool(2, run.os.getpid()), "submit", noted)
-    state = State()
+    state, mask = State(), torch.tensor([True, False, True])[:rows, None]
     assert torch.equal(generate(layer, state, rows=rows), expected)
     assert names
+    with torch.no_grad():
+        layer(*(x[:, :, 28:29] for x in draw(40, rows)), Call(state=state, key_mask=mask))
+    assert state.tensors["seen"].tolist() == [29, 28][:rows]
 
 
 def in_a_fork(queue):
@@ -244,6 +247,53 @@ def test_a_step_that_does_not_fit_its_state_is_refused(rows):
     generate(layer, state)
     with torch.no_grad(), pytest.raises((ArgumentError, RuntimeError)):
         layer(*(x[:, :, 28:29].to(dtype) for x in draw(40, rows)), Call(state=state))
+
+
+@torch.no_grad()
+def test_a_step_goes_by_how_its_tokens_lie():
+    """A step before may have left them otherwise in memory, also with room between the entries of a vector."""
+    layer, other, state, wanted = layer_of(), layer_of("torch"), State(), State()
+    generate(layer, state), generate(other, wanted)
+    text = draw(40)
+    ways = (
+        torch.Tensor.contiguous,
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+        lambda x: x.mT.contiguous().mT,
+        lambda x: torch.stack([x, x], -1)[..., 0],
+    )
+    for at, way in enumerate([*ways, *reversed(ways)], 28):
+        token = [x[:, :, at : at + 1] for x in text]
+        found = layer(*map(way, token), Call(state=state))
+        torch.testing.assert_close(found, other(*token, Call(state=wanted)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_goes_by_what_is_asked_of_it():
+    """What a loop has served before it does not serve where gradients, the state before it or a branch alone are."""
+    for change in ("gradients", "kept", "linear", "map", "inference"):
+        layer, other, state, wanted = layer_of(), layer_of("torch"), State(), State()
+        generate(layer, state), generate(other, wanted)
+        assert state.ready is not None
+        if change == "map":
+            for part in (layer, other):
+                # The same weights, and another factor.
+                scaled = get_feature_map("norm_preserving", 8, 4, 2, scaling=0.3, scale=0.5)
+                scaled._parameters, part.feature_map = part.feature_map._parameters, scaled
+        elif change == "linear":
+            layer.disabled = other.disabled = frozenset({"linear"})
+        before, found = {name: x.clone() for name, x in state.tensors.items()}, []
+        snapshot = state.snapshot()
+        for part, held in ((layer, state), (other, wanted)):
+            token = [x[:, :, 28:29].clone().requires_grad_(change == "gradients") for x in draw(40)]
+            with torch.set_grad_enabled(change == "gradients"), torch.inference_mode(change == "inference"):
+                o = part(*token, Call(state=held, in_place=change != "kept"))
+            if change == "gradients":
+                o.sum().backward()
+                o = torch.cat([o.detach(), token[0].grad])
+            found.append(o)
+        torch.testing.assert_close(*(x.clone() for x in found), rtol=1e-4, atol=1e-5)
+        if change == "kept":
+            assert all(torch.equal(snapshot[name], x) for name, x in before.items())
 
 
 def test_a_step_goes_by_the_scaling_of_its_call():

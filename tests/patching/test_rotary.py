@@ -18,6 +18,7 @@ from hf_linear_attn.layers import Call, LinearAttention, spans
 from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
 from hf_linear_attn.patching.hook import linear_attention_forward
+from hf_linear_attn.patching.scope import current
 from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load
 from tests.patching.test_sweep import NOT_BUILT
 from tests.patching.zoo import MAPPINGS, VOCAB, randomise, registered, tiny_model
@@ -398,6 +399,21 @@ def test_transfer_teaches_what_the_layers_will_compute():
             model(ids, use_cache=False)
         q, k = call.rotation.undo(q), call.rotation.undo(k)
         assert torch.equal(seen[2][1], attention_weights(part, q, k, None, True))
+
+
+@pytest.mark.parametrize(("kind", "angles"), [("llama", 1), ("gemma3_text", 2)])
+def test_a_step_makes_turns_once_for_all_layers_of_one_rotation(kind, angles, monkeypatch):
+    model, made = model_of(kind, **SETTINGS, layers="all"), []
+    own = Rotation.of
+    monkeypatch.setattr(Rotation, "of", lambda *given: made.append(own(*given)) or made[-1])
+    with torch.inference_mode():
+        cache = model(torch.randint(5, VOCAB, (1, 9)), use_cache=True).past_key_values
+        for _ in range(2):
+            made.clear()
+            model(torch.randint(5, VOCAB, (1, 1)), past_key_values=cache)
+            assert len(made) == angles
+    # Nothing of a forward is held when it is over.
+    assert current.model is current.module is None
 
 
 def test_a_call_past_the_hooks_is_refused():

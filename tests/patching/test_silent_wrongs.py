@@ -284,6 +284,24 @@ def test_a_mask_that_hides_what_was_read_is_refused(model):
         model(ids[:, 8:], attention_mask=mask, past_key_values=cache)
 
 
+def test_a_mask_is_looked_at_for_every_cache(model):
+    """Also where a hook asks the model again, with the mask that it was called with."""
+    ids, caches = prompt(10, 0, rows=2), []
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        for read in (mask[:, :8], torch.ones(2, 8, dtype=torch.long)):
+            caches.append(model(ids[:, :8], attention_mask=read, use_cache=True).past_key_values)
+
+        def ask(module, args):
+            model(ids[:, 8:], attention_mask=mask, past_key_values=caches.pop())
+
+        handle = model.get_submodule("model.layers.0").register_forward_pre_hook(ask)
+        with pytest.raises(HFLinearAttnError, match=r"`attention_mask` must"):
+            model(ids[:, 8:], attention_mask=mask, past_key_values=caches[0])
+        handle.remove()
+
+
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_mask_that_shows_what_was_read_is_taken(model, start):
     ids, mask = prompt(10, 0, rows=2), torch.ones(2, 10, dtype=torch.long)

@@ -92,7 +92,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
             model(ids, past_key_values=DynamicCache(config=model.config))
         handle.remove()
         assert torch.equal(model(ids).logits, expected)
-    from hf_linear_attn.patching import hook, masks
+    from hf_linear_attn.patching.scope import current
 
-    assert hook._current.scope is None
-    assert masks._current.packing is None
+    assert current.module is None
+    assert current.model is None

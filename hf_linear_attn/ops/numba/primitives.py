@@ -76,6 +76,20 @@ def pointer(typing, address, like):
     return types.CPointer(like)(types.int64, like), generate
 
 
+@intrinsic(prefer_literal=True)
+def unpacked(typing, address, number):
+    """Return so many int64 that lie at an address, as a tuple: to take them one by one from Python takes longer."""
+    count = number.literal_value
+    result = types.UniTuple(types.int64, count)
+
+    def generate(context, builder, signature, args):
+        numbers = builder.inttoptr(args[0], _INDEX.as_pointer())
+        taken = [builder.load(builder.gep(numbers, [_INDEX(n)])) for n in range(count)]
+        return context.make_tuple(builder, result, taken)
+
+    return result(types.int64, number), generate
+
+
 @intrinsic
 def ahead(typing, x, number):
     """Return a pointer so many entries further."""

@@ -1,6 +1,7 @@
 """How loops are called: what tensors are to them, and how many of their units run side by side."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -36,8 +37,30 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
+class _Desk(threading.local):
+    floats = np.empty(0, np.float32)
+    address = 0
+
+
+_desk = _Desk()
+
+
+def desk(floats: int) -> int:
+    """Return where a thread has memory to work on during one call, for so many fp32; not for what other threads run."""
+    if floats > len(_desk.floats):
+        _desk.floats = np.empty(floats, np.float32)
+        _desk.address = _desk.floats.ctypes.data
+    return _desk.address
+
+
+def parts_of(units: int, work: int) -> int:
+    """Return by how many threads units are run, of about so many multiplications each: at most as PyTorch uses."""
+    most = min(units, units * work // LEAST_WORK)
+    return most if most < 2 else min(most, torch.get_num_threads())
+
+
 def in_parts(run: Callable[[int, int], object], units: int, work: int, held: object = None) -> None:
-    """Run a loop over units, by as many threads as PyTorch uses.
+    """Run a loop over units, by several threads where that pays.
 
     Args:
         run: Takes the first unit and the one after the last; lets other threads run.
@@ -45,7 +68,7 @@ def in_parts(run: Callable[[int, int], object], units: int, work: int, held: obj
         work: About how many multiplications each of them is.
         held: What is read and written: it must outlive a thread, also where whoever waits for that is interrupted.
     """
-    parts = min(torch.get_num_threads(), units, units * work // LEAST_WORK)
+    parts = parts_of(units, work)
     if parts < 2:
         run(0, units)
         return

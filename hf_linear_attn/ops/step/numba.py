@@ -26,12 +26,16 @@ from hf_linear_attn.ops.numba.primitives import (
     pointer,
     take,
     turn_back,
+    unpacked,
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import KINDS, address, in_parts
+from hf_linear_attn.ops.numba.run import KINDS, address, desk, in_parts, parts_of
 from hf_linear_attn.ops.step.checks import check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
+
+NUMBERS = 53
+"""Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
 
 KEY, GATE, WINDOW = range(3)
 MIXES = {"key": KEY, "gate": GATE, "window": WINDOW}
@@ -116,14 +120,20 @@ def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
 
 @loop
 def hybrid(
-    first, last, token, learned, q, k, v, o, key_mask, turns, length, work,
-    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b,
-    seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
-    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
-    HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
-    name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end,
+    first, last, q, k, v, o, key_mask, m_b, turns, length, work, counts,
+    token, learned, of_scores, of_norm, of_map, of_queries, numbers,
 ):  # fmt: skip
-    """Step the units ``[first, last)``; ``work`` has fp32 to work on, for each unit."""
+    """Step the units ``[first, last)``; ``work`` has fp32 to work on, for each unit.
+
+    Where these are all units, ``counts`` says whether the token is counted.
+    """
+    (
+        q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, t_b,
+        seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
+        weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
+        HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
+        name, mix, signed, by_half, at_end,
+    ) = unpacked(numbers, NUMBERS)  # fmt: skip
     long, flag, kind = np.int64(0), np.uint8(0), np.float32(0)
     slots, pool = N + W + 1, rows != 0
     scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
@@ -224,6 +234,10 @@ def hybrid(
                     of_mask[read] = np.uint8(1)
             if R > 0:
                 put(ahead(angles, new * D), now, R)
+    if counts:
+        for b in range(last // HKV):
+            if key_mask == 0 or pointer(key_mask + b * m_b, flag)[0] != 0:
+                pointer(seen, long)[b] += 1
 
 
 class LoopedStep:
@@ -238,7 +252,7 @@ class LoopedStep:
     """
 
     # Without a dictionary, so that nobody takes what is looked up for a part of the state.
-    __slots__ = ("_changing", "_constant", "_dtype", "_held", "_kinds", "_room", "_units", "_value_dim", "_work")
+    __slots__ = ("_changing", "_constant", "_dtype", "_held", "_plain", "_room", "_seen", "_shape", "_units", "_work")
 
     def __init__(self, step: HybridStep) -> None:
         check_hybrid(step)
@@ -250,59 +264,84 @@ class LoopedStep:
         places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
         turned = 0 if step.turns is None else step.turns.shape[2]
         size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
-        changing = (*state, step.near_mask, step.near_turns)
+        changing = (step.seen, *state, step.near_mask, step.near_turns)
         self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
-        self._units, self._work, self._value_dim, self._dtype = B * HKV, F * V * (1 + G), V, step.q.dtype
-        self._room = B * HKV * size
-        # What lies at the addresses is to stay there.
-        self._held = changing, step.seen, places, learned
+        self._units, self._work, self._shape, self._dtype = B * HKV, F * V * (1 + G), (B, H, 1, V), step.q.dtype
+        self._room, self._seen = B * HKV * size, step.seen
         dtype = next((x.dtype for x in learned if x is not None), torch.float32)
-        self._kinds = KINDS[self._dtype], KINDS[dtype]
-        self._constant = (
+        tokens = step.q, step.k, step.v
+        self._plain = all(x.stride(3) == 1 for x in tokens)
+        strides = [x.stride()[:2] for x in map(_in_rows, tokens)]
+        numbers = (
+            *(number for pair in strides for number in pair), H * V, V,
+            0 if step.turns is None or len(step.turns) == 1 else turned,
             address(step.seen), *map(address, places), *map(address, state),
             address(step.near_mask), address(step.near_turns), *map(address, learned),
             HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
             step.sinks, slots - step.sinks - 1, turned,
             *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
             *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
-            MAPS[step.phi], MIXES[step.mix], step.scaling, step.eps, step.factor, step.sharpness,
+            MAPS[step.phi], MIXES[step.mix],
             step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
         )  # fmt: skip
+        table = np.array(numbers, np.int64)
+        factors = step.scaling, step.eps, step.factor, step.sharpness
+        self._constant = KINDS[self._dtype], KINDS[dtype], *map(float, factors), table.ctypes.data
+        # What lies at the addresses is to stay there.
+        self._held = changing, places, learned, table
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, turns: Tensor | None, length: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        turns: Tensor | None,
+        length: int,
+        *,
+        counts: bool,
     ) -> Tensor:
-        """Take a step; arguments as of :class:`HybridStep`, of the same shapes and dtypes as the first ones."""
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-        if turns is not None:
+        """Take a step.
+
+        Args:
+            q: As all up to ``length`` that of a :class:`HybridStep`, of the first one's shape, strides and dtype.
+            k: The same.
+            v: The same.
+            key_mask: Of the first one's shape, or None where that has none.
+            turns: The same.
+            length: Tokens before this one.
+            counts: Whether ``seen`` counts the token.
+        """
+        if not self._plain:
+            q, k, v = map(_in_rows, (q, k, v))
+        if turns is not None and (turns.dtype != self._dtype or not turns.is_contiguous()):
             turns = turns.to(self._dtype).contiguous()
         # Of one token, [B, H, 1, V] lies as [B, 1, H, V] does.
-        o = q.new_empty(*q.shape[:3], self._value_dim)
-        work = q.new_empty(self._room, dtype=torch.float32)
-        (q_b, q_h, _, _), (k_b, k_h, _, _), (v_b, v_h, _, _) = q.stride(), k.stride(), v.stride()
-        o_b, o_h, _, _ = o.stride()
+        o = q.new_empty(self._shape)
         of_call = (
-            *self._kinds,
-            *(
-                q.data_ptr(),
-                k.data_ptr(),
-                v.data_ptr(),
-                o.data_ptr(),
-                address(key_mask),
-                address(turns),
-                length,
-                work.data_ptr(),
-            ),
-            *(q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h),
-            0 if key_mask is None else key_mask.stride(0),
-            0 if turns is None or turns.shape[0] == 1 else turns.stride(0),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
+            *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
+            address(turns),
+            length,
         )
-        held = q, k, v, o, work, key_mask, turns, self._held
-        in_parts(lambda first, last: hybrid(first, last, *of_call, *self._constant), self._units, self._work, held)
+        if parts_of(self._units, self._work) < 2:
+            hybrid(0, self._units, *of_call, desk(self._room), counts, *self._constant)
+        else:
+            work = q.new_empty(self._room, dtype=torch.float32)
+            rest = *of_call, work.data_ptr(), False, *self._constant
+            held = q, k, v, o, work, key_mask, turns, self._held
+            in_parts(lambda first, last: hybrid(first, last, *rest), self._units, self._work, held)
+            if counts:
+                self._seen.add_(1 if key_mask is None else key_mask[:, 0])
         increment_version(self._changing)
         return o
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """Return queries, keys or values as loops read them: the entries of a vector side by side."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
 def hybrid_step_numba_(step: HybridStep) -> Tensor:
     """Run one step in place; see :func:`hf_linear_attn.ops.step.hybrid_step_`."""
-    return LoopedStep(step)(step.q, step.k, step.v, step.key_mask, step.turns, step.length)
+    return LoopedStep(step)(step.q, step.k, step.v, step.key_mask, step.turns, step.length, counts=False)

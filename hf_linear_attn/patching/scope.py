@@ -1,0 +1,187 @@
+"""What the calls within one forward share: of a model, and of one attention module in it."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.discover import shares_keys
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, source_of, with_angles
+
+_CACHES = Cache, EncoderDecoderCache
+
+
+class ModelScope:
+    """What the layers of a model share in one forward.
+
+    Attributes:
+        one_sequence: Whether the model's arguments leave no room for packed sequences; read while a graph is traced.
+        mask: The mask that the model was called with.
+        cache: The cache.
+        outer: The scope of the model around it.
+        rotations: Those of the tokens so far, by the argument that tells of one and by layout.
+    """
+
+    def __init__(self, mask: Any, cache: Any, outer: "ModelScope | None", *, one_sequence: bool) -> None:
+        self.one_sequence, self.mask, self.cache, self.outer = one_sequence, mask, cache, outer
+        # With the argument itself: as long as it is held nothing else goes by its number.
+        self.rotations: dict[tuple[int, Layout], tuple[Any, Rotation]] = {}
+
+
+class ModuleScope:
+    """What the attention calls in one forward of an attention module share.
+
+    Attributes:
+        module: The module.
+        part: What is learned in it; None where it is switched off.
+        layer: The cache layer of its first call; None without a cache.
+        calls: Attention calls so far: some modules make several.
+        outer: The scope of the module around it.
+        rotation: By which the module turns its queries and keys; None where it does not, or nobody asks.
+        looks: Whether the forward runs only to see queries and keys, and ends there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        part: LinearAttention | None,
+        layer: LinearAttentionCacheLayer | None,
+        outer: "ModuleScope | None",
+        rotation: Rotation | None,
+        *,
+        looks: bool = False,
+    ) -> None:
+        self.module, self.part, self.layer, self.outer, self.calls = module, part, layer, outer, 0
+        self.rotation, self.looks = rotation, looks
+
+    def next_layer(self) -> LinearAttentionCacheLayer | None:
+        """Return the cache layer of the next call."""
+        self.calls += 1
+        return None if self.layer is None else self.layer.of_call(self.calls - 1)
+
+
+class _Current(threading.local):
+    # Not a context variable: torch.compile traces this, and not that. Nothing awaits within a module's forward.
+    model: ModelScope | None = None
+    module: ModuleScope | None = None
+
+
+current = _Current()
+"""What this thread runs now."""
+
+
+def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Note, before a patched module's forward, which cache layer its tokens belong to (a forward pre-hook)."""
+    part, layer, rotation = part_of(module), None, None
+    if part is not None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, _CACHES):
+            cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, _CACHES)), None)
+        if cache is not None:
+            # A block that a model uses at several depths is told which one it is at.
+            index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
+            layer = cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
+        if part.undoes:
+            rotation = _rotation(module, part, layer, args, kwargs)
+    current.module = ModuleScope(module, part, layer, current.module, rotation)
+
+
+def _rotation(
+    module: nn.Module,
+    part: LinearAttention,
+    layer: LinearAttentionCacheLayer | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Rotation | None:
+    """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
+    told, layout, scope = rotation_in(args, kwargs), part.layout, current.model
+    if told is None:
+        return None
+    if layout is not None and scope is not None and (id(told), layout) in scope.rotations:
+        return scope.rotations[id(told), layout][1]
+    cos, sin = angles_of(part.name, told)
+    if layout is None and not has_values(cos):
+        # Whatever it is, it takes as much memory and time.
+        layout = Layout("half")
+    elif layout is None:
+        layout = part.layout = _layout_of(module, part, layer, told, args, kwargs)
+    if layout is None or layout.pairs == "none":
+        return None
+    rotation = Rotation.of(cos, sin, layout, source_of(told))
+    # A graph has no use for it: what it computes twice, compilers find.
+    if scope is not None and not torch.compiler.is_compiling():
+        scope.rotations[id(told), layout] = told, rotation
+    return rotation
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def _layout_of(
+    module: nn.Module,
+    part: LinearAttention,
+    layer: LinearAttentionCacheLayer | None,
+    told: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Layout | None:
+    """Find how a module rotates by running it as far as its attention call; None where nothing can be told yet."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    shares = shares_keys(module)
+
+    def without_cache(value: Any) -> Any:
+        # A convolution in front of the queries would remember that it was asked. Keys of others are only read.
+        return None if isinstance(value, _CACHES) and not shares else value
+
+    def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        others, named = with_angles(args, kwargs, cos, sin)
+        before, current.module = current.module, ModuleScope(module, part, layer, None, None, looks=True)
+        try:
+            # Adapters may drop at random: the same every time, and nobody else's numbers.
+            with torch.random.fork_rng(devices):
+                module.forward(
+                    *(without_cache(x) for x in others), **{key: without_cache(x) for key, x in named.items()}
+                )
+        except Seen as seen:
+            return seen.q, seen.k
+        finally:
+            current.module = before
+        return None
+
+    return find_layout(part.name, look, angles_of(part.name, told), shares_keys=shares)
+
+
+class Seen(Exception):  # noqa: N818  # it tells of no error
+    """End a forward that runs only as far as an attention call.
+
+    Attributes:
+        q: The call's queries.
+        k: Its keys.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor) -> None:
+        super().__init__()
+        self.q, self.k = q, k
+
+
+def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forget that after the forward, however it ended (a forward hook)."""
+    current.module = None if current.module is None else current.module.outer
+
+
+def part_of(module: nn.Module) -> LinearAttention | None:
+    """Return what is learned in a patched attention module; None where it is not patched."""
+    # A module's own table of its parts: to ask the module takes ten times as long, and every layer of a step asks.
+    part: Any = module._modules.get("linear_attention")
+    if isinstance(part, LinearAttention):
+        return part
+    if hasattr(part, "modules_to_save"):
+        # PEFT trains a copy of it, kept in a wrapper beside the original.
+        active = [] if part.disable_adapters else list(part.active_adapters)
+        part = part.modules_to_save[active[0]] if active else part.original_module
+    return part if isinstance(part, LinearAttention) else None
