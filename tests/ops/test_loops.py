@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -164,39 +165,85 @@ def generate(layer, state, start=20, end=28, rows=2):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_heads_are_shared_out_to_threads(rows, monkeypatch):
+@pytest.mark.parametrize("threads", ["PyTorch's", "own"])
+def test_heads_are_shared_out_to_threads(threads, rows, monkeypatch):
     """Those of queries, too, where those of keys are fewer than threads."""
-    layer, names = layer_of(), set()
+    layer, calls = layer_of(), []
     torch.set_num_threads(1)
     expected = generate(layer, State(), rows=rows)
     monkeypatch.setattr(run, "LEAST_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    submit = run._pool(2, run.os.getpid()).submit
-    noted = lambda *task: submit(lambda: names.add(threading.current_thread().name) or task[0](*task[1:]))  # noqa: E731
-    monkeypatch.setattr(run._pool(2, run.os.getpid()), "submit", noted)
-    state, mask = State(), torch.tensor([True, False, True])[:rows, None]
+    team, pool = run._team(run.os.getpid()), run._pool(2, run.os.getpid())
+    if threads == "own":
+        submit = pool.submit
+        monkeypatch.setattr(run, "_team", lambda process: None)
+        monkeypatch.setattr(
+            pool,
+            "submit",
+            lambda *task: submit(lambda: calls.append(threading.current_thread().name) or task[0](*task[1:])),
+        )
+    elif team is None:
+        pytest.skip("PyTorch brings no OpenMP whose threads can be reached")
+    else:
+        monkeypatch.setattr(run, "_team", lambda process: lambda *task: calls.append(task) or team(*task))
+    state, mask = State(), torch.tensor([True, False])[:rows, None]
     assert torch.equal(generate(layer, state, rows=rows), expected)
-    assert names
+    assert calls
     with torch.no_grad():
         layer(*(x[:, :, 28:29] for x in draw(40, rows)), Call(state=state, key_mask=mask))
     assert state.tensors["seen"].tolist() == [29, 28][:rows]
 
 
+@p.within
+def note_by_turns(table):
+    head = p.pointer(table, np.int64(0))
+    part = p.turn(table)
+    while part < head[1]:
+        for unit in range(head[2] * part // head[1], head[2] * (part + 1) // head[1]):
+            p.pointer(head[run.HEAD], np.int64(0))[unit] += 1
+        part = p.turn(table)
+
+
+def note(table):
+    note_by_turns(table)
+
+
+def noted(units=7):
+    """Return how often each of some units is run."""
+    found = np.zeros(units, np.int64)
+    run.in_parts(p.entry(note), units, run.LEAST_WORK, (found.ctypes.data,), found)
+    return found.tolist()
+
+
 def in_a_fork(queue):
-    run.in_parts(lambda first, last: queue.put((first, last)), 3, run.LEAST_WORK)
+    queue.put(noted())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_has_threads_of_its_own(monkeypatch):
+@pytest.mark.parametrize("threads", ["PyTorch's", "own"])
+def test_a_fork_has_threads_of_its_own(threads, monkeypatch):
+    """Those of its parent it would wait for in vain."""
+    if threads == "own":
+        team = run._team
+        monkeypatch.setattr(run, "_team", lambda process: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    run.in_parts(lambda first, last: None, 3, run.LEAST_WORK)
+    assert noted() == [1] * 7
+    if threads == "own":
+        monkeypatch.setattr(run, "_team", team)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     process = context.Process(target=in_a_fork, args=(queue,))
     process.start()
-    assert {queue.get(timeout=60) for _ in range(3)} == {(0, 1), (1, 2), (2, 3)}
+    assert queue.get(timeout=60) == [1] * 7
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_python_threads_run_loops_at_once(monkeypatch):
+    """Several Python threads run loops at once, each with a team of its own."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(noted, [5] * 200)) == [[1] * 5] * 200
 
 
 def test_a_step_goes_by_weights_that_are_replaced_or_trained():

@@ -9,12 +9,12 @@ numbers are finite: a NaN stays one.
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -49,20 +49,43 @@ within: Callable[..., Any] = partial(
 
 def loop(function: Callable[..., Any]) -> Any:
     """Compile a loop, and keep what was compiled."""
+    return _kept(within, function)
+
+
+class Entry(NamedTuple):
+    """A function of an address, as C calls it; other Python threads run meanwhile.
+
+    Attributes:
+        address: Where it begins.
+        call: Calls it.
+    """
+
+    address: int
+    call: Callable[[int], None]
+
+
+@cache
+def entry(function: Callable[[int], None]) -> Entry:
+    """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
+    compiled = _kept(partial(cfunc, types.void(types.int64), error_model="numpy"), function)
+    return Entry(compiled.address, compiled.ctypes)
+
+
+def _kept(compile_: Callable[..., Any], function: Callable[..., Any]) -> Any:
     try:
-        return within(function, cache=True)
+        return compile_(cache=True)(function)
     except RuntimeError:
         warnings.warn(
             "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
             "NUMBA_CACHE_DIR to a folder that can be written.",
-            stacklevel=2,
+            stacklevel=3,
         )
-        return within(function)
+        return compile_()(function)
 
 
 WIDTH = 8
 """Entries of a vector; processors with other widths get several, or a part."""
-_FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOAT, _INT, _INDEX, _REAL = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.DoubleType()
 _VECTOR = ir.VectorType(_FLOAT, WIDTH)
 
 
@@ -78,7 +101,7 @@ def pointer(typing, address, like):
 
 @intrinsic(prefer_literal=True)
 def unpacked(typing, address, number):
-    """Return so many int64 that lie at an address, as a tuple: to take them one by one from Python takes longer."""
+    """Return so many int64 that lie at an address, as a tuple: one by one they take long to come from Python."""
     count = number.literal_value
     result = types.UniTuple(types.int64, count)
 
@@ -88,6 +111,23 @@ def unpacked(typing, address, number):
         return context.make_tuple(builder, result, taken)
 
     return result(types.int64, number), generate
+
+
+@intrinsic
+def as_float(typing, x):
+    """Return the float64 whose bits an int64 has: one table holds both."""
+    return types.float64(types.int64), lambda context, builder, signature, args: builder.bitcast(args[0], _REAL)
+
+
+@intrinsic
+def turn(typing, address):
+    """Return the number that lies at an address and count it up; of threads that ask at once each gets another."""
+
+    def generate(context, builder, signature, args):
+        number = builder.inttoptr(args[0], _INDEX.as_pointer())
+        return builder.atomic_rmw("add", number, _INDEX(1), "monotonic")
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic

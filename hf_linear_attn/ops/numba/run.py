@@ -1,17 +1,21 @@
 """How loops are called: what tensors are to them, and how many of their units run side by side."""
 
+import ctypes
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from hf_linear_attn.ops.numba.primitives import Entry
 
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 """The dtypes that loops read and write, as what stands for them there."""
@@ -59,29 +63,67 @@ def parts_of(units: int, work: int) -> int:
     return most if most < 2 else min(most, torch.get_num_threads())
 
 
-def in_parts(run: Callable[[int, int], object], units: int, work: int, held: object = None) -> None:
-    """Run a loop over units, by several threads where that pays.
+def bits(x: float) -> int:
+    """Return the bits of a float64 as an int64, as a table of numbers holds it."""
+    found: int = struct.unpack("q", struct.pack("d", x))[0]
+    return found
+
+
+HEAD = 3
+"""Numbers before a task's own: the part that is next, how many there are, and units."""
+
+
+def in_parts(task: "Entry", units: int, work: int, numbers: Sequence[int], held: object = None) -> None:
+    """Run a task over units, by several threads where that pays.
+
+    PyTorch's own threads do it where they can be reached. They look for work for a while after each operation: other
+    threads would have to share cores with them.
 
     Args:
-        run: Takes the first unit and the one after the last; lets other threads run.
+        task: Takes the address of a table: what says :data:`HEAD`, then the numbers. Takes turns with other threads.
         units: How many there are.
         work: About how many multiplications each of them is.
+        numbers: The task's own, int64.
         held: What is read and written: it must outlive a thread, also where whoever waits for that is interrupted.
     """
-    parts = parts_of(units, work)
-    if parts < 2:
-        run(0, units)
-        return
-    bounds = [units * n // parts for n in range(parts + 1)]
-    others = [_pool(parts - 1, os.getpid()).submit(_run, run, *pair, held) for pair in pairwise(bounds[1:])]
-    run(bounds[0], bounds[1])
-    wait(others)
-    for other in others:
-        other.result()
+    parts = max(parts_of(units, work), 1)
+    table = np.array((0, parts, units, *numbers), np.int64)
+    address, team = table.ctypes.data, _team(os.getpid())
+    if parts == 1:
+        task.call(address)
+    elif team is not None:
+        # As many as PyTorch asks for: who asks for fewer ends the others.
+        team(task.address, address, torch.get_num_threads(), 0)
+    else:
+        others = [_pool(parts - 1, os.getpid()).submit(_run, task, address, (table, held)) for _ in range(1, parts)]
+        task.call(address)
+        wait(others)
+        for other in others:
+            other.result()
 
 
-def _run(run: Callable[[int, int], object], first: int, last: int, held: object) -> None:
-    run(first, last)
+def _run(task: "Entry", address: int, held: object) -> None:
+    task.call(address)
+
+
+_FIRST_PROCESS = os.getpid()
+
+
+@cache
+def _team(process: int) -> Callable[[int, int, int, int], None] | None:
+    """Return what runs a function by OpenMP's threads; None where there is no such thing, or in a fork, which has none.
+
+    Both GNU's and Intel's runtime have it, and on Linux PyTorch brings one of them.
+    """
+    if process != _FIRST_PROCESS:
+        return None
+    try:
+        run = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    run.argtypes, run.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    found: Callable[[int, int, int, int], None] = run
+    return found
 
 
 @cache

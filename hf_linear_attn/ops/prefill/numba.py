@@ -19,21 +19,24 @@ from hf_linear_attn.ops.numba.primitives import (
     NOTHING,
     ONE,
     ahead,
+    as_float,
     bend,
     clear,
+    entry,
     exp2,
     inner,
-    loop,
     multiply,
     narrow,
     pointer,
     take,
+    turn,
     turn_back,
     two_softmaxes,
+    unpacked,
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import KINDS, address, in_parts
+from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts
 from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
 
@@ -171,19 +174,23 @@ def write_block(o, o_t, near, far, of_near, of_far, first, count, value_dim, tok
                 out[j] = narrow(row[j] * x, token)
 
 
-@loop
-def read(
-    first, last, token,
-    q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
-    weight_q, power_q, weight_k, power_k, bias, direction, o, kv_out, z_out, keys_out, broken, work,
-    HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
-    wq_h, pq_h, wk_h, pk_h, name, of_scores, of_norm, of_map, of_queries, by_half, at_end,
-):  # fmt: skip
+NUMBERS = 71
+"""Addresses, sizes, strides and factors of a call."""
+
+
+@within(inline="always")
+def read(first, last, token, numbers):
     """Read the units ``[first, last)``, each of G query heads, S of them per key head."""
+    (
+        q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
+        weight_q, power_q, weight_k, power_k, bias, direction, o, kv_out, z_out, keys_out, broken, work,
+        HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
+        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
+        wq_h, pq_h, wk_h, pk_h, name, of_scores, of_norm, of_map, of_queries, by_half, at_end,
+    ) = unpacked(numbers, NUMBERS)  # fmt: skip
     flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
-    scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
-    factor, sharpness, F, rows = np.float32(of_map), np.float32(of_queries), 2 * M, BLOCK * G
+    scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
+    factor, sharpness, F, rows = np.float32(as_float(of_map)), np.float32(as_float(of_queries)), 2 * M, BLOCK * G
     zero = np.float32(0.0)
     keys = pointer(work + 4 * size * first, kind)
     values = ahead(keys, D * E)
@@ -311,6 +318,28 @@ def read(
         pointer(broken, flag)[0] = np.uint8(1)
 
 
+@within(inline="always")
+def read_by_turns(table, token):
+    """Read parts of the units as long as there are any; see :func:`in_parts`."""
+    head = pointer(table, np.int64(0))
+    parts, units = head[1], head[2]
+    part = turn(table)
+    while part < parts:
+        read(units * part // parts, units * (part + 1) // parts, token, table + 8 * HEAD)
+        part = turn(table)
+
+
+def _fp32(table):
+    read_by_turns(table, np.float32(0))
+
+
+def _bf16(table):
+    read_by_turns(table, np.uint16(0))
+
+
+TASKS = {torch.float32: _fp32, torch.bfloat16: _bf16}
+
+
 def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefilled | None:
     """Attend with a loop; None where a key or value is not finite; see :func:`hf_linear_attn.ops.prefill.prefill`."""
     (B, H, T, D), HKV, V, M, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.weight.shape[2], call.window
@@ -339,15 +368,16 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
     broken = q.new_zeros((), dtype=torch.uint8)
     tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, broken, work
-    arguments = (
-        KINDS[q.dtype], *map(address, tensors),
+    numbers = (
+        *map(address, tensors),
         HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, E, size,
         *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
         *(0 if x is None else x.stride(0) for x in masks),
         *((0, 0) if seen is None else seen.stride()[:2]), *call.number.stride(),
         *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
-        MAPS[call.name], call.scaling, call.eps, call.factor, call.sharpness, call.pairs == "half", call.at_end,
+        MAPS[call.name], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
+        call.pairs == "half", call.at_end,
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
-    in_parts(lambda first, last: read(first, last, *arguments), B * HKV * S, work_of_unit, tensors)
+    in_parts(entry(TASKS[q.dtype]), B * HKV * S, work_of_unit, numbers, tensors)
     return None if broken else Prefilled(o, kv, z, keys)

@@ -17,6 +17,8 @@ from hf_linear_attn.ops.numba.primitives import (
     NOTHING,
     ONE,
     ahead,
+    as_float,
+    entry,
     exp2,
     features_of_vector,
     inner,
@@ -25,12 +27,13 @@ from hf_linear_attn.ops.numba.primitives import (
     narrow,
     pointer,
     take,
+    turn,
     turn_back,
     unpacked,
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import KINDS, address, desk, in_parts, parts_of
+from hf_linear_attn.ops.numba.run import HEAD, KINDS, address, bits, desk, in_parts, parts_of
 from hf_linear_attn.ops.step.checks import check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
 
@@ -240,6 +243,48 @@ def hybrid(
                 pointer(seen, long)[b] += 1
 
 
+@within
+def hybrid_by_turns(table, token, learned):
+    """Step parts of the units as long as there are any; see :func:`in_parts`."""
+    head = pointer(table, np.int64(0))
+    parts, units = head[1], head[2]
+    q, k, v, o, key_mask, m_b, turns, length, work, scores, norm, of_map, queries, numbers = unpacked(
+        table + 8 * HEAD, 14
+    )
+    part = turn(table)
+    while part < parts:
+        hybrid(
+            units * part // parts, units * (part + 1) // parts, q, k, v, o, key_mask, m_b, turns, length, work, False,
+            token, learned, as_float(scores), as_float(norm), as_float(of_map), as_float(queries), numbers,
+        )  # fmt: skip
+        part = turn(table)
+
+
+def _fp32(table):
+    hybrid_by_turns(table, np.float32(0), np.float32(0))
+
+
+def _fp32_of_bf16(table):
+    hybrid_by_turns(table, np.float32(0), np.uint16(0))
+
+
+def _bf16_of_fp32(table):
+    hybrid_by_turns(table, np.uint16(0), np.float32(0))
+
+
+def _bf16(table):
+    hybrid_by_turns(table, np.uint16(0), np.uint16(0))
+
+
+TASKS = {
+    (torch.float32, torch.float32): _fp32,
+    (torch.float32, torch.bfloat16): _fp32_of_bf16,
+    (torch.bfloat16, torch.float32): _bf16_of_fp32,
+    (torch.bfloat16, torch.bfloat16): _bf16,
+}
+"""By the dtypes of tokens and of what is learned."""
+
+
 class LoopedStep:
     """A step of one state, to be taken again and again: all that stays from token to token is looked up once.
 
@@ -252,7 +297,10 @@ class LoopedStep:
     """
 
     # Without a dictionary, so that nobody takes what is looked up for a part of the state.
-    __slots__ = ("_changing", "_constant", "_dtype", "_held", "_plain", "_room", "_seen", "_shape", "_units", "_work")
+    __slots__ = (
+        *("_changing", "_constant", "_dtype", "_held", "_last", "_plain"),
+        *("_room", "_seen", "_shape", "_task", "_units", "_work"),
+    )
 
     def __init__(self, step: HybridStep) -> None:
         check_hybrid(step)
@@ -285,8 +333,9 @@ class LoopedStep:
             step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
         )  # fmt: skip
         table = np.array(numbers, np.int64)
-        factors = step.scaling, step.eps, step.factor, step.sharpness
-        self._constant = KINDS[self._dtype], KINDS[dtype], *map(float, factors), table.ctypes.data
+        factors = [float(x) for x in (step.scaling, step.eps, step.factor, step.sharpness)]
+        self._constant = KINDS[self._dtype], KINDS[dtype], *factors, table.ctypes.data
+        self._task, self._last = TASKS[self._dtype, dtype], (*map(bits, factors), table.ctypes.data)
         # What lies at the addresses is to stay there.
         self._held = changing, places, learned, table
 
@@ -328,9 +377,9 @@ class LoopedStep:
             hybrid(0, self._units, *of_call, desk(self._room), counts, *self._constant)
         else:
             work = q.new_empty(self._room, dtype=torch.float32)
-            rest = *of_call, work.data_ptr(), False, *self._constant
+            numbers = *of_call, work.data_ptr(), *self._last
             held = q, k, v, o, work, key_mask, turns, self._held
-            in_parts(lambda first, last: hybrid(first, last, *rest), self._units, self._work, held)
+            in_parts(entry(self._task), self._units, self._work, numbers, held)
             if counts:
                 self._seen.add_(1 if key_mask is None else key_mask[:, 0])
         increment_version(self._changing)
