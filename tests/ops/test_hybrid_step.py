@@ -133,8 +133,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return hybrid_step_(whole, backend=backend)
 
     monkeypatch.setattr(in_one, "hybrid_step_", serve)
-    loop = looped.hybrid
-    monkeypatch.setattr(looped, "hybrid", lambda *arguments: served.append(arguments) or loop(*arguments))
+    loop = looped.in_parts
+    monkeypatch.setattr(looped, "in_parts", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
 
 

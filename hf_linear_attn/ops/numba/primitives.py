@@ -47,11 +47,6 @@ within: Callable[..., Any] = partial(
 """Compile what loops call. Sums may be taken in another order; neither NaN nor infinity is assumed away."""
 
 
-def loop(function: Callable[..., Any]) -> Any:
-    """Compile a loop, and keep what was compiled."""
-    return _kept(within, function)
-
-
 class Entry(NamedTuple):
     """A function of an address, as C calls it; other Python threads run meanwhile.
 
@@ -67,20 +62,17 @@ class Entry(NamedTuple):
 @cache
 def entry(function: Callable[[int], None]) -> Entry:
     """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
-    compiled = _kept(partial(cfunc, types.void(types.int64), error_model="numpy"), function)
-    return Entry(compiled.address, compiled.ctypes)
-
-
-def _kept(compile_: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    compile_ = partial(cfunc, types.void(types.int64), error_model="numpy")
     try:
-        return compile_(cache=True)(function)
+        compiled = compile_(cache=True)(function)
     except RuntimeError:
         warnings.warn(
             "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
             "NUMBA_CACHE_DIR to a folder that can be written.",
-            stacklevel=3,
+            stacklevel=2,
         )
-        return compile_()(function)
+        compiled = compile_()(function)
+    return Entry(compiled.address, compiled.ctypes)
 
 
 WIDTH = 8
@@ -121,11 +113,14 @@ def as_float(typing, x):
 
 @intrinsic
 def turn(typing, address):
-    """Return the number that lies at an address and count it up; of threads that ask at once each gets another."""
+    """Return the number that lies at an address and count it up; of threads that ask at once each gets another.
+
+    Who gets a number sees what was written by those who got one before.
+    """
 
     def generate(context, builder, signature, args):
         number = builder.inttoptr(args[0], _INDEX.as_pointer())
-        return builder.atomic_rmw("add", number, _INDEX(1), "monotonic")
+        return builder.atomic_rmw("add", number, _INDEX(1), "acq_rel")
 
     return types.int64(types.int64), generate
 

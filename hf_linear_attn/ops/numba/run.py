@@ -4,10 +4,11 @@ import ctypes
 import os
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch.nn import Parameter
 if TYPE_CHECKING:
     from hf_linear_attn.ops.numba.primitives import Entry
 
-KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-"""The dtypes that loops read and write, as what stands for them there."""
+DTYPES = {torch.float32, torch.bfloat16}
+"""What loops read and write."""
 
 LEAST_WORK = 2**20
 """Multiplications below which units are not shared out: threads would take longer to start."""
@@ -28,7 +29,7 @@ def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | No
     """Say why loops cannot take tensors, or None where they can: all tokens are alike, and all that is learned."""
     for of in (tokens, learned):
         kinds = {x.dtype for x in of if x is not None}
-        if len(kinds) > 1 or not kinds <= KINDS.keys():
+        if len(kinds) > 1 or not kinds <= DTYPES:
             return f"loops take tensors of one dtype, fp32 or bf16, not {', '.join(sorted(map(str, kinds)))}"
     for x in (*tokens, *learned):
         if x is not None and (x.device.type != "cpu" or type(x) not in (Tensor, Parameter)):
@@ -60,7 +61,7 @@ def desk(floats: int) -> int:
 def parts_of(units: int, work: int) -> int:
     """Return by how many threads units are run, of about so many multiplications each: at most as PyTorch uses."""
     most = min(units, units * work // LEAST_WORK)
-    return most if most < 2 else min(most, torch.get_num_threads())
+    return 1 if most < 2 else min(most, torch.get_num_threads())
 
 
 def bits(x: float) -> int:
@@ -86,12 +87,12 @@ def in_parts(task: "Entry", units: int, work: int, numbers: Sequence[int], held:
         numbers: The task's own, int64.
         held: What is read and written: it must outlive a thread, also where whoever waits for that is interrupted.
     """
-    parts = max(parts_of(units, work), 1)
-    table = np.array((0, parts, units, *numbers), np.int64)
-    address, team = table.ctypes.data, _team(os.getpid())
+    parts = parts_of(units, work)
+    table = array("q", (0, parts, units, *numbers))
+    address = table.buffer_info()[0]
     if parts == 1:
         task.call(address)
-    elif team is not None:
+    elif (team := _team(os.getpid())) is not None:
         # As many as PyTorch asks for: who asks for fewer ends the others.
         team(task.address, address, torch.get_num_threads(), 0)
     else:

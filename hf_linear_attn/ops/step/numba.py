@@ -5,6 +5,8 @@ reads. As on a GPU the token is written where nobody reads, and sinks are told b
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
+from array import array
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from hf_linear_attn.ops.numba.primitives import (
     exp2,
     features_of_vector,
     inner,
-    loop,
     multiply,
     narrow,
     pointer,
@@ -33,11 +34,11 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, KINDS, address, bits, desk, in_parts, parts_of
+from hf_linear_attn.ops.numba.run import HEAD, address, bits, desk, in_parts, parts_of
 from hf_linear_attn.ops.step.checks import check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
 
-NUMBERS = 53
+NUMBERS = 57
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
 
 KEY, GATE, WINDOW = range(3)
@@ -121,26 +122,20 @@ def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
         o[i] /= total
 
 
-@loop
-def hybrid(
-    first, last, q, k, v, o, key_mask, m_b, turns, length, work, counts,
-    token, learned, of_scores, of_norm, of_map, of_queries, numbers,
-):  # fmt: skip
-    """Step the units ``[first, last)``; ``work`` has fp32 to work on, for each unit.
-
-    Where these are all units, ``counts`` says whether the token is counted.
-    """
+@within
+def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, learned, numbers):
+    """Step the units ``[first, last)``; ``work`` has fp32 to work on, for each unit."""
     (
         q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, t_b,
         seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
         weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
         HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
-        name, mix, signed, by_half, at_end,
+        name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end,
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
     long, flag, kind = np.int64(0), np.uint8(0), np.float32(0)
     slots, pool = N + W + 1, rows != 0
-    scaling, eps = np.float32(of_scores) * LOG2E, np.float32(of_norm)
-    factor, sharpness = np.float32(of_map), np.float32(of_queries)
+    scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
+    factor, sharpness = np.float32(as_float(of_map)), np.float32(as_float(of_queries))
     size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
     for unit in range(first, last):
         b, hk = unit // HKV, unit % HKV
@@ -237,26 +232,31 @@ def hybrid(
                     of_mask[read] = np.uint8(1)
             if R > 0:
                 put(ahead(angles, new * D), now, R)
-    if counts:
-        for b in range(last // HKV):
-            if key_mask == 0 or pointer(key_mask + b * m_b, flag)[0] != 0:
-                pointer(seen, long)[b] += 1
+
+
+@within
+def count_token(seen, rows, key_mask, m_b):
+    """Count a token in the rows where it is real."""
+    for b in range(rows):
+        if key_mask == 0 or pointer(key_mask + b * m_b, np.uint8(0))[0] != 0:
+            pointer(seen, np.int64(0))[b] += 1
 
 
 @within
 def hybrid_by_turns(table, token, learned):
-    """Step parts of the units as long as there are any; see :func:`in_parts`."""
+    """Step parts of the units as long as there are any, and count the token after all of them; see :func:`in_parts`."""
     head = pointer(table, np.int64(0))
     parts, units = head[1], head[2]
-    q, k, v, o, key_mask, m_b, turns, length, work, scores, norm, of_map, queries, numbers = unpacked(
-        table + 8 * HEAD, 14
-    )
+    _, counts, seen, rows, q, k, v, o, key_mask, m_b, turns, length, work, numbers = unpacked(table + 8 * HEAD, 14)
     part = turn(table)
     while part < parts:
         hybrid(
-            units * part // parts, units * (part + 1) // parts, q, k, v, o, key_mask, m_b, turns, length, work, False,
-            token, learned, as_float(scores), as_float(norm), as_float(of_map), as_float(queries), numbers,
+            units * part // parts, units * (part + 1) // parts, q, k, v, o, key_mask, m_b, turns, length, work,
+            token, learned, numbers,
         )  # fmt: skip
+        # No part may read a number that is already counted up.
+        if turn(table + 8 * HEAD) == parts - 1 and counts:
+            count_token(seen, rows, key_mask, m_b)
         part = turn(table)
 
 
@@ -298,7 +298,7 @@ class LoopedStep:
 
     # Without a dictionary, so that nobody takes what is looked up for a part of the state.
     __slots__ = (
-        *("_changing", "_constant", "_dtype", "_held", "_last", "_plain"),
+        *("_changing", "_dtype", "_held", "_numbers", "_plain"),
         *("_room", "_seen", "_shape", "_task", "_units", "_work"),
     )
 
@@ -314,8 +314,8 @@ class LoopedStep:
         size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
         changing = (step.seen, *state, step.near_mask, step.near_turns)
         self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
-        self._units, self._work, self._shape, self._dtype = B * HKV, F * V * (1 + G), (B, H, 1, V), step.q.dtype
-        self._room, self._seen = B * HKV * size, step.seen
+        self._units, self._work, self._room = B * HKV, F * V * (1 + G), B * HKV * size
+        self._shape, self._dtype = (B, H, 1, V), step.q.dtype
         dtype = next((x.dtype for x in learned if x is not None), torch.float32)
         tokens = step.q, step.k, step.v
         self._plain = all(x.stride(3) == 1 for x in tokens)
@@ -329,13 +329,12 @@ class LoopedStep:
             step.sinks, slots - step.sinks - 1, turned,
             *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
             *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
-            MAPS[step.phi], MIXES[step.mix],
+            MAPS[step.phi], MIXES[step.mix], *map(bits, (step.scaling, step.eps, step.factor, step.sharpness)),
             step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
         )  # fmt: skip
-        table = np.array(numbers, np.int64)
-        factors = [float(x) for x in (step.scaling, step.eps, step.factor, step.sharpness)]
-        self._constant = KINDS[self._dtype], KINDS[dtype], *factors, table.ctypes.data
-        self._task, self._last = TASKS[self._dtype, dtype], (*map(bits, factors), table.ctypes.data)
+        table = array("q", numbers)
+        self._task, self._seen = entry(TASKS[self._dtype, dtype]), (address(step.seen), B)
+        self._numbers = table.buffer_info()[0]
         # What lies at the addresses is to stay there.
         self._held = changing, places, learned, table
 
@@ -367,21 +366,15 @@ class LoopedStep:
             turns = turns.to(self._dtype).contiguous()
         # Of one token, [B, H, 1, V] lies as [B, 1, H, V] does.
         o = q.new_empty(self._shape)
-        of_call = (
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
+        alone = parts_of(self._units, self._work) < 2
+        work = None if alone else q.new_empty(self._room, dtype=torch.float32)
+        numbers = (
+            *(0, counts, *self._seen, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
             *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
-            address(turns),
-            length,
+            *(address(turns), length, desk(self._room) if work is None else work.data_ptr(), self._numbers),
         )
-        if parts_of(self._units, self._work) < 2:
-            hybrid(0, self._units, *of_call, desk(self._room), counts, *self._constant)
-        else:
-            work = q.new_empty(self._room, dtype=torch.float32)
-            numbers = *of_call, work.data_ptr(), *self._last
-            held = q, k, v, o, work, key_mask, turns, self._held
-            in_parts(entry(self._task), self._units, self._work, numbers, held)
-            if counts:
-                self._seen.add_(1 if key_mask is None else key_mask[:, 0])
+        held = q, k, v, o, work, key_mask, turns, self._held
+        in_parts(self._task, self._units, self._work, numbers, held)
         increment_version(self._changing)
         return o
 
