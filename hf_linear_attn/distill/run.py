@@ -42,7 +42,7 @@ from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, reshard, shard, whole
 from hf_linear_attn.distill.stages import Stage
-from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher, Teacher
+from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
 from hf_linear_attn.encoders import copy_sentence_files, pooling_of
@@ -109,6 +109,48 @@ def distill(
     """
     check_trackers(settings)
     process_state()
+    accelerator = launch(settings)
+    if settings.feature_map_file is not None:
+        load_users_maps(settings.feature_map_file)
+    folder = None if settings.output_dir is None else Path(settings.output_dir)
+    with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
+        models = load_models(settings, teacher, student, tokenizer, accelerator)
+        settings = models.settings
+        train, heldout = data or load_data(settings, models.tokenizer, processes=readers(settings, accelerator))
+        if settings.trackers:
+            accelerator.init_trackers("hf_linear_attn")
+        dtypes = prepare_models(models, (train, heldout), accelerator)
+        source = models.source if settings.teacher_logits is None else TeacherLogits(Path(settings.teacher_logits))
+        trainer = Trainer(settings, models.student, train, source, accelerator, on_step)
+        trainer.run(partial(prepare_stage, settings))
+        counts = count_parameters(trainer.student)
+        distilled, metrics = finish_models(models, trainer.student, dtypes, heldout, accelerator)
+        result = DistillResult(
+            student=distilled,
+            settings=settings,
+            history=trainer.history,
+            metrics=metrics,
+            tokens=trainer.tokens,
+            elapsed_s=trainer.elapsed_s,
+            trainable_parameters=counts,
+            output_dir=folder,
+        )
+        if settings.trackers:
+            accelerator.end_training()
+        # Gathering a sharded model takes all processes.
+        state = whole_state(result.student, accelerator.is_main_process)
+        if folder is not None and accelerator.is_main_process:
+            save_result(result, models.tokenizer, folder, state)
+        accelerator.wait_for_everyone()
+    return result
+
+
+def launch(settings: DistillationSettings) -> Accelerator:
+    """Return what knows of the run's processes.
+
+    Raises:
+        ArgumentError: If settings and the way in which the processes were launched do not fit.
+    """
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
     if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
@@ -129,117 +171,144 @@ def distill(
         )
     if settings.shard and not torch.distributed.is_initialized():
         raise ArgumentError("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
-    folder = None if settings.output_dir is None else Path(settings.output_dir)
-    with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
-        made = student is None and settings.student is None
-        fresh_student = partial(load_student, teacher=teacher)
-        asked = needs_teacher(settings, made)
-        shared = asked and made and teacher is None and shares_weights(settings)
-        own_config = check_teacher(settings) if asked and teacher is None and not shared else None
-        tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
-        student = student or fresh_student(settings)
-        check_pair(teacher or own_config, student, tokenizer)
-        check_direction(settings, student)
-        settings = check_quantised(settings, student)
-        settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
-        settings = resolve(settings, student, accelerator.mixed_precision)
-        check_lengths(settings, student)
-        if settings.pack and not settings.encoder and not takes(student, "position_ids"):
-            raise ArgumentError(
-                "pack",
-                f"be False for {type(student).__name__}",
-                settings.pack,
-                "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
-            )
+    return accelerator
 
-        def place(model: PreTrainedModel) -> PreTrainedModel:
-            # Layer by layer from the CPU: the whole of a model that is sharded need not fit a device.
-            if settings.shard and not is_sharded(model):
-                shard(model, settings.mixed_precision)
-            return model if is_quantised(model) else model.to(accelerator.device)  # type: ignore[arg-type]
 
-        def load() -> PreTrainedModel:
-            return place(load_teacher(settings) if teacher is None else teacher)
+@dataclass
+class Models:
+    """The models of a run.
 
-        train, heldout = data or load_data(settings, tokenizer, processes=readers(settings, accelerator))
-        if settings.trackers:
-            accelerator.init_trackers("hf_linear_attn")
-        source: Teacher | None = LiveTeacher(load) if asked and not shared else None
-        if settings.softmax_budget and made:
-            if not is_quantised(student):
-                student.to(accelerator.device)  # type: ignore[arg-type]
-            compared = source if isinstance(source, ModelTeacher) else SharedTeacher(student)
-            student = keep_softmax(settings, student, compared, tokenizer, (train, heldout), fresh_student)
-        dtypes = dtypes_of(student)
-        if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
-            # What is sharded is sharded in the dtype that it is kept in.
-            raise_precision(student.parameters())
-        place(student)
-        if shared:
-            source = SharedTeacher(student)
-        live = source if isinstance(source, ModelTeacher) else None
-        if settings.teacher_logits is not None:
-            source = TeacherLogits(Path(settings.teacher_logits))
-        if made and settings.calibration_batches and not settings.encoder:
-            # A run that goes on from a checkpoint finds its gates there.
-            start_gates(settings, student, train)
-        trainer = Trainer(settings, student, train, source, accelerator, on_step)
-        trainer.run(partial(prepare_stage, settings))
-        trained: Any = trainer.student
-        counts = count_parameters(trained)
-        figures = partial(
-            measure,
-            data=heldout,
-            tokenizer=tokenizer,
-            rows=settings.heldout_rows,
-            length=settings.block_tokens,
-            seed=settings.seed,
-            answers=settings.heldout_answers,
-            progress=settings.progress and accelerator.is_main_process,
+    Attributes:
+        settings: The run's, with what models decide filled in.
+        student: The model to be trained.
+        tokenizer: Its tokenizer.
+        given: The teacher that the caller has; None where it is loaded.
+        made: Whether the student is made here, from the teacher.
+        shared: Whether the student itself is its teacher, with its layers softmax for once.
+        source: The teacher that is run; None without one, and where it is shared and not there yet.
+    """
+
+    settings: DistillationSettings
+    student: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    given: PreTrainedModel | None
+    made: bool
+    shared: bool
+    source: ModelTeacher | None
+
+    def fresh_student(self, settings: DistillationSettings) -> PreTrainedModel:
+        """Return a student that is only patched."""
+        return load_student(settings, teacher=self.given)
+
+
+def load_models(
+    settings: DistillationSettings,
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    accelerator: Accelerator,
+) -> Models:
+    """Load what the caller does not have, as for :func:`distill`, and check that all of it fits together."""
+    made = student is None and settings.student is None
+    asked = needs_teacher(settings, made)
+    shared = asked and made and teacher is None and shares_weights(settings)
+    own_config = check_teacher(settings) if asked and teacher is None and not shared else None
+    tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
+    student = student or load_student(settings, teacher=teacher)
+    check_pair(teacher or own_config, student, tokenizer)
+    check_direction(settings, student)
+    settings = check_quantised(settings, student)
+    settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
+    settings = resolve(settings, student, accelerator.mixed_precision)
+    check_lengths(settings, student)
+    if settings.pack and not settings.encoder and not takes(student, "position_ids"):
+        raise ArgumentError(
+            "pack",
+            f"be False for {type(student).__name__}",
+            settings.pack,
+            "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
         )
-        metrics: dict[str, Any] = {}
-        if settings.heldout_rows and live is not None and not settings.encoder:
-            # Before the adapters, which may be off while the student is the teacher, are merged.
-            with live.running() as model:
-                # Layers that are softmax for once have no cache for it.
-                cached = not isinstance(live, SharedTeacher)
-                metrics["teacher"] = figures(model, branches=False, cached=cached)
-        distilled: PreTrainedModel = (
-            trained.merge_and_unload() if isinstance(trained, PeftModel) and settings.merge_lora else trained
-        )
-        restore_precision(distilled, dtypes)
-        let_autocast_cast(distilled, autocast=False)
-        distilled.train(False)
-        for parameter in distilled.parameters():
-            # Integers, which are quantised weights, have no gradients.
-            parameter.requires_grad_(parameter.is_floating_point() and not is_quantised(student))
-        if settings.encoder and settings.heldout_rows:
-            models = {} if live is None else {"teacher": live.predictor.model}
-            metrics = encoder_figures(settings, models | {"student": distilled}, heldout, tokenizer)
-        elif settings.heldout_rows:
-            metrics["student"] = figures(distilled)
-        known = student.config.linear_attention
-        known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
-        result = DistillResult(
-            student=distilled,
-            settings=settings,
-            history=trainer.history,
-            metrics=metrics,
-            tokens=trainer.tokens,
-            elapsed_s=trainer.elapsed_s,
-            trainable_parameters=counts,
-            output_dir=folder,
-        )
-        if settings.trackers:
-            accelerator.end_training()
-        # Gathering a sharded model takes all processes.
-        state = whole_state(result.student, accelerator.is_main_process)
-        if folder is not None and accelerator.is_main_process:
-            save_result(result, tokenizer, folder, state)
-        accelerator.wait_for_everyone()
-    return result
+
+    def load() -> PreTrainedModel:
+        return place(load_teacher(settings) if teacher is None else teacher, settings, accelerator)
+
+    source = LiveTeacher(load) if asked and not shared else None
+    return Models(settings, student, tokenizer, teacher, made, shared, source)
+
+
+def place(model: PreTrainedModel, settings: DistillationSettings, accelerator: Accelerator) -> PreTrainedModel:
+    """Move a model to its device: layer by layer where it is sharded, as the whole need not fit there."""
+    if settings.shard and not is_sharded(model):
+        shard(model, settings.mixed_precision)
+    return model if is_quantised(model) else model.to(accelerator.device)  # type: ignore[arg-type]
+
+
+def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Accelerator) -> dict[str, torch.dtype]:
+    """Make the student ready to be trained, and the teacher that it shares weights with.
+
+    Returns:
+        The dtypes of the student's parameters before.
+    """
+    settings = models.settings
+    if settings.softmax_budget and models.made:
+        if not is_quantised(models.student):
+            models.student.to(accelerator.device)  # type: ignore[arg-type]
+        models.student = keep_softmax(models, data)
+    student = models.student
+    dtypes = dtypes_of(student)
+    if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
+        # What is sharded is sharded in the dtype that it is kept in.
+        raise_precision(student.parameters())
+    place(student, settings, accelerator)
+    if models.shared:
+        models.source = SharedTeacher(student)
+    if models.made and settings.calibration_batches and not settings.encoder:
+        # A run that goes on from a checkpoint finds its gates there.
+        start_gates(settings, student, data[0])
+    return dtypes
+
+
+def finish_models(
+    models: Models, trained: nn.Module, dtypes: dict[str, torch.dtype], heldout: Data, accelerator: Accelerator
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Measure the models on held-out text, and make the student what is saved.
+
+    Returns:
+        The student, and the figures of both.
+    """
+    settings, source, metrics = models.settings, models.source, {}
+    figures = partial(
+        measure,
+        data=heldout,
+        tokenizer=models.tokenizer,
+        rows=settings.heldout_rows,
+        length=settings.block_tokens,
+        seed=settings.seed,
+        answers=settings.heldout_answers,
+        progress=settings.progress and accelerator.is_main_process,
+    )
+    if settings.heldout_rows and source is not None and not settings.encoder:
+        # Before the adapters, which may be off while the student is the teacher, are merged.
+        with source.running() as model:
+            # Layers that are softmax for once have no cache for it.
+            metrics["teacher"] = figures(model, branches=False, cached=not models.shared)
+    distilled: Any = trained
+    if isinstance(trained, PeftModel) and settings.merge_lora:
+        distilled = trained.merge_and_unload()
+    restore_precision(distilled, dtypes)
+    let_autocast_cast(distilled, autocast=False)
+    distilled.train(False)
+    for parameter in distilled.parameters():
+        # Integers, which are quantised weights, have no gradients.
+        parameter.requires_grad_(parameter.is_floating_point() and not is_quantised(models.student))
+    if settings.encoder and settings.heldout_rows:
+        measured = {} if source is None else {"teacher": source.predictor.model}
+        metrics = encoder_figures(settings, measured | {"student": distilled}, heldout, models.tokenizer)
+    elif settings.heldout_rows:
+        metrics["student"] = figures(distilled)
+    known = models.student.config.linear_attention
+    known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
+    return distilled, metrics
 
 
 def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:
@@ -286,19 +355,13 @@ def check_trackers(settings: DistillationSettings) -> None:
         )
 
 
-def keep_softmax(
-    settings: DistillationSettings,
-    student: PreTrainedModel,
-    teacher: ModelTeacher,
-    tokenizer: PreTrainedTokenizerBase,
-    data: tuple[Data, Data],
-    fresh_student: Callable[[DistillationSettings], PreTrainedModel],
-) -> PreTrainedModel:
+def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
     """Make the student anew, without the layers that are best kept softmax.
 
     They are found on a student after attention transfer, if that is among the stages; a run that resumes reads the
     choice that it saved.
     """
+    settings, student = models.settings, models.student
     path = None if settings.output_dir is None else Path(settings.output_dir) / "layers.json"
     if path is not None and path.exists():
         selection = Selection.load(path)
@@ -313,7 +376,7 @@ def keep_softmax(
         if "transfer" in settings.stages:
             changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
             quick = settings.with_changes(stages=["transfer"], **changes)
-            student = distill(quick, None, student, tokenizer, data=data).student
+            student = distill(quick, None, student, models.tokenizer, data=data).student
         starts = range(0, settings.heldout_rows or 8, settings.rows)
         numbers = [range(start, start + settings.rows) for start in starts]
 
@@ -328,13 +391,13 @@ def keep_softmax(
             selection = select_by_recall(student, text, answers, **shown)
         else:
             mixed = [data[1].batch(each, settings.block_tokens).to(student.device) for each in numbers]
-            selection = select_by_kl(student, teacher, mixed, **shown)
+            selection = select_by_kl(student, models.source or SharedTeacher(models.student), mixed, **shown)
         if path is not None:
             selection.save(path)
     converted = student.config.linear_attention["layers"]
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
-    return fresh_student(settings.with_changes(layers=kept))
+    return models.fresh_student(settings.with_changes(layers=kept))
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
