@@ -242,7 +242,7 @@ def count_token(seen, rows, key_mask, m_b):
             pointer(seen, np.int64(0))[b] += 1
 
 
-@within
+@within(inline="always")
 def hybrid_by_turns(table, token, learned):
     """Step parts of the units as long as there are any, and count the token after all of them; see :func:`in_parts`."""
     head = pointer(table, np.int64(0))
