@@ -1,6 +1,7 @@
 """Text read without gradients by one kernel, or by one loop, gives what the layer's general path gives."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from tests.ops.oracle import DEVICE
+from tests.spread import spread
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """By norm, as for the window's kernels."""
@@ -126,8 +128,7 @@ def skip_fp16(case: Case, backend: str) -> None:
         pytest.skip("loops take no fp16")
 
 
-@pytest.mark.parametrize("backend", ["triton", "numba"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "backend"), [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2)])
 def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = CASES[name], 0
     skip_fp16(case, backend)
@@ -164,8 +165,7 @@ BROKEN = {
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")
-@pytest.mark.parametrize("backend", ["triton", "numba"])
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(("name", "backend"), [*product(BROKEN, ["numba"]), *spread(product(BROKEN, ["triton"]), 2)])
 def test_a_broken_value_is_in_every_row_that_sees_it_and_in_no_other(name: str, backend: str) -> None:
     """As on a CPU in PyTorch, where the rule holds everywhere."""
     case, broken = BROKEN[name]

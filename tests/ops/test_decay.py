@@ -1,6 +1,7 @@
 """Sums that fade: the recurrence, what is masked, what is refused; test_oracle.py has the drawn problems."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import forward, gradients, op, steps, stored_gradients
 from tests.ops.oracle import DEVICE, Case, check, poison, run
 from tests.ops.test_library import positional
+from tests.spread import spread
 
 CASE = Case(B=2, H=4, HKV=2, T=37, D=5, V=3, dtype=torch.float64, masked=True, state=True, decay=0.3)
 
@@ -174,8 +176,10 @@ def test_a_decay_left_out_anywhere_is_noticed(
         check(case, "triton", 1e-4)
 
 
-@pytest.mark.parametrize("leaves", [("log_decay",), ("q", "log_decay"), ("v",)])
-@pytest.mark.parametrize("cut", ["whole_sequences", "stored_states"])
+@pytest.mark.parametrize(
+    ("leaves", "cut"),
+    spread(product([("log_decay",), ("q", "log_decay"), ("v",)], ["whole_sequences", "stored_states"]), 5),
+)
 def test_gradients_are_the_same_for_whoever_asks(
     leaves: tuple[str, ...], cut: str, request: pytest.FixtureRequest
 ) -> None:

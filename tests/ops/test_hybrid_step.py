@@ -1,5 +1,6 @@
 """A step of a layer with a window by its kernel, against the same tokens read in one piece by PyTorch."""
 
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import HybridStep, hybrid_step_
 from hf_linear_attn.ops.step import numba as looped
 from hf_linear_attn.ops.step.triton import op
+from tests.spread import spread
 
 from .oracle import DEVICE
 
@@ -179,8 +181,9 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) 
     assert error <= TOLERANCE[dtype], f"{what} off by {error:.1e}"
 
 
-@pytest.mark.parametrize("backend", ["triton", "numba"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "backend"), [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2)], ids=str
+)
 def test_steps_are_the_general_path(
     case: Case, backend: str, launches: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
