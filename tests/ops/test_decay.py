@@ -198,7 +198,8 @@ def test_gradients_are_the_same_for_whoever_asks(
 def test_opcheck(forward: Callable[..., object]) -> None:
     case = Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, decay=0.3)
     log_decay = case.inputs()["log_decay"].requires_grad_()
-    torch.library.opcheck(forward, (*positional(case), log_decay))
+    *tensors, _, phi, causal, delay, eps = positional(case)
+    torch.library.opcheck(forward, (*tensors, log_decay, phi, causal, delay, eps))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -26,6 +26,7 @@ def positional(case: Case) -> tuple[object, ...]:
         x.get("key_mask"),
         x.get("cu_seqlens"),
         *leaves[3:],
+        None,
         case.phi,
         case.causal,
         case.delay,

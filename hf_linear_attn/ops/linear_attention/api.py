@@ -13,6 +13,7 @@ from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
+from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
 from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
 from hf_linear_attn.ops.state import LinearAttentionState
@@ -143,25 +144,13 @@ def linear_attention(
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
-        function, is_kernel = _backend(backend, q, k, v)
+        call = LinearCall(q, k, v, key_mask, cu_seqlens, state, log_decay, phi, causal, delay, eps)
+        function, is_kernel = _backend(backend, call)
         broken = None if is_kernel else broken_keys(k, v, *(() if log_decay is None else (log_decay,)))
         if broken is not None:
-            k, v = without(k, broken), without(v, broken)
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
-        fading = {} if log_decay is None else {"log_decay": log_decay}
-        o, final = function(
-            q,
-            k,
-            v,
-            phi=phi,
-            causal=causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
-            state=state,
-            delay=delay,
-            eps=eps,
-            **fading,
-        )
+            call = call._replace(k=without(k, broken), v=without(v, broken), log_decay=log_decay)
+        o, final = function(call)
         if broken is not None:
             broken = broken if key_mask is None else broken & key_mask[:, None]
             seen, kept = who_sees(broken, q.shape[2], causal=causal, cu_seqlens=cu_seqlens, delay=delay)
@@ -171,12 +160,12 @@ def linear_attention(
     return (o, final) if return_state else o
 
 
-Backend = Callable[..., tuple[Tensor, LinearAttentionState]]
+Backend = Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]
 
 
-def _backend(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Backend, bool]:
+def _backend(backend: str, call: LinearCall) -> tuple[Backend, bool]:
     """Return the backend's function, and whether it is the kernels'."""
-    chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.state import LinearAttentionState
 
 
@@ -15,62 +16,22 @@ def guarded(den: Tensor, eps: float) -> Tensor:
     return torch.where(den < 0, den - eps, den + eps)
 
 
-def linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    phi: str,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: LinearAttentionState | None,
-    delay: int,
-    eps: float,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LinearAttentionState]:
+def linear_attention_reference(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention from the full ``[T, S]`` matrix in float64; see :func:`linear_attention`.
-
-    Args:
-        q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, S, D]``.
-        v: Values ``[B, HKV, S, V]``.
-        phi: Elementwise map; ``"identity"`` where q and k are features already.
-        causal: Whether query i sees only keys ``j <= i - delay``.
-        key_mask: ``[B, S]`` bool, True = a real token.
-        cu_seqlens: ``[N + 1]`` boundaries of sequences packed along T, with B = 1.
-        state: State before the first token, ``[B or N, HKV, ...]``.
-        delay: Tokens by which keys lag behind.
-        eps: Added to the normaliser, away from 0.
-        log_decay: ``[B, HKV, S]``, by whose exponential the sums fade before a key is added, 0 for masked keys; None
-            where they do not.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype and the state after the last token that left the delay.
     """
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        pieces = [
-            linear_attention_reference(
-                q[:, :, a:b],
-                k[:, :, a:b],
-                v[:, :, a:b],
-                phi=phi,
-                causal=causal,
-                key_mask=None if key_mask is None else key_mask[:, a:b],
-                cu_seqlens=None,
-                state=None if state is None else LinearAttentionState(state.kv[n : n + 1], state.z[n : n + 1]),
-                delay=delay,
-                eps=eps,
-                log_decay=None if log_decay is None else log_decay[:, :, a:b],
-            )
-            for n, (a, b) in enumerate(pairwise(bounds))
-        ]
+    if call.cu_seqlens is not None:
+        bounds = enumerate(pairwise(call.cu_seqlens.tolist()))
+        sequences = (call.sequence(slice(n, n + 1), slice(a, b), slice(a, b)) for n, (a, b) in bounds)
+        pieces = [linear_attention_reference(each) for each in sequences]
         return torch.cat([o for o, _ in pieces], dim=2), LinearAttentionState(
             torch.cat([s.kv for _, s in pieces]), torch.cat([s.z for _, s in pieces])
         )
+    q, k, v, key_mask, log_decay, delay = call.q, call.k, call.v, call.key_mask, call.log_decay, call.delay
     dtype, state_dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
-    feature_map = elementwise_map(phi)
+    feature_map = elementwise_map(call.phi)
     phi_q, phi_k, v = feature_map.phi(q.double()), feature_map.phi(k.double()), v.double()
     if key_mask is not None:
         phi_k = phi_k * key_mask[:, None, :, None]
@@ -84,7 +45,7 @@ def linear_attention_reference(
         left = log_decay[:, :, :folded].double().sum(-1, keepdim=True)
         since = (faded[..., None] - keys[:, :, None]).clamp(max=0).exp()
         scores = scores * since.repeat_interleave(groups, 1)
-    if causal:
+    if call.causal:
         scores = scores.tril(-delay)
         phi_k, folded_v = phi_k[:, :, :folded], v[:, :, :folded]
     else:
@@ -93,8 +54,8 @@ def linear_attention_reference(
     if faded is not None:
         phi_k = phi_k * (left - keys[:, :, :folded]).exp()[..., None]
     kv, z = phi_k.transpose(-1, -2) @ folded_v, phi_k.sum(-2)
-    if state is not None:
-        kv0, z0 = state.kv.double(), state.z.double()
+    if call.state is not None:
+        kv0, z0 = (x.double() for x in call.state)
         if faded is not None:
             phi_q = phi_q * faded.exp().repeat_interleave(groups, 1)[..., None]
         num = num + phi_q @ kv0.repeat_interleave(groups, 1)
@@ -102,5 +63,5 @@ def linear_attention_reference(
         if faded is not None:
             kv0, z0 = kv0 * left.exp()[..., None], z0 * left.exp()
         kv, z = kv + kv0, z + z0
-    o = num / guarded(den, eps)[..., None]
+    o = num / guarded(den, call.eps)[..., None]
     return o.to(dtype), LinearAttentionState(kv.to(state_dtype), z.to(state_dtype))

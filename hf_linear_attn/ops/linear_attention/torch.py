@@ -32,6 +32,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
 from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
@@ -42,24 +43,10 @@ SPAN = 128
 """Tokens per span; so many that calls are few, so few that the states of its chunks stay in a core's cache."""
 
 
-def linear_attention_chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    phi: str,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: LinearAttentionState | None,
-    delay: int,
-    eps: float,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LinearAttentionState]:
-    """Compute linear attention chunk by chunk; arguments as in :func:`linear_attention_reference`."""
-    kv0, z0 = (None, None) if state is None else state
-    refuse_functional("torch", q, k, v, kv0, z0, log_decay)
-    o, _, kv, z = chunked_forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
+def linear_attention_chunked(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
+    """Compute linear attention chunk by chunk."""
+    refuse_functional("torch", call.q, call.k, call.v, call.kv0, call.z0, call.log_decay)
+    o, _, kv, z = chunked_forward(*call.inputs())
     return o, LinearAttentionState(kv, z)
 
 
@@ -177,16 +164,7 @@ class _Walk:
         return torch.cat([kv, z[..., None]], dim=-1).flatten(0, 1)
 
 
-def _walks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    phi: ElementwiseMap,
-    causal: bool,
-    delay: int,
-    log_decay: Tensor | None = None,
-) -> tuple[_Walk, _Walk, int]:
+def _walks(call: LinearCall) -> tuple[_Walk, _Walk, int]:
     """Part the tokens of a sequence.
 
     Returns:
@@ -194,12 +172,13 @@ def _walks(
         them where attention is not causal. Then the other queries, each beside the last key that it sees. And the
         number of the former.
     """
-    lead = min(delay, q.shape[2]) if causal else q.shape[2]
+    q, k, v, phi = call.q, call.k, call.v, elementwise_map(call.phi)
+    lead = min(call.delay, q.shape[2]) if call.causal else q.shape[2]
     near = max(q.shape[2] - lead, 0)
-    mask = None if key_mask is None else key_mask[:, :near]
-    log_decay = None if log_decay is None else log_decay[:, :, :near]
+    mask = None if call.key_mask is None else call.key_mask[:, :near]
+    log_decay = None if call.log_decay is None else call.log_decay[:, :, :near]
     return (
-        _Walk(q[:, :, :lead], k, v, key_mask, phi),
+        _Walk(q[:, :, :lead], k, v, call.key_mask, phi),
         _Walk(q[:, :, lead:], k[:, :, :near], v[:, :, :near], mask, phi, log_decay),
         lead,
     )
@@ -257,42 +236,27 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, 
     return before
 
 
-@torch.library.custom_op("hf_linear_attn::chunked_forward", mutates_args=())
-def chunked_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    eps: float,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op("hf_linear_attn::chunked_forward", mutates_args=(), schema=FORWARD)
+def chunked_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
-    feature_map = elementwise_map(phi)
-    o, den, kv, z = _allocate(q, k, v, cu_seqlens)
+    call = LinearCall.of(*inputs)
+    q, k, causal, eps, signed = call.q, call.k, call.causal, call.eps, not elementwise_map(call.phi).non_negative
+    o, den, kv, z = _allocate(call)
 
     def divide(walk: _Walk, o: Tensor, den: Tensor, span: Span, o1: Tensor) -> None:
         o, d = walk.cut(o, span), walk.cut(den[..., None], span)
         o1 = o1.view(*o.shape[:-1], -1)
-        if feature_map.non_negative:
-            torch.add(o1[..., -1:], eps, out=d)
-        else:
+        if signed:
             d.copy_(guarded(o1[..., -1:], eps))
+        else:
+            torch.add(o1[..., -1:], eps, out=d)
         torch.div(o1[..., :-1], d, out=o)
 
-    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], cu_seqlens):
-        mask = None if key_mask is None else key_mask[:, k_tokens]
-        decay = None if log_decay is None else log_decay[:, :, k_tokens]
-        far, near, lead = _walks(
-            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay, decay
-        )
+    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
+        one = call.sequence(state_rows, q_tokens, k_tokens)
+        far, near, lead = _walks(one)
         o_rows, den_rows = o[:, :, q_tokens], den[:, :, q_tokens]
-        s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
+        s1 = far.state(one.kv0, one.z0)
         if not causal:
             for span in pieces(far.k.shape[2], SPAN):
                 s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
@@ -311,40 +275,27 @@ def chunked_forward(
     return o, den, kv, z
 
 
-def _allocate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _allocate(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, shape = call.q, (call.rows, *call.k.shape[1::2], call.v.shape[3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     den = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-    kv = torch.empty(rows, k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=q.device)
-    z = torch.empty(rows, k.shape[1], k.shape[3], dtype=dtype, device=q.device)
-    return empty_like_tokens(q, v.shape[3]), den, kv, z
+    kv = torch.empty(shape, dtype=dtype, device=q.device)
+    z = torch.empty(shape[:3], dtype=dtype, device=q.device)
+    return empty_like_tokens(q, call.v.shape[3]), den, kv, z
 
 
 @chunked_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _allocate(q, k, v, cu_seqlens)
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _allocate(LinearCall.of(*inputs))
 
 
-@torch.library.custom_op("hf_linear_attn::chunked_backward", mutates_args=())
+@torch.library.custom_op(
+    "hf_linear_attn::chunked_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor dkv, Tensor dz, Tensor o, Tensor den, {INPUTS}) -> ({', '.join(['Tensor'] * 6)})",
+)
 def chunked_backward(
-    do: Tensor,
-    dkv: Tensor,
-    dz: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    den: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    log_decay: Tensor | None = None,
+    do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, of the initial ``kv`` and ``z``, and of the log decays, if there are any.
 
@@ -356,25 +307,23 @@ def chunked_backward(
     where R is the sum of ``phi_q^T [G, h]`` over the later chunks, plus the gradient of the final state. Where sums
     fade, so does R, and every term has the factor that it has in the forward.
     """
-    feature_map = elementwise_map(phi)
+    call = LinearCall.of(*inputs)
+    q, k, v, causal = call.q, call.k, call.v, call.causal
     dq, dk, dv = empty_like_tokens(q, q.shape[3]), empty_like_tokens(k, k.shape[3]), empty_like_tokens(v, v.shape[3])
     dkv0, dz0 = torch.empty_like(dkv), torch.empty_like(dz)
-    dlog_decay = _like_decay(q, log_decay)
+    dlog_decay = _like_decay(q, call.log_decay)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
-    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], cu_seqlens):
-        mask = None if key_mask is None else key_mask[:, k_tokens]
-        decay = None if log_decay is None else log_decay[:, :, k_tokens]
-        far, near, lead = _walks(
-            q[:, :, q_tokens], k[:, :, k_tokens], v[:, :, k_tokens], mask, feature_map, causal, delay, decay
-        )
-        db = near.k.new_zeros(*near.k.shape[:3], 1, dtype=torch.float64) if decay is not None else None
+    for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
+        one = call.sequence(state_rows, q_tokens, k_tokens)
+        far, near, lead = _walks(one)
+        db = near.k.new_zeros(*near.k.shape[:3], 1, dtype=torch.float64) if one.log_decay is not None else None
         all_errors = [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
         far_errors, near_errors = [x[:, :, :lead] for x in all_errors], [x[:, :, lead:] for x in all_errors]
         dq_far, dq_near = dq[:, :, q_tokens][:, :, :lead], dq[:, :, q_tokens][:, :, lead:]
         dk_rows, dv_rows = dk[:, :, k_tokens], dv[:, :, k_tokens]
 
-        s1 = far.state(None if kv0 is None else kv0[state_rows], None if z0 is None else z0[state_rows])
+        s1 = far.state(one.kv0, one.z0)
         if not causal:
             for span in pieces(far.k.shape[2], SPAN):
                 s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
@@ -439,43 +388,26 @@ def _like_decay(q: Tensor, log_decay: Tensor | None) -> Tensor:
 
 
 @chunked_backward.register_fake
-def _(
-    do: Tensor, dkv: Tensor, dz: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    tokens = tuple(empty_like_tokens(x, x.shape[3]) for x in (q, k, v))
-    # What is left at its default is not passed on: the log decays come last, behind nine others.
-    log_decay = named.get("log_decay", others[9] if len(others) > 9 else None)
-    return *tokens, torch.empty_like(dkv), torch.empty_like(dz), _like_decay(q, log_decay)
+def _(do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    call = LinearCall.of(*inputs)
+    tokens = (empty_like_tokens(x, x.shape[3]) for x in call[:3])
+    return *tokens, torch.empty_like(dkv), torch.empty_like(dz), _like_decay(call.q, call.log_decay)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, key_mask, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay, _, log_decay = inputs
-    o, den, _, _ = output
-    ctx.save_for_backward(q, k, v, o, den, key_mask, cu_seqlens, kv0, z0, log_decay)
+    *tensors, ctx.phi, ctx.causal, ctx.delay, ctx.eps = inputs
+    ctx.save_for_backward(*output[:2], *tensors)
 
 
 def _backward(ctx: Any, do: Tensor, dden: Tensor | None, dkv: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
     # Unpacked once: under activation checkpointing every access recomputes the forward, and a second one is refused.
-    *saved, log_decay = ctx.saved_tensors
-    has_state = saved[-1] is not None
+    saved = ctx.saved_tensors
+    has_state, has_decay = saved[-2] is not None, saved[-1] is not None
     with torch.autocast(do.device.type, enabled=False):
-        dq, dk, dv, dkv0, dz0, dlog_decay = chunked_backward(
-            do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay, log_decay
-        )
-    return (
-        dq,
-        dk,
-        dv,
-        None,
-        None,
-        dkv0 if has_state else None,
-        dz0 if has_state else None,
-        None,
-        None,
-        None,
-        None,
-        None if log_decay is None else dlog_decay,
-    )
+        found = chunked_backward(do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay, ctx.eps)
+    dq, dk, dv, dkv0, dz0, dlog_decay = found
+    of_state = (dkv0, dz0) if has_state else (None, None)
+    return dq, dk, dv, None, None, *of_state, dlog_decay if has_decay else None, None, None, None, None
 
 
 torch.library.register_autograd(chunked_forward, _backward, setup_context=_save)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.triton.backward import (
     Backward,
     Saved,
@@ -20,143 +21,81 @@ from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
 from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
 
 
-def linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    phi: str,
-    causal: bool,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: LinearAttentionState | None,
-    delay: int,
-    eps: float,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, LinearAttentionState]:
-    """Compute linear attention with Triton kernels; see :func:`linear_attention_reference`."""
-    kv0, z0 = (None, None) if state is None else state
-    refuse_functional("triton", q, k, v, kv0, z0, log_decay)
-    o, _, kv, z = _attend(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
+def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
+    """Compute linear attention with Triton kernels."""
+    refuse_functional("triton", call.q, call.k, call.v, call.kv0, call.z0, call.log_decay)
+    o, _, kv, z = _attend(*call.inputs())
     return o, LinearAttentionState(kv, z)
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    log_decay: Tensor | None = None,
-) -> Problem:
+def _problem(call: LinearCall) -> Problem:
     return Problem(
-        target_for(q.device),
-        readable(q),
-        readable(k),
-        readable(v),
-        None if key_mask is None else key_mask.contiguous().view(torch.uint8),
-        None if cu_seqlens is None else as_int64(cu_seqlens),
-        contiguous(kv0),
-        contiguous(z0),
-        phi,
-        causal,
-        delay,
-        log_decay,
+        target_for(call.q.device),
+        readable(call.q),
+        readable(call.k),
+        readable(call.v),
+        None if call.key_mask is None else call.key_mask.contiguous().view(torch.uint8),
+        None if call.cu_seqlens is None else as_int64(call.cu_seqlens),
+        contiguous(call.kv0),
+        contiguous(call.z0),
+        call.phi,
+        call.causal,
+        call.delay,
+        call.log_decay,
     )
 
 
-@torch.library.custom_op("hf_linear_attn::triton_forward", mutates_args=())
-def triton_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    eps: float,
-    log_decay: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op("hf_linear_attn::triton_forward", mutates_args=(), schema=FORWARD)
+def triton_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
-    return _forward(q, k, v, key_mask, cu_seqlens, kv0, z0, phi, causal, delay, eps, log_decay)
+    return _forward(*inputs)
 
 
 @planned
-def _forward(q: Tensor, *inputs: Any) -> tuple[Forward, list[Launch]]:
-    *before, eps, log_decay = inputs
-    of_problem = [*before, log_decay]
-    return forward_launches(_problem(q, *of_problem), eps)
+def _forward(*inputs: Any) -> tuple[Forward, list[Launch]]:
+    call = LinearCall.of(*inputs)
+    return forward_launches(_problem(call), call.eps)
 
 
 @triton_forward.register_fake
-def _(q: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return allocate_forward(_problem(q, *inputs[:9]))
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return allocate_forward(_problem(LinearCall.of(*inputs)))
 
 
-@torch.library.custom_op("hf_linear_attn::triton_backward", mutates_args=())
-def triton_backward(
-    do: Tensor,
-    dkv: Tensor | None,
-    dz: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kv0: Tensor | None,
-    z0: Tensor | None,
-    o: Tensor,
-    den: Tensor,
-    kv: Tensor | None,
-    z: Tensor | None,
-    phi: str,
-    causal: bool,
-    delay: int,
-    of_q: bool,
-    of_k: bool,
-    of_v: bool,
-    of_state: bool,
-    of_decay: bool,
-    log_decay: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hf_linear_attn::triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor? dkv, Tensor? dz, Tensor o, Tensor den, Tensor? kv, Tensor? z, {INPUTS}, bool of_q, "
+    f"bool of_k, bool of_v, bool of_state, bool of_decay) -> ({', '.join(['Tensor'] * 6)})",
+)
+def triton_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, the initial ``kv`` and ``z``, and log decays; empty if not asked for."""
-    inputs = q, k, v, key_mask, cu_seqlens, kv0, z0, o, den, kv, z
-    return _gradients(do, dkv, dz, *inputs, phi, causal, delay, of_q, of_k, of_v, of_state, of_decay, log_decay)
+    return _gradients(*inputs)
 
 
 @planned
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    problem, saved, wanted = _derived(*inputs)
-    return backward_launches(problem, saved, readable(do), contiguous(dkv), contiguous(dz), wanted)
+    problem, wanted = _derived(*inputs)
+    return backward_launches(problem, Saved(*inputs[:4]), readable(do), contiguous(dkv), contiguous(dz), wanted)
 
 
-def _derived(*inputs: Any) -> tuple[Problem, Saved, Wanted]:
-    """Sort what the backward is given."""
-    of_problem = [*inputs[:7], *inputs[11:14], inputs[19]]
-    return _problem(*of_problem), Saved(*inputs[7:11]), Wanted(*inputs[14:19])
+def _derived(*inputs: Any) -> tuple[Problem, Wanted]:
+    """Return what the backward is of, and what it is asked for."""
+    return _problem(LinearCall.of(*inputs[4:-5])), Wanted(*inputs[-5:])
 
 
 @triton_backward.register_fake
 def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    problem, _, wanted = _derived(*inputs)
-    return allocate_backward(problem, wanted)
+    return allocate_backward(*_derived(*inputs))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.phi, ctx.causal, ctx.delay, _, log_decay = inputs
+    *tensors, ctx.phi, ctx.causal, ctx.delay, ctx.eps = inputs
     # The final state is rarely part of a loss: its gradient is not even filled with zeros.
     ctx.set_materialize_grads(False)
-    q, k, v, _, cu_seqlens, kv0, z0 = tensors
+    q, k, v, _, cu_seqlens, kv0, z0, _ = tensors
     p = Problem(target_for(q.device), q, k, v, None, cu_seqlens, kv0, z0, ctx.phi, ctx.causal, ctx.delay)
-    ctx.save_for_backward(*tensors, *save(p, Forward(*output)), log_decay)
+    ctx.save_for_backward(*save(p, Forward(*output)), *tensors)
 
 
 def _backward(
@@ -166,24 +105,21 @@ def _backward(
     dkv: Tensor | None,
     dz: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, log_decay = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    # What is left at its default is not passed on.
-    fades = log_decay is not None and needs[11]
-    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], fades)
+    saved = ctx.saved_tensors
+    o, v, has_decay, needs = saved[0], saved[6], saved[-1] is not None, ctx.needs_input_grad
+    wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], has_decay and needs[7])
     if (do is None and dkv is None and dz is None) or not any(wanted):
         return (None,) * 12
     if do is None:
-        do = torch.zeros_like(saved[0])
+        do = torch.zeros_like(o)
     if dkv is None and dz is not None:
         dkv = dz.new_zeros(*dz.shape, v.shape[3])
     elif dz is None and dkv is not None:
         dz = dkv.new_zeros(dkv.shape[:3])
-    settings = ctx.phi, ctx.causal, ctx.delay, *wanted, log_decay
-    found = _derive(do, dkv, dz, q, k, v, key_mask, cu_seqlens, kv0, z0, *saved, *settings)
+    found = _derive(do, dkv, dz, *saved, ctx.phi, ctx.causal, ctx.delay, ctx.eps, *wanted)
     asked = (*wanted[:4], wanted.state, wanted.log_decay)
     dq, dk, dv, dkv0, dz0, dlog_decay = (x if wants else None for x, wants in zip(found, asked, strict=True))
-    return dq, dk, dv, None, None, dkv0, dz0, None, None, None, None, dlog_decay
+    return dq, dk, dv, None, None, dkv0, dz0, dlog_decay, None, None, None, None
 
 
 torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
