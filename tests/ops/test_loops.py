@@ -1,6 +1,7 @@
 """What loops on a CPU are made of, against float64, and how they are called."""
 
 import copy
+import importlib
 import multiprocessing
 import pickle
 import threading
@@ -23,10 +24,35 @@ from hf_linear_attn.ops.rotation import LAYOUTS, Rotation
 numba = pytest.importorskip("numba")
 np = pytest.importorskip("numpy")
 
+from numba.core.dispatcher import Dispatcher  # noqa: E402
+
 from hf_linear_attn.ops.numba import primitives as p  # noqa: E402
 from hf_linear_attn.ops.numba import run  # noqa: E402
 
 FLOAT = np.float32(0)
+
+
+def test_what_is_compiled_has_a_name_of_its_own() -> None:
+    """It is linked by that, also to what another process has compiled and kept, whose numbers begin anew."""
+    modules = [importlib.import_module(f"hf_linear_attn.ops.{name}.numba") for name in ("prefill", "step")]
+    found = {id(x): x.py_func for m in (p, *modules) for x in vars(m).values() if isinstance(x, Dispatcher)}
+    names = [(x.__module__, x.__qualname__) for x in found.values()]
+    assert len(names) > 20
+    assert len(set(names)) == len(names)
+
+
+def test_what_was_compiled_of_other_loops_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba looks at the file of the function that it keeps, not at those that it calls."""
+
+    def task(table):
+        """Do nothing."""
+
+    names = []
+    for source in ("before", "after"):
+        monkeypatch.setattr(p.inspect, "getsource", lambda module, source=source: source)
+        names.append(p.kept_as(task))
+    assert names[0] != names[1]
+    assert all(name.startswith("task_") for name in names)
 
 
 @p.within

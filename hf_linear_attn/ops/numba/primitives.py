@@ -6,7 +6,10 @@ numbers are finite: a NaN stays one.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
+import hashlib
+import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -62,6 +65,7 @@ class Entry(NamedTuple):
 @cache
 def entry(function: Callable[[int], None]) -> Entry:
     """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
+    function.__qualname__ = kept_as(function)
     compile_ = partial(cfunc, types.void(types.int64), error_model="numpy")
     try:
         compiled = compile_(cache=True)(function)
@@ -73,6 +77,12 @@ def entry(function: Callable[[int], None]) -> Entry:
         )
         compiled = compile_()(function)
     return Entry(compiled.address, compiled.ctypes)
+
+
+def kept_as(function: Callable[[int], None]) -> str:
+    """Return the name of what is kept: Numba looks for changes in a function's own file, not in what it calls."""
+    called = inspect.getsource(sys.modules[__name__]), TINY, CLAMP
+    return f"{function.__name__}_{hashlib.sha256(repr(called).encode()).hexdigest()[:8]}"
 
 
 WIDTH = 8
@@ -260,7 +270,6 @@ def _tile(typing, c, c_row, a, a_row, b, b_row, depth, add, rows, vectors):
 def _strip(vectors: int) -> Any:
     """Return the product of a strip of so many vectors' columns: tiles take literal sizes."""
 
-    @within
     def strip(c, c_row, a, a_row, b, b_row, rows, depth, add):
         i = 0
         while i + 4 <= rows:
@@ -270,7 +279,9 @@ def _strip(vectors: int) -> Any:
             _tile(ahead(c, i * c_row), c_row, ahead(a, i * a_row), a_row, b, b_row, depth, add, 1, vectors)
             i += 1
 
-    return strip
+    # What is compiled is linked by its name, also to what other processes compiled and kept.
+    strip.__qualname__ = f"strip_of_{vectors}"
+    return within(strip)
 
 
 _one_vector, _two_vectors = _strip(1), _strip(2)

@@ -10,8 +10,9 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
 from hf_linear_attn.ops.finite import see
-from hf_linear_attn.ops.window.finite import Sinks, take_out
+from hf_linear_attn.ops.window.finite import take_out
 from hf_linear_attn.ops.window.opaque import window_attention_opaque
+from hf_linear_attn.ops.window.problem import Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
 
@@ -114,24 +115,24 @@ def window_attention(
         raise ArgumentError(
             "window", "be at least 1, with a key for each query", (window, tuple(k.shape)), "Pass whole sequences."
         )
+    call = WindowCall(q, k, v, key_mask, sinks, None, window, scaling)
     chosen = choose_backend(backend, q.device, lambda: window_obstacle(q, k, v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.window.triton.op import window_attention_triton
 
-        return window_attention_triton(
-            q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own_key=own_key
-        )
+        return window_attention_triton(call, own_key)
     exporting = torch.compiler.is_exporting()
     opaque = chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled()))
     seen = None
     if not opaque:
-        k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
-    own = None if own_key is None else (own_key.score(q, k, window, scaling), own_key.number > 0, own_key.value)
+        call, seen = take_out(call)
+    if own_key is not None:
+        score = own_key.score(q, call.k, window, scaling)
+        call = call._replace(own=(score, own_key.number > 0, own_key.value))
     # What runs as one node of a graph has numbers, and takes out by itself what is broken.
     plain = window_attention_opaque if opaque else window_attention_torch
-    function = window_attention_reference if chosen == "reference" else plain
-    o = function(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks, own=own)
+    o = (window_attention_reference if chosen == "reference" else plain)(call)
     return o if seen is None else see(o, seen)
 
 
@@ -150,8 +151,8 @@ def window_sums(
     Returns:
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
-    k, v, sinks, seen = take_out(k, v, sinks, q.shape[2], window, key_mask)
-    num, den = window_sums_torch(q, k, v, window=window, scaling=scaling, key_mask=key_mask, sinks=sinks)
+    call, seen = take_out(WindowCall(q, k, v, key_mask, sinks, None, window, scaling))
+    num, den = window_sums_torch(call)
     return num if seen is None else see(num, seen), den
 
 

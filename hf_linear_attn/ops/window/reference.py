@@ -3,30 +3,12 @@
 import torch
 from torch import Tensor
 
+from hf_linear_attn.ops.window.problem import WindowCall
 
-def window_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    scaling: float,
-    key_mask: Tensor | None,
-    sinks: tuple[Tensor, Tensor, Tensor] | None,
-    own: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:
-    """Compute :func:`hf_linear_attn.ops.window.window_attention`.
 
-    Args:
-        q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, P + T, D]``.
-        v: Values ``[B, HKV, P + T, V]``.
-        window: Keys in sight.
-        scaling: Factor on ``q.k``.
-        key_mask: ``[B, P + T]`` bool.
-        sinks: Keys, values and which query sees which.
-        own: Scores ``[B, H, T]``, visibility ``[B, T]`` and values ``[B, H, T, V]`` of a key of each query's own.
-    """
+def window_attention_reference(call: WindowCall) -> Tensor:
+    """Compute :func:`hf_linear_attn.ops.window.window_attention`."""
+    q, k, v, key_mask, sinks, own, window, scaling = call
     dtype, groups, past = q.dtype, q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     i = torch.arange(q.shape[2], device=q.device)[:, None] + past
     j = torch.arange(k.shape[2], device=q.device)[None]

@@ -12,31 +12,22 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import is_watched, second_gradients, upcast
 from hf_linear_attn.ops.library import own_precision
+from hf_linear_attn.ops.window.problem import WindowCall
 
 BLOCKS = (32, 64)
 """Smallest and largest block of queries: a small one wastes few scores, a large one copies few keys."""
 
 
-def window_attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    scaling: float,
-    key_mask: Tensor | None,
-    sinks: tuple[Tensor, Tensor, Tensor] | None,
-    own: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:
-    """Compute :func:`hf_linear_attn.ops.window.window_attention`; arguments as in its reference."""
-    band = Band(q, k, v, window, key_mask, sinks, own is not None)
+def window_attention_torch(call: WindowCall) -> Tensor:
+    """Compute :func:`hf_linear_attn.ops.window.window_attention`."""
+    band = Band(call)
     last = value = None
-    if own is not None:
-        last = band.rows(own[0].masked_fill(~own[1][:, None], torch.finfo(own[0].dtype).min)[..., None])
-        value = own[2]
-    with own_precision(q.device):
+    if call.own is not None:
+        score, seen, value = call.own
+        last = band.rows(score.masked_fill(~seen[:, None], torch.finfo(score.dtype).min)[..., None])
+    with own_precision(call.q.device):
         attend = _attend if is_watched() else _Attend.apply
-        o: Tensor = attend(band.q, band.k, band.v, last, value, band, scaling)
+        o: Tensor = attend(band.q, band.k, band.v, last, value, band, call.scaling)
     return o
 
 
@@ -109,19 +100,10 @@ def _scaled_product(x: Tensor, y: Tensor, scaling: float) -> Tensor:
     return torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=scaling)
 
 
-def window_sums_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    scaling: float,
-    key_mask: Tensor | None,
-    sinks: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
+def window_sums_torch(call: WindowCall) -> tuple[Tensor, Tensor]:
     """Compute :func:`hf_linear_attn.ops.window.window_sums`."""
-    band = Band(q, k, v, window, key_mask, sinks, False)
-    scores = band.hide(upcast(_scaled_product(band.q, band.k.mT, scaling)))
+    band = Band(call)
+    scores = band.hide(upcast(_scaled_product(band.q, band.k.mT, call.scaling)))
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     return band.join(torch.bmm(weights, band.v.to(weights.dtype))), band.join(weights.sum(-1, keepdim=True))[..., 0]
 
@@ -133,16 +115,9 @@ class Band:
     ``[N + W - 1 + C, D]``: the sinks, the band, and a row of zeros where queries have a key of their own.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int,
-        key_mask: Tensor | None,
-        sinks: tuple[Tensor, Tensor, Tensor] | None,
-        own: bool,
-    ) -> None:
+    def __init__(self, call: WindowCall) -> None:
+        q, k, v, key_mask, sinks, of_own, window, _ = call
+        own = of_own is not None
         self.batch, self.heads, self.tokens, _ = q.shape
         self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens
         self.block = min(self._block(window), self.tokens)

@@ -9,6 +9,7 @@ from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 from hf_linear_attn.ops.window import OwnKey
+from hf_linear_attn.ops.window.problem import WindowCall
 from hf_linear_attn.ops.window.triton.backward import (
     WindowBackward,
     WindowWanted,
@@ -25,18 +26,9 @@ INPUTS = (
 """What both operators take; see :class:`WindowProblem`."""
 
 
-def window_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int,
-    scaling: float,
-    key_mask: Tensor | None,
-    sinks: tuple[Tensor, Tensor, Tensor] | None,
-    own_key: OwnKey | None,
-) -> Tensor:
-    """Compute attention over a window with Triton kernels; see :func:`hf_linear_attn.ops.window.window_attention`."""
+def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
+    """Compute attention over a window with Triton kernels, which score own keys themselves."""
+    q, k, v, key_mask, sinks, _, window, scaling = call
     codes = None if key_mask is None else key_mask.view(torch.uint8)
     of_queries: tuple[Tensor | None, ...] = (None,) * 5
     if own_key is not None:
