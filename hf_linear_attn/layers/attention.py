@@ -14,7 +14,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.rules import RULES, Gates, Sizes
+from hf_linear_attn.layers.rules import RULES, Gates, RuleCall, Sizes
 from hf_linear_attn.layers.spans import Piece, read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
@@ -251,17 +251,9 @@ class LinearAttention(nn.Module):
         if piece.tokens is None or self.window is None:
             mask, positions = piece.mask, piece.positions
             phi_q, phi_k, kernel = self._features(piece.q, piece.k, positions, positions)
-            found = self.rule.read(
-                phi_q,
-                phi_k,
-                piece.v,
-                carried,
-                gates=self.gates(piece.k, piece.v),
-                kernel=kernel,
-                key_mask=mask,
-                cu_seqlens=piece.cu_seqlens,
-                causal=piece.causal,
-            )
+            gates = self.gates(piece.k, piece.v)
+            asked = RuleCall(phi_q, phi_k, piece.v, gates, kernel, mask, piece.cu_seqlens, piece.causal)
+            found = self.rule.read(asked, carried)
             return found.o, found.state
         tokens, count = piece.tokens, piece.q.shape[2]
         size, backend = self.window.size, self.settings.backend
@@ -292,17 +284,9 @@ class LinearAttention(nn.Module):
             q, k, of_q, of_k = of_q.undo(q, backend), of_k.undo(k, backend), None, None
         mask = None if tokens.counts is None else tokens.counts[:, :count]
         phi_q, phi_k, kernel = self._features(q, k, piece.positions, piece.key_positions[:, :count], of_q, of_k)
-        found = self.rule.read(
-            phi_q,
-            phi_k,
-            v,
-            carried,
-            gates=self.gates(k, v),
-            kernel=kernel,
-            key_mask=mask,
-            delay=delay,
-            with_mass="mass" in self.mix.needs,
-        )
+        with_mass = "mass" in self.mix.needs
+        asked = RuleCall(phi_q, phi_k, v, self.gates(k, v), kernel, mask, delay=delay, with_mass=with_mass)
+        found = self.rule.read(asked, carried)
         counts = tokens.counted()
         kept, sums = dict(found.state), None
         if self.mix.sums_keys:

@@ -1,7 +1,7 @@
 """One new token: what leaves the window is folded into the linear branch, and every tensor is updated where it lies."""
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.in_one import count_, step_in_one_
 from hf_linear_attn.layers.mixes import LastToken
+from hf_linear_attn.layers.rules import RuleStep
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
 from hf_linear_attn.ops.dispatch import wants_kernels
@@ -85,7 +86,7 @@ def read_far(
         position_q: Numbers of the queries ``[B]``.
         position_k: Numbers of the keys.
         tensors: The layer's state; the rule's are updated.
-        rows: Where in a pool the rows' states lie; see :meth:`Rule.step_`.
+        rows: Where in a pool the rows' states lie; see :class:`RuleStep`.
 
     Returns:
         ``o [B, HKV, G, V]``.
@@ -99,10 +100,7 @@ def read_far(
         group = q.shape[1:3]
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
-    signed = not feature_map.non_negative
-    # Rules that take no places need not know of them.
-    step = layer.rule.step_ if rows is None else partial(layer.rule.step_, rows=rows)
-    return step(q, k, v, tensors, gates=gates, kernel=phi, key_mask=counts, signed=signed)
+    return layer.rule.step_(RuleStep(q, k, v, gates, phi, counts, not feature_map.non_negative, rows), tensors)
 
 
 def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:

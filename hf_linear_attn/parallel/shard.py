@@ -19,7 +19,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.packing import packed
-from hf_linear_attn.layers.rules.gates import Gates
+from hf_linear_attn.layers.rules import Gates, RuleCall
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
@@ -361,7 +361,8 @@ def _sums(
             return _passing(layer, phi_k, v, gates, kernel, mask)
         # The state does not depend on the one query that asks for it.
         nobody = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
-        return dict(layer.rule.read(nobody, phi_k, v, None, kernel=kernel, key_mask=mask, causal=False).state)
+        call = RuleCall(nobody, phi_k, v, kernel=kernel, key_mask=mask, causal=False)
+        return dict(layer.rule.read(call, None).state)
 
     if layer.feature_map.kernel is not None and layer.rule.maps and rotation is None and not layer.rule.ordered:
         # The operation walks by itself.
@@ -394,7 +395,7 @@ def _passing(
         phi_k: Keys, or their features, ``[B, HKV, S, F]``.
         v: Values ``[B, HKV, S, V]``.
         gates: Of the keys.
-        kernel: As in :meth:`Rule.read`.
+        kernel: As in :class:`RuleCall`.
         mask: ``[B, S]`` bool, True = a key that counts; None where all do.
     """
     batch, heads, _, size = phi_k.shape
@@ -406,7 +407,7 @@ def _passing(
     if gates.scale is not None:
         gates = gates._replace(scale=gates.scale.new_ones(heads))
     nobody = phi_k.new_zeros(1, 1, 1, 1).expand(phi_k.shape)
-    found = dict(layer.rule.read(nobody, phi_k, values, state, gates=gates, kernel=kernel, key_mask=mask).state)
+    found = dict(layer.rule.read(RuleCall(nobody, phi_k, values, gates, kernel, mask), state).state)
     if gates.beta is not None:
         found["kv"], found["passed"] = torch.split(found["kv"], [v.shape[3], size], -1)
     elif gates.log_decay is not None:

@@ -39,8 +39,8 @@ class Last(Rule):
     def slots(self, kv_heads, feature_dim, value_dim, *others):
         return {"last": Slot((kv_heads, value_dim))}
 
-    def read(self, phi_q, phi_k, v, state, *, gates=None, kernel=None, key_mask=None, cu_seqlens=None, causal=True,
-             delay=0, with_mass=False):
+    def read(self, call, state):
+        v, key_mask, delay = call.v, call.key_mask, call.delay
         before = v.new_zeros(v.shape[0], v.shape[1], v.shape[3]) if state is None else state["last"].to(v.dtype)
         real = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         places = torch.where(real, torch.arange(1, v.shape[2] + 1), 0).cummax(1)[0]
@@ -51,7 +51,7 @@ class Last(Rule):
         final = torch.where(real, torch.arange(1, v.shape[2] + 1), 0)[:, :read]
         last = final.amax(1) if read else torch.zeros(len(v), dtype=torch.long)
         kept = values.gather(2, last[:, None, None, None].expand(-1, v.shape[1], 1, v.shape[3]))[:, :, 0]
-        return Reading(o.repeat_interleave(phi_q.shape[1] // v.shape[1], 1), {"last": kept.float()})
+        return Reading(o.repeat_interleave(call.phi_q.shape[1] // v.shape[1], 1), {"last": kept.float()})
 '''
 
 

@@ -189,9 +189,9 @@ def test_a_rules_kernel_steps_its_states_where_they_lie(settings, monkeypatch):
     plain, fused = (build(backend=backend, **settings) for backend in ("torch", "triton"))
     step, seen = fused.rule.step_, []
 
-    def watched(*tokens, rows=None, **named):
-        seen.append((rows, tokens[3]))
-        return step(*tokens, rows=rows, **named)
+    def watched(token, state):
+        seen.append((token.rows, state))
+        return step(token, state)
 
     monkeypatch.setattr(fused.rule, "step_", watched)
     pool = steps_alike(plain, fused)

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.layers.rules.base import Reading, Rule
-from hf_linear_attn.layers.rules.gates import Gates
+from hf_linear_attn.layers.rules.base import Reading, Rule, RuleCall, RuleStep
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.dispatch import wants_kernels
@@ -37,58 +36,33 @@ class Additive(Rule):
         }
 
     @override
-    def read(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor] | None,
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        causal: bool = True,
-        delay: int = 0,
-        with_mass: bool = False,
-    ) -> Reading:
+    def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
         o, final = linear_attention(
-            phi_q,
-            phi_k,
-            v,
-            None if kernel is None else elementwise_map(kernel),
-            causal=causal,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
+            call.phi_q,
+            call.phi_k,
+            call.v,
+            None if call.kernel is None else elementwise_map(call.kernel),
+            causal=call.causal,
+            key_mask=call.key_mask,
+            cu_seqlens=call.cu_seqlens,
             state=None if state is None else LinearAttentionState(state["kv"], state["z"]),
-            delay=delay,
+            delay=call.delay,
             eps=self.eps,
             backend=self.backend,
         )
         mass = None
-        if with_mass:
-            read = max(phi_k.shape[2] - delay, 0)
-            keys = upcast(phi_k[:, :, :read])
-            if key_mask is not None:
-                keys = keys * key_mask[:, None, :read, None]
-            z = running_sum(keys, phi_q.shape[2] - read, None if state is None else state["z"])
-            mass = key_product(phi_q, z)
+        if call.with_mass:
+            read = max(call.phi_k.shape[2] - call.delay, 0)
+            keys = upcast(call.phi_k[:, :, :read])
+            if call.key_mask is not None:
+                keys = keys * call.key_mask[:, None, :read, None]
+            z = running_sum(keys, call.phi_q.shape[2] - read, None if state is None else state["z"])
+            mass = key_product(call.phi_q, z)
         return Reading(o, {"kv": final.kv, "z": final.z}, mass)
 
     @override
-    def step_(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        signed: bool = True,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
+        phi_q, phi_k, v, gates, kernel, key_mask, signed, rows = step
         # An elementwise map is chosen by name, which a compiler does not trace: one node of its graph does all.
         named = kernel is not None and torch.compiler.is_compiling()
         log_decay = None if gates is None else gates.log_decay
@@ -99,7 +73,7 @@ class Additive(Rule):
             if log_decay is not None:
                 fade_(state["kv"], state["z"], log_decay, key_mask)
             return fold_and_read_(phi_q, phi_k, v, state["kv"], state["z"], key_mask, self.eps, signed)
-        step = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
+        decode = decode_opaque_ if torch.compiler.is_compiling() else decode_plain_
         q, name = phi_q.flatten(1, 2)[:, :, None], kernel or "identity"
-        o = step(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend, log_decay, rows)
+        o = decode(q, phi_k, v, state["kv"], state["z"], key_mask, name, self.eps, self.backend, log_decay, rows)
         return o.view(*phi_q.shape[:3], -1)

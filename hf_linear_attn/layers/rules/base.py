@@ -33,6 +33,59 @@ class Sizes(NamedTuple):
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
+class RuleCall(NamedTuple):
+    """What a rule is asked to read.
+
+    Attributes:
+        phi_q: Features of queries ``[B, H, T, F]``.
+        phi_k: Features of keys ``[B, HKV, S, F]``.
+        v: Values ``[B, HKV, S, V]``.
+        gates: What :meth:`Rule.gates` gave for the keys; None where nothing is learned.
+        kernel: An elementwise map that the rule applies first; None where ``phi_q`` and ``phi_k`` are features.
+        key_mask: ``[B, S]`` bool, True = a key that counts; None where all do.
+        cu_seqlens: Boundaries of packed sequences, B = 1.
+        causal: Whether query i sees keys up to ``i - delay`` only.
+        delay: Tokens by which keys lag.
+        with_mass: Whether the mass is asked for.
+    """
+
+    phi_q: Tensor
+    phi_k: Tensor
+    v: Tensor
+    gates: Gates | None = None
+    kernel: str | None = None
+    key_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    causal: bool = True
+    delay: int = 0
+    with_mass: bool = False
+
+
+class RuleStep(NamedTuple):
+    """One new key of each row, and the queries that read after it.
+
+    Attributes:
+        phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
+        phi_k: Features of the key ``[B, HKV, 1, F]``.
+        v: Its value ``[B, HKV, 1, V]``.
+        gates: Of the key, as in :class:`RuleCall`.
+        kernel: As there.
+        key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
+        signed: Whether features can be negative.
+        rows: Where in a pool the states of the rows lie ``[B]`` int64, all different; None where row b's is the b-th.
+            Only where :attr:`Rule.steps_rows` says so.
+    """
+
+    phi_q: Tensor
+    phi_k: Tensor
+    v: Tensor
+    gates: Gates | None = None
+    kernel: str | None = None
+    key_mask: Tensor | None = None
+    signed: bool = True
+    rows: Tensor | None = None
+
+
 class Reading(NamedTuple):
     """What a rule gives for some queries.
 
@@ -64,7 +117,7 @@ class Rule(ABC):
     """Whether it has :meth:`step_`; without it a step is read as a call of one token."""
 
     steps_rows: ClassVar[bool] = False
-    """Whether :meth:`step_` takes ``rows`` where kernels run; without it states are gathered, and put back."""
+    """Whether :meth:`step_` takes rows of a pool where kernels run; without it states are gathered, and put back."""
 
     ordered: ClassVar[bool] = False
     """Whether it matters which key comes first, so that attention has to be causal."""
@@ -94,63 +147,20 @@ class Rule(ABC):
         """Describe the state's tensors; ``copies`` is for those that all programs of a step's kernel need."""
 
     @abstractmethod
-    def read(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor] | None,
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        causal: bool = True,
-        delay: int = 0,
-        with_mass: bool = False,
-    ) -> Reading:
+    def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
         """Answer queries from a state and from keys, and take the keys in.
 
         Args:
-            phi_q: Features of queries ``[B, H, T, F]``.
-            phi_k: Features of keys ``[B, HKV, S, F]``.
-            v: Values ``[B, HKV, S, V]``.
+            call: The queries and keys.
             state: The rule's tensors before these keys; None where there were none.
-            gates: What :meth:`gates` gave for the keys; None where nothing is learned.
-            kernel: An elementwise map that the rule applies first; None where ``phi_q`` and ``phi_k`` are features.
-            key_mask: ``[B, S]`` bool, True = a key that counts.
-            cu_seqlens: Boundaries of packed sequences, B = 1.
-            causal: Whether query i sees keys up to ``i - delay`` only.
-            delay: Tokens by which keys lag.
-            with_mass: Whether the mass is asked for.
         """
 
-    def step_(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        signed: bool = True,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Take in one key and answer one query of each head, in place; see :meth:`read`.
+    def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
+        """Take in one key and answer one query of each head, in place.
 
         Args:
-            phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
-            phi_k: Features of the key ``[B, HKV, 1, F]``.
-            v: Its value ``[B, HKV, 1, V]``.
+            step: The key and the queries.
             state: The rule's tensors.
-            gates: Of the key, as there.
-            kernel: As there.
-            key_mask: ``[B, 1]`` bool; features and values of a key that does not count are finite.
-            signed: Whether features can be negative.
-            rows: Where in a pool the states of the rows lie ``[B]`` int64, all different; None where row b's is the
-                b-th. Only where :attr:`steps_rows` says so.
 
         Returns:
             ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.

@@ -9,7 +9,7 @@ from typing_extensions import override
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.layers.rules.additive import Additive
-from hf_linear_attn.layers.rules.base import Reading, Sizes
+from hf_linear_attn.layers.rules.base import Reading, RuleCall, Sizes
 from hf_linear_attn.layers.rules.gates import DECAY_START, Gates, gate_weights, log_decays
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
 
@@ -37,21 +37,7 @@ class Decay(Additive):
         return Gates(log_decay=log_decays(k, v, weights))
 
     @override
-    def read(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor] | None,
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        causal: bool = True,
-        delay: int = 0,
-        with_mass: bool = False,
-    ) -> Reading:
+    def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None, eps: float
         ) -> tuple[Tensor, LinearAttentionState]:
@@ -59,22 +45,22 @@ class Decay(Additive):
                 q,
                 k,
                 v,
-                None if kernel is None else elementwise_map(kernel),
-                causal=causal,
-                key_mask=key_mask,
-                cu_seqlens=cu_seqlens,
+                None if call.kernel is None else elementwise_map(call.kernel),
+                causal=call.causal,
+                key_mask=call.key_mask,
+                cu_seqlens=call.cu_seqlens,
                 state=None if state is None or kv is None else LinearAttentionState(kv, state["z"]),
-                delay=delay,
+                delay=call.delay,
                 eps=eps,
                 backend=self.backend,
-                log_decay=None if gates is None else gates.log_decay,
+                log_decay=None if call.gates is None else call.gates.log_decay,
             )
 
-        o, final = attend(phi_q, phi_k, v, None if state is None else state["kv"], self.eps)
+        o, final = attend(call.phi_q, call.phi_k, call.v, None if state is None else state["kv"], self.eps)
         mass = None
-        if with_mass:
+        if call.with_mass:
             # What queries read of values of 1, not divided.
-            q, k = upcast(phi_q), upcast(phi_k)
+            q, k = upcast(call.phi_q), upcast(call.phi_k)
             z = None if state is None else state["z"][..., None]
             mass = attend(q, k, k.new_ones(*k.shape[:3], 1), z, HUGE)[0][..., 0] * HUGE
         return Reading(o, {"kv": final.kv, "z": final.z}, mass)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.layers.rules.base import Reading, Rule, Sizes
+from hf_linear_attn.layers.rules.base import Reading, Rule, RuleCall, RuleStep, Sizes
 from hf_linear_attn.layers.rules.gates import BETA_START, Gates, betas, gate_weights
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import DeltaRuleState, delta_rule
@@ -42,56 +42,31 @@ class Delta(Rule):
         return {"kv": Slot((kv_heads, feature_dim, value_dim))}
 
     @override
-    def read(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor] | None,
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        causal: bool = True,
-        delay: int = 0,
-        with_mass: bool = False,
-    ) -> Reading:
-        beta, scale = _needed(gates)
+    def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
+        beta, scale = _needed(call.gates)
         o, final = delta_rule(
-            phi_q,
-            phi_k,
-            v.to(phi_k.dtype),
+            call.phi_q,
+            call.phi_k,
+            call.v.to(call.phi_k.dtype),
             beta,
-            gates.log_decay if gates is not None else None,
-            key_mask=key_mask,
-            cu_seqlens=cu_seqlens,
+            call.gates.log_decay if call.gates is not None else None,
+            key_mask=call.key_mask,
+            cu_seqlens=call.cu_seqlens,
             state=None if state is None else DeltaRuleState(state["kv"]),
-            delay=delay,
+            delay=call.delay,
             backend=self.backend,
         )
-        return Reading((o * scale.to(o.dtype)[:, None, None]).to(v.dtype), {"kv": final.kv})
+        return Reading((o * scale.to(o.dtype)[:, None, None]).to(call.v.dtype), {"kv": final.kv})
 
     @override
-    def step_(
-        self,
-        phi_q: Tensor,
-        phi_k: Tensor,
-        v: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        gates: Gates | None = None,
-        kernel: str | None = None,
-        key_mask: Tensor | None = None,
-        signed: bool = True,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
+        phi_q, phi_k, v, gates, _, key_mask, _, rows = step
         beta, scale = _needed(gates)
         log_decay, kv = None if gates is None else gates.log_decay, state["kv"]
         if wants_kernels(self.backend, v.device):
-            step = delta_opaque_ if torch.compiler.is_compiling() else delta_plain_
+            overwrite = delta_opaque_ if torch.compiler.is_compiling() else delta_plain_
             q = phi_q.flatten(1, 2)[:, :, None]
-            o = step(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend, rows)
+            o = overwrite(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend, rows)
             o = o.view(*phi_q.shape[:3], -1)
         else:
             o = overwrite_and_read_(phi_q, phi_k, v, beta, log_decay, kv, key_mask, True)
