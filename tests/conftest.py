@@ -1,5 +1,6 @@
 """Settings that must hold before anything imports Triton, and what all tests share."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ if not torch.cuda.is_available():
 
 # Where there is no network Transformers tries for half a minute, where there is one a hub would have a say.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Whichever test comes first on a machine waits for loops to be compiled: none has to expect that it is told so.
+logging.getLogger("hf_linear_attn.ops.numba").setLevel("ERROR")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

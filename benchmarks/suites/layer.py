@@ -6,7 +6,8 @@ A Llama-shaped attention module, hidden size 512, 8 heads of 64, 2 key heads, fp
 model calls it. Softmax is PyTorch's scaled_dot_product_attention. Everything is measured in turn in one process, as
 processor time of one thread, and medians are compared; a step is that of a one-layer model with its cache. What no
 layer can go below stands beside it: "projections" are a module's four projections and its rotation alone, "products"
-the recommended recipe's products of matrices alone, on tensors that are at hand. The last table is taken where the
+the recommended recipe's products of matrices alone, on tensors that are at hand. "Attention alone" is the part of a
+forward between projections and rotation: the call of its attention function. The last table is taken where the
 allocator keeps what is freed: else the kernel gives large buffers anew, page by page, and projections pay for it. Where
 Numba is installed its loops serve the forward of "recommended" and the steps of all layers with a window that do not
 delete what they hold; "PyTorch alone" is the same layer without them. The backward is PyTorch's.
@@ -17,14 +18,16 @@ import copy
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import facts_line, markdown, provenance, write
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_linear_attn import patch_model
@@ -44,7 +47,7 @@ LAYERS: dict[str, dict[str, Any] | None] = {
 }
 FLOOR = ("projections", "products")
 KEPT = ("softmax", "elu", "recommended", "recommended, PyTorch alone")
-"""Kinds that are timed again where memory is kept."""
+"""Kinds that are timed again without their projections, and where memory is kept."""
 BOTH = (512, 2048, 16384)
 """Lengths at which forward and backward are timed together."""
 ROWS = (1, 8)
@@ -195,6 +198,51 @@ def time_modules(
     return rows
 
 
+@contextmanager
+def attention_timed(models: Sequence[LlamaForCausalLM]) -> Iterator[list[float]]:
+    """Within the block, note the processor time of each call of the models' attention functions."""
+    spent: list[float] = []
+    functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in {x.config._attn_implementation for x in models}}
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            started = time.process_time()
+            found = function(*arguments, **settings)
+            spent.append(time.process_time() - started)
+            return found
+
+        return call
+
+    try:
+        for name, function in functions.items():
+            AttentionInterface.register(name, timed(function))
+        yield spent
+    finally:
+        for name, function in functions.items():
+            AttentionInterface.register(name, function)
+
+
+def time_attention(lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Time what modules do between projections and rotation."""
+    models, rows = {name: build(LAYERS[name]) for name in KEPT}, []
+    with attention_timed(list(models.values())) as spent:
+        for tokens in lengths:
+            known = {name: model for name, model in models.items() if tokens <= 16384 or name != "softmax"}
+            times: dict[str, list[float]] = {name: [] for name in known}
+            calls = module_calls(known, tokens, False)
+            for n in range((repeats if tokens < 8192 else max(repeats // 3, 2)) + 1):
+                for name, call in calls.items():
+                    spent.clear()
+                    call()
+                    if n:
+                        times[name].append(sum(spent))
+            of_token = {name: statistics.median(x) / tokens * 1e6 for name, x in times.items()}
+            row = {"tokens": tokens} | {f"{name}, us": x for name, x in of_token.items()}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
 def time_steps(repeats: int, steps: int) -> list[dict[str, Any]]:
     """Time a step of every kind of model after each context."""
     found = []
@@ -229,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"provenance": facts}
     if "forward" in arguments.only:
         result["forward"] = time_modules(arguments.lengths, False, arguments.repeats)
+        result["attention alone"] = time_attention(arguments.lengths, arguments.repeats)
     if "both" in arguments.only:
         lengths = [n for n in arguments.lengths if n in BOTH]
         result["forward and backward"] = time_modules(lengths, True, arguments.repeats)
@@ -241,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "forward" in arguments.only:
         keep_memory()
         result["forward, memory kept"] = time_modules(arguments.lengths, False, arguments.repeats, KEPT)
-    for name in ("forward", "forward and backward", "step", "forward, memory kept"):
+    for name in ("forward", "attention alone", "forward and backward", "step", "forward, memory kept"):
         if name in result:
             parts += [f"## {name.capitalize()}\n", markdown(result[name])]
     write(arguments.output, result, "\n".join(parts))

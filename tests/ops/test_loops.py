@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import pickle
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -218,6 +219,25 @@ def test_heads_are_shared_out_to_threads(threads, rows, monkeypatch):
     with torch.no_grad():
         layer(*(x[:, :, 28:29] for x in draw(40, rows)), Call(state=state, key_mask=mask))
     assert state.tensors["seen"].tolist() == [29, 28][:rows]
+
+
+def test_a_wait_for_the_compiler_is_announced_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    caplog.set_level("WARNING", p.__name__)
+    for _ in range(2):
+        # As another process would, which has compiled nothing yet.
+        monkeypatch.setitem(globals(), "tell", p.within(plain_tell))
+        assert p.entry(types.FunctionType(answer.__code__, globals(), "answer")).address
+    said = [x.message for x in caplog.records if x.name == p.__name__]
+    assert said == ["compiling the loop of tests.ops for this processor, which takes some seconds once"]
+
+
+def plain_tell(table):
+    return p.pointer(table, np.int64(0))[0]
+
+
+def answer(table):
+    p.pointer(table, np.int64(0))[1] = tell(table)  # noqa: F821
 
 
 @p.within

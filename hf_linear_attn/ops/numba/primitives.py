@@ -13,16 +13,20 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from logging import getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
+from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic
 
 from hf_linear_attn.feature_maps import norm_preserving
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
+
+logger = getLogger(__name__)
 
 ONE = np.float32(1.0)
 LOG2E = np.float32(math.log2(math.e))
@@ -67,16 +71,32 @@ def entry(function: Callable[[int], None]) -> Entry:
     """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
     function.__qualname__ = kept_as(function)
     compile_ = partial(cfunc, types.void(types.int64), error_model="numpy")
-    try:
-        compiled = compile_(cache=True)(function)
-    except RuntimeError:
-        warnings.warn(
-            "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
-            "NUMBA_CACHE_DIR to a folder that can be written.",
-            stacklevel=2,
-        )
-        compiled = compile_()(function)
+    with install_listener("numba:compile", _Announcement(function.__module__.rpartition(".")[0])):
+        try:
+            compiled = compile_(cache=True)(function)
+        except RuntimeError:
+            warnings.warn(
+                "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
+                "NUMBA_CACHE_DIR to a folder that can be written.",
+                stacklevel=2,
+            )
+            compiled = compile_()(function)
     return Entry(compiled.address, compiled.ctypes)
+
+
+class _Announcement(Listener):
+    """Says that somebody is going to wait for the compiler, as soon as that begins."""
+
+    def __init__(self, what: str) -> None:
+        self._what: str | None = what
+
+    def on_start(self, event: Any) -> None:
+        if self._what is not None:
+            logger.warning("compiling the loop of %s for this processor, which takes some seconds once", self._what)
+        self._what = None
+
+    def on_end(self, event: Any) -> None:
+        """Say nothing."""
 
 
 def kept_as(function: Callable[[int], None]) -> str:
