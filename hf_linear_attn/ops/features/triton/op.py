@@ -19,6 +19,12 @@ from hf_linear_attn.ops.rotation.triton import turn
 from hf_linear_attn.ops.triton.plan import Launch, readable
 from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
+INPUTS = (
+    "Tensor x, Tensor? turns, Tensor weight, Tensor? power, str name, float factor, float sharpness, str pairs, "
+    "bool at_end"
+)
+"""What both operators take; see :class:`FeatureProblem`."""
+
 
 def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> Tensor:
     """Compute the features of one side with a Triton kernel; see :func:`hf_linear_attn.ops.features.features_of`."""
@@ -29,36 +35,16 @@ def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> 
     return o
 
 
-def _feature_problem(
-    x: Tensor,
-    turns: Tensor | None,
-    weight: Tensor,
-    power: Tensor | None,
-    name: str,
-    factor: float,
-    sharpness: float,
-    pairs: str,
-    at_end: bool,
-) -> FeatureProblem:
+def _feature_problem(*inputs: Any) -> FeatureProblem:
+    x, turns, weight, power, *settings = inputs
     weight, power, turns = weight.contiguous(), contiguous(power), contiguous(turns)
-    target = target_for(x.device)
-    return FeatureProblem(target, readable(x), turns, weight, power, name, factor, sharpness, pairs, at_end)
+    return FeatureProblem(target_for(x.device), readable(x), turns, weight, power, *settings)
 
 
-@torch.library.custom_op("hf_linear_attn::triton_features", mutates_args=())
-def triton_features(
-    x: Tensor,
-    turns: Tensor | None,
-    weight: Tensor,
-    power: Tensor | None,
-    name: str,
-    factor: float,
-    sharpness: float,
-    pairs: str,
-    at_end: bool,
-) -> Tensor:
+@torch.library.custom_op("hf_linear_attn::triton_features", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
+def triton_features(*inputs: Any) -> Tensor:
     """Return the features of a pair of halves."""
-    return _features(x, turns, weight, power, name, factor, sharpness, pairs, at_end)
+    return _features(*inputs)
 
 
 @planned
@@ -72,21 +58,12 @@ def _(*inputs: Any) -> Tensor:
     return allocate_features(_feature_problem(*inputs))
 
 
-@torch.library.custom_op("hf_linear_attn::triton_features_backward", mutates_args=())
-def triton_features_backward(
-    do: Tensor,
-    x: Tensor,
-    turns: Tensor | None,
-    weight: Tensor,
-    power: Tensor | None,
-    name: str,
-    factor: float,
-    sharpness: float,
-    pairs: str,
-    at_end: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "hf_linear_attn::triton_features_backward", mutates_args=(), schema=f"(Tensor do, {INPUTS}) -> (Tensor, Tensor)"
+)
+def triton_features_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x W`` and, by piece, of the power."""
-    return _gradients(do, x, turns, weight, power, name, factor, sharpness, pairs, at_end)
+    return _gradients(*inputs)
 
 
 @planned

@@ -57,12 +57,10 @@ def triton_decode_(
     return _step(q, k, v, key_mask, kv, z, phi, eps, log_decay, rows)
 
 
-def _changing(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, kv: Tensor, z: Tensor, *settings: Any
-) -> Tensor:
+def _changing(*inputs: Any) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
-    o = _step(q, k, v, key_mask, kv, z, *settings)
-    has_changed(kv, z)
+    o = _step(*inputs)
+    has_changed(*inputs[4:6])
     return o
 
 
