@@ -89,6 +89,15 @@ class FeatureMap(nn.Module, ABC):
     kernel: str | None = None
     """Name of the elementwise map inside the kernels, or None where features are computed first."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Leave a subclass that computes other features than its parent without the parent's shortcuts to them."""
+        super().__init_subclass__(**options)
+        own = vars(cls).keys()
+        if own & {"scaled", "phi", "phi_q", "phi_k", "features"}:
+            shortcuts = {"kernel": None, "joint": False, "pair": FeatureMap.pair}
+            for name in shortcuts.keys() - own:
+                setattr(cls, name, shortcuts[name])
+
     def __init__(
         self,
         head_dim: int,

@@ -151,6 +151,9 @@ def read_in_one(
     count, turned, state = piece.q.shape[2], piece.rotation, carried or {}
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, count)
     sink_k, sink_v, seen = piece.sinks(window.size) or (None, None, None)
+    if sink_k is not None and sink_v is not None:
+        # A cache holds them in the dtype in which they were read.
+        sink_k, sink_v = sink_k.to(piece.q.dtype), sink_v.to(piece.q.dtype)
     weights = layer.weights()
     found = prefill(
         Prefill(

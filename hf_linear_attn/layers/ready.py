@@ -71,9 +71,10 @@ class Ready:
             and self._found() == self._addresses
         )
 
-    def _found(self) -> list[int]:
-        """Return where lies what the layer has learned."""
-        return [x.data_ptr() for table in self._learned for x in table.values() if x is not None]
+    def _found(self) -> list[Any]:
+        """Return where lies what the layer has learned, how it lies there, and the numbers beside it."""
+        learned = [(x.data_ptr(), x.stride()) for table in self._learned for x in table.values() if x is not None]
+        return [*learned, self._map.scale, self._map.scaling, self._layer.rule.eps]
 
     def step_(self, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: "State") -> Tensor:
         """Take the step, and count its token; arguments as of :meth:`LinearAttention.forward`."""

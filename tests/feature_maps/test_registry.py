@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from hf_linear_attn import linear_attention
+from hf_linear_attn import LinearAttentionConfig, linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps import (
     FeatureMap,
@@ -17,6 +17,7 @@ from hf_linear_attn.feature_maps import (
     register_feature_map,
 )
 from hf_linear_attn.feature_maps import base as registry
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 
 PUBLISHED = {
     "elu", "relu", "squared_relu", "exp", "sigmoid", "softmax", "identity", "polynomial", "taylor", "rebased",
@@ -31,6 +32,34 @@ def test_the_maps_of_the_literature_are_there():
 def test_elementwise_maps_run_inside_the_kernels():
     inside = {name for name in PUBLISHED if feature_map_class(name).kernel}
     assert inside == {"elu", "relu", "squared_relu", "exp", "sigmoid", "identity"}
+
+
+@pytest.mark.parametrize("parent", ["elu", "hedgehog", "norm_preserving"])
+def test_a_map_that_changes_its_parents_features_has_none_of_its_shortcuts(parent, users_map):
+    """Kernels and loops would compute the parent's."""
+    cls = feature_map_class(parent)
+    method = "phi" if parent == "elu" else "features"
+
+    def squared(self, x, *side):
+        return getattr(cls, method)(self, x, *side) ** 2
+
+    described = {"name": "mine", "formula": "phi(x)^2", "paper": "none"}
+    mine = register_feature_map(type("Mine", (cls,), described | {method: squared}))
+    same = type("Same", (cls,), {})
+    for made, kept in ((mine, False), (same, True)):
+        assert (made.kernel is not None) == (kept and cls.kernel is not None)
+        assert (made(4).pair("q") is not None) == (kept and cls(4).pair("q") is not None)
+        assert made.joint == (kept and cls.joint)
+    text, found = [torch.randn(1, heads, 24, 8) for heads in (4, 2, 2)], []
+    for backend in ("auto", "torch", "reference"):
+        layer = LinearAttention(
+            LinearAttentionConfig(feature_map="mine", window=5, backend=backend), Sizes(8, 4, 2, 0.3, 8), "layer"
+        )
+        with torch.no_grad():
+            call = Call(state=State())
+            found.append(torch.cat([layer(*(x[:, :, a:b] for x in text), call) for a, b in ((0, 23), (23, 24))], 2))
+    for o in found[:2]:
+        torch.testing.assert_close(o, found[2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

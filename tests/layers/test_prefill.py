@@ -147,6 +147,20 @@ def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch:
         assert_close(x, y, TOLERANCE[case.dtype])
 
 
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_a_cache_of_bf16_goes_on_in_fp32(backend: str) -> None:
+    """As after a prompt under autocast; sinks are still what they were read as."""
+    case, found = Case(head_dim=32, turned=32), []
+    for reader in (backend, "torch"):
+        layer, state = case.layer(reader), State()
+        with torch.no_grad():
+            for n, dtype in enumerate((torch.bfloat16, torch.float32)):
+                text, call = case.call(18, n)
+                o = layer(*(x.to(dtype) for x in text), call._replace(state=state, in_place=False))
+        found.append(o)
+    assert_close(*found, TOLERANCE[torch.bfloat16])
+
+
 SHORT, HEADS = Case(lengths=(24,)), Case(heads=(4, 2), lengths=(24,))
 PIECES = Case(lengths=(20, 18), masked=True, rows=2)
 SINK, NEAR, LATER = {0: {1: torch.nan}}, {0: {21: torch.nan, 20: torch.inf}}, {1: {8: torch.nan}}

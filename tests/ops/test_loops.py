@@ -321,6 +321,31 @@ def test_a_step_goes_by_weights_of_which_it_needs_a_copy():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def turn_over(layer):
+    weight = layer.feature_map.weight_k
+    weight.data = weight.data.mT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        turn_over,
+        lambda layer: setattr(layer.feature_map, "scale", 0.3),
+        lambda layer: setattr(layer.feature_map, "scaling", 4.0),
+        lambda layer: setattr(layer.rule, "eps", 0.5),
+    ],
+    ids=["weights that lie otherwise", "scale", "scaling", "eps"],
+)
+def test_a_step_goes_by_what_is_changed_between_steps(change):
+    found = []
+    for backend in ("numba", "torch"):
+        layer, state = layer_of(backend), State()
+        generate(layer, state)
+        change(layer)
+        found.append(generate(layer, state, 28, 30))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_a_step_goes_by_its_layer():
     """Layers that share weights may share a state, too, and differ in what is not learned."""
     found = []
