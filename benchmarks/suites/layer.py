@@ -18,8 +18,8 @@ import copy
 import ctypes
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,17 @@ def build(settings: dict[str, Any] | None) -> LlamaForCausalLM:
     return model if settings is None else patch_model(model, **settings)
 
 
-def by_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Return each function's median processor time in seconds, called in turn."""
+def by_turns(
+    functions: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    """Return each function's median time in seconds, called in turn."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for n in range(repeats + 1):
         for name, function in functions.items():
-            started = time.process_time()
+            started = clock()
             function()
             if n:
-                times[name].append(time.process_time() - started)
+                times[name].append(clock() - started)
     return {name: statistics.median(x) for name, x in times.items()}
 
 
@@ -180,35 +182,17 @@ def step_calls(
     return {name: call(model) for name, model in models.items()}
 
 
-def time_modules(
-    lengths: Sequence[int], both: bool, repeats: int, kinds: Sequence[str] = tuple(LAYERS)
-) -> list[dict[str, Any]]:
-    """Time kinds of modules at each length, and beside their forward what it cannot leave out."""
-    models, rows = {name: build(LAYERS[name]) for name in kinds}, []
-    for tokens in lengths:
-        # Softmax's time grows with the square of the length.
-        known = {name: model for name, model in models.items() if tokens <= 16384 or name != "softmax"}
-        calls = module_calls(known, tokens, both) | ({} if both else floor_calls(tokens))
-        times = by_turns(calls, repeats if tokens < 8192 else max(repeats // 3, 2))
-        row: dict[str, Any] = {"tokens": tokens} | {f"{name}, us": x / tokens * 1e6 for name, x in times.items()}
-        if "softmax" in times:
-            row |= {f"{name}, times as fast": times["softmax"] / times[name] for name in times if name in kinds[1:]}
-        print(row, flush=True)
-        rows.append(row)
-    return rows
-
-
 @contextmanager
-def attention_timed(models: Sequence[LlamaForCausalLM]) -> Iterator[list[float]]:
-    """Within the block, note the processor time of each call of the models' attention functions."""
-    spent: list[float] = []
-    functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in {x.config._attn_implementation for x in models}}
+def attention_clock(models: Iterable[LlamaForCausalLM]) -> Iterator[Callable[[], float]]:
+    """Return a clock that runs only in the models' attention functions, within the block."""
+    spent, functions = 0.0, {name: ALL_ATTENTION_FUNCTIONS[name] for name in {implementation(x) for x in models}}
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **settings: Any) -> Any:
+            nonlocal spent
             started = time.process_time()
             found = function(*arguments, **settings)
-            spent.append(time.process_time() - started)
+            spent += time.process_time() - started
             return found
 
         return call
@@ -216,28 +200,31 @@ def attention_timed(models: Sequence[LlamaForCausalLM]) -> Iterator[list[float]]
     try:
         for name, function in functions.items():
             AttentionInterface.register(name, timed(function))
-        yield spent
+        yield lambda: spent
     finally:
         for name, function in functions.items():
             AttentionInterface.register(name, function)
 
 
-def time_attention(lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Time what modules do between projections and rotation."""
-    models, rows = {name: build(LAYERS[name]) for name in KEPT}, []
-    with attention_timed(list(models.values())) as spent:
+def implementation(model: LlamaForCausalLM) -> str:
+    """Return the name of a model's attention function."""
+    return str(model.config._attn_implementation)
+
+
+def time_modules(
+    lengths: Sequence[int], both: bool, repeats: int, kinds: Sequence[str] = tuple(LAYERS), *, alone: bool = False
+) -> list[dict[str, Any]]:
+    """Time kinds of modules at each length, and beside their forward what it cannot leave out; or attention alone."""
+    models, rows = {name: build(LAYERS[name]) for name in kinds}, []
+    with attention_clock(models.values()) if alone else nullcontext(time.process_time) as clock:
         for tokens in lengths:
+            # Softmax's time grows with the square of the length.
             known = {name: model for name, model in models.items() if tokens <= 16384 or name != "softmax"}
-            times: dict[str, list[float]] = {name: [] for name in known}
-            calls = module_calls(known, tokens, False)
-            for n in range((repeats if tokens < 8192 else max(repeats // 3, 2)) + 1):
-                for name, call in calls.items():
-                    spent.clear()
-                    call()
-                    if n:
-                        times[name].append(sum(spent))
-            of_token = {name: statistics.median(x) / tokens * 1e6 for name, x in times.items()}
-            row = {"tokens": tokens} | {f"{name}, us": x for name, x in of_token.items()}
+            calls = module_calls(known, tokens, both) | ({} if both or alone else floor_calls(tokens))
+            times = by_turns(calls, repeats if tokens < 8192 else max(repeats // 3, 2), clock)
+            row: dict[str, Any] = {"tokens": tokens} | {f"{name}, us": x / tokens * 1e6 for name, x in times.items()}
+            if "softmax" in times:
+                row |= {f"{name}, times as fast": times["softmax"] / times[name] for name in times if name in kinds[1:]}
             print(row, flush=True)
             rows.append(row)
     return rows
@@ -277,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result: dict[str, Any] = {"provenance": facts}
     if "forward" in arguments.only:
         result["forward"] = time_modules(arguments.lengths, False, arguments.repeats)
-        result["attention alone"] = time_attention(arguments.lengths, arguments.repeats)
+        result["attention alone"] = time_modules(arguments.lengths, False, arguments.repeats, KEPT, alone=True)
     if "both" in arguments.only:
         lengths = [n for n in arguments.lengths if n in BOTH]
         result["forward and backward"] = time_modules(lengths, True, arguments.repeats)

@@ -1,5 +1,6 @@
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import subprocess
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linear_attn.distill.answers import shown
 
@@ -54,6 +56,18 @@ def test_each_file_in_the_folder_is_a_suite() -> None:
     suites = load("run").available()
     assert {"cpu", "kernels"} <= set(suites) == {path.stem for path in (FOLDER / "suites").glob("*.py")}
     assert all(summary.endswith(".") for summary in suites.values())
+
+
+def test_attention_is_timed_without_its_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ticks whenever it is read: each module attends once, and nothing else counts."""
+    monkeypatch.syspath_prepend(FOLDER)
+    layer, ticks = load("suites/layer"), itertools.count()
+    monkeypatch.setattr(layer, "time", types.SimpleNamespace(process_time=lambda: float(next(ticks))))
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    (row,) = layer.time_modules([32], False, 1, ("softmax", "elu", "recommended"), alone=True)
+    assert {row[f"{kind}, us"] for kind in ("softmax", "elu", "recommended")} == {1e6 / 32}
+    assert "projections, us" not in row
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
 def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Loops on a CPU: what they are made of, and how they are called."""
