@@ -186,6 +186,16 @@ def test_half_precision_is_near(mix, dtype):
     assert (o.double() - reference).abs().max() < 8 * torch.finfo(dtype).eps * reference.abs().max()
 
 
+@pytest.mark.parametrize(("rule", "mix"), [("additive", mix) for mix in MIXES] + RULED)
+def test_weights_of_half_precision_are_computed_with_in_full(rule, mix):
+    """They are rounded once, when they are stored: of tokens in fp32 nothing else is."""
+    module = attention(mix, update_rule=rule, backend="torch").bfloat16()
+    q, k, v, mask = inputs(torch.float32)
+    mask[:] = True
+    o = attend(module, q, k, v, mask, [9, *[1] * 14])
+    torch.testing.assert_close(o.double(), expected(module.double(), q, k, v, mask), atol=2e-5, rtol=2e-5)
+
+
 def test_large_scores_do_not_overflow():
     """A score of its own far above or below the others takes all or nothing, and nothing is lost but that."""
     q, k, v, mask = inputs(torch.float32)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.mixes.base import Far, LastToken, Mix, Near
 from hf_linear_attn.ops.window import OwnKey
 
@@ -46,7 +47,8 @@ class Key(Mix):
             base = number.log() + bias
         else:
             direction = torch.add(learned, last.keys[:, :, None], alpha=last.scaling / number)
-            base = bias + math.log(number)
+            # In half precision nothing would be left of the logarithm's last digits.
+            base = upcast(bias) + math.log(number)
         own = torch.bmm(q.reshape(-1, 1, q.shape[3]), direction.view(-1, q.shape[3], 1)).view(*q.shape[:3], 1)
         if last.free is None:
             shares = torch.cat([last.scores, own.add_(base)], -1).softmax(-1)
