@@ -183,6 +183,15 @@ def replace_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def once(path: Path, make: Callable[[], Any]) -> Any:
+    """Return what a JSON file keeps; measure it first where there is none, and say how long that took."""
+    if not path.exists():
+        started = time.perf_counter()
+        replace_text(path, json.dumps(make()))
+        print(f"{path.stem}: {time.perf_counter() - started:.0f} s", flush=True)
+    return json.loads(path.read_text())
+
+
 def write(output: Path, result: Mapping[str, Any], page: str) -> None:
     """Write ``output`` (JSON) and the page beside it."""
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, provenance, replace_text
+from harness import Parser, once, provenance
 from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained
@@ -161,15 +161,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     def path_of(key: str) -> Path:
         return folder / f"{key.replace(' ', '-')}.json"
 
-    def once(key: str, make: Any) -> Any:
-        path = path_of(key)
-        if not path.exists():
-            replace_text(path, json.dumps(make()))
-        return json.loads(path.read_text())
+    def kept(key: str, make: Any) -> Any:
+        return once(path_of(key), make)
 
     def settings_with_folder(name: str, seed: int) -> DistillationSettings:
         settings = settings_of(arguments, name, seed, window_of(name))
-        return settings.with_changes(output_dir=str(folder / f"run-{name.replace(' ', '-')}-{seed}"))
+        return settings.with_changes(output_dir=str(folder / f"run-{name.replace(' ', '-')}-{seed}"), progress=True)
 
     def run(name: str, seed: int) -> dict[str, Any]:
         settings = settings_with_folder(name, seed)
@@ -203,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "equal_cache_window": window,
             "recommended": recommended.to_dict(),
         },
-        "teacher": once("teacher", lambda: figures(teacher)),
-        "answers": {"teacher": once(f"answers {asked} teacher", lambda: written(teacher)) if asked else []},
+        "teacher": kept("teacher", lambda: figures(teacher)),
+        "answers": {"teacher": kept(f"answers {asked} teacher", lambda: written(teacher)) if asked else []},
         "patched": {},
         "recipes": {},
     }
@@ -215,12 +212,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             if arguments.finished_only and not path_of(key).exists():
                 continue
             start = settings_of(arguments, name, 0, window_of(name))
-            results["patched"][name] = once(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
-            found = once(key, lambda name=name, seed=seed: run(name, seed))
-            found["figures"] = once(f"figures {key}", lambda name=name, seed=seed: figures(student_of(name, seed)))
+            results["patched"][name] = kept(f"patched {name}", lambda start=start: figures(patched(teacher, start)))
+            found = kept(key, lambda name=name, seed=seed: run(name, seed))
+            found["figures"] = kept(f"figures {key}", lambda name=name, seed=seed: figures(student_of(name, seed)))
             if asked:
                 # In a file of its own, so that asking more or fewer questions measures nothing else anew.
-                found["answers"] = once(
+                found["answers"] = kept(
                     f"answers {asked} {key}", lambda name=name, seed=seed: written(student_of(name, seed))
                 )
             results["recipes"].setdefault(name, {})[str(seed)] = found

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import break_even, facts_line, markdown, provenance, replace_text, write
+from harness import break_even, facts_line, markdown, once, provenance, replace_text, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -83,13 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = settings_of(arguments, folder, 0)
     heldout = load_data(settings, tokenizer)[1]
 
-    def once(key: str, make: Callable[[], Any]) -> Any:
-        path = folder / f"{key}.json"
-        if not path.exists():
-            started = time.process_time()
-            replace_text(path, json.dumps(make()))
-            print(f"{key}: {time.process_time() - started:.0f} s of CPU time", flush=True)
-        return json.loads(path.read_text())
+    def kept(key: str, make: Callable[[], Any]) -> Any:
+        return once(folder / f"{key}.json", make)
 
     def figures(model: PreTrainedModel) -> dict[str, Any]:
         lengths = [factor * settings.block_tokens for factor in settings.factors()]
@@ -98,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     students: dict[str, Any] = {}
     for name in MAPS:
-        students[f"{name}, patched"] = [once(f"patched-{name}", lambda name=name: figures(patched(teacher, name)))]
+        students[f"{name}, patched"] = [kept(f"patched-{name}", lambda name=name: figures(patched(teacher, name)))]
     for name in MAPS:
         runs = students[f"{name}, distilled"] = []
         for seed in arguments.seeds if name == MAPS[0] else arguments.seeds[:1]:
@@ -108,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 # What has nothing that transfer could train gets those steps as distillation.
                 steps = made.transfer_steps + made.distill_steps
                 made = made.with_changes(stages=["embed"], distill_steps=steps)
-            runs.append(once(key, lambda made=made: distilled(made, teacher, tokenizer, figures, heldout)))
+            runs.append(kept(key, lambda made=made: distilled(made, teacher, tokenizer, figures, heldout)))
     result = {
         "provenance": provenance("encoders", list(map(shlex.quote, sys.argv[1:] if argv is None else argv)))
         | {"teacher": json.loads((folder / "training.json").read_text()), "distillation": settings.to_dict()},
         "students": students,
-        "speed": once("speed", lambda: speed(teacher, arguments.lengths, arguments.repeats)),
+        "speed": kept("speed", lambda: speed(teacher, arguments.lengths, arguments.repeats)),
     }
     write(arguments.output, result, page(result))
 

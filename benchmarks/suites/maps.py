@@ -14,7 +14,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness import Parser, by_turns, provenance, replace_text
+from harness import Parser, by_turns, once, provenance
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -82,16 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = arguments.work_dir / recipe
     folder.mkdir(parents=True, exist_ok=True)
 
-    def once(key: str, make: Callable[[], Any], folder: Path = folder) -> Any:
+    def kept(key: str, make: Callable[[], Any], folder: Path = folder) -> Any:
         path = folder / f"{key}.json"
-        if not path.exists() and arguments.finished_only:
-            return None
-        if not path.exists():
-            started = time.perf_counter()
-            value = make()
-            replace_text(path, json.dumps(value))
-            print(f"{key}: {time.perf_counter() - started:.0f} s", flush=True)
-        return json.loads(path.read_text())
+        return None if arguments.finished_only and not path.exists() else once(path, make)
 
     def loss(model: PreTrainedModel) -> dict[str, float]:
         return losses(model, data_of(0)[1], arguments.heldout_rows, arguments.block_tokens)
@@ -111,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             "transfer_steps": arguments.transfer_steps,
             "distillation": base.to_dict(),
         },
-        "teacher": once("teacher", lambda: loss(teacher)),
+        "teacher": kept("teacher", lambda: loss(teacher)),
         "maps": {},
     }
-    errors = once("errors", lambda: approximation(teacher, tokenizer, data_of(0)[1], names, arguments.block_tokens))
+    errors = kept("errors", lambda: approximation(teacher, tokenizer, data_of(0)[1], names, arguments.block_tokens))
     for name in [BLIND, *names]:
-        entry: dict[str, Any] = {"patched": once(f"{name}-patched", lambda name=name: loss(patched(teacher, name)))}
+        entry: dict[str, Any] = {"patched": kept(f"{name}-patched", lambda name=name: loss(patched(teacher, name)))}
         if name != BLIND:
             entry["output_error"] = errors and errors.get(name)
         results["maps"][name] = entry
@@ -124,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.repeats:
         # They do not depend on the teacher.
         key = hashlib.sha256(f"{names}{arguments.repeats}{torch.__version__}".encode()).hexdigest()[:12]
-        results["times"] = once(f"times-{key}", lambda: times(names, arguments.repeats), arguments.work_dir) or {}
+        results["times"] = kept(f"times-{key}", lambda: times(names, arguments.repeats), arguments.work_dir) or {}
     # Seed by seed, so that an interrupted suite has measured all maps alike.
     for seed in arguments.seeds:
         for name, entry in results["maps"].items():
-            run = once(f"{name}-distilled-{seed}", lambda name=name, seed=seed: distilled(name, seed))
+            run = kept(f"{name}-distilled-{seed}", lambda name=name, seed=seed: distilled(name, seed))
             if run is not None:
                 entry.setdefault("distilled", []).append(run)
     results |= table(results)
