@@ -3,8 +3,9 @@
     python benchmarks/run.py --suite distill --output docs/results/distillation.json
 
 The recommended recipe is compared with a window alone of equal cache bytes, with LoLCATs' recipe and with itself where
-one thing is different. Finished runs are kept in ``--work-dir`` and not repeated, and an unfinished one goes on from
-its checkpoint. ``--report`` writes the page docs/results/distillation.md from a result.
+one thing is different, or where state and window share its cache's bytes otherwise. Finished runs are kept in
+``--work-dir`` and not repeated, and an unfinished one goes on from its checkpoint. ``--report`` writes the page
+docs/results/distillation.md from a result.
 """
 
 import argparse
@@ -32,10 +33,16 @@ from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.loading import load_model, load_tokenizer
 
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
-ONE_FACTOR: dict[str, dict[str, Any]] = {
+SPLITS: dict[str, dict[str, Any]] = {
+    "64 features, window 94": {"feature_map_options": {"num_features": 64}, "window": 94},
+    "32 features, window 109": {"feature_map_options": {"num_features": 32}, "window": 109},
+}
+"""The bytes of the recommended recipe's cache of the examples' teacher, otherwise divided: less state, more window."""
+CHANGES: dict[str, dict[str, Any]] = {
     "recommended": {},
+    **SPLITS,
     "rotation kept": {"rotary": "keep"},
-    "128 features": {"feature_map_options": {"num_features": 128}},
+    "256 features": {"feature_map_options": {"num_features": 256}},
     "decay": {"update_rule": "decay"},
     "decay, one length": {"update_rule": "decay", "length_factors": [1]},
     "decay, calibrated": {"update_rule": "decay", "calibration_batches": 4},
@@ -66,11 +73,11 @@ LONGER = 4
 """At so many times the length of a sequence students are measured as well."""
 WINDOW, LOLCATS = "window alone", "lolcats"
 WINDOW_TEXT = "window alone, text only"
-LARGER = "128 features"
+LARGER = "256 features"
 WINDOW_LARGER = f"window alone, of the bytes of {LARGER}"
 WINDOWS = {WINDOW: "recommended", WINDOW_TEXT: "recommended", WINDOW_LARGER: LARGER}
 """Windows alone, and the recipe whose cache each is as large as."""
-NAMES = (WINDOW, LOLCATS, *ONE_FACTOR, WINDOW_TEXT, WINDOW_LARGER, ELU_LONG)
+NAMES = (WINDOW, LOLCATS, *CHANGES, WINDOW_TEXT, WINDOW_LARGER, ELU_LONG)
 
 
 def parser() -> Parser:
@@ -291,7 +298,7 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
             changes["recall_share"] = 0.0
         settings = DistillationSettings(**(common | changes))
     else:
-        settings = DistillationSettings(**(common | ONE_FACTOR[name]))
+        settings = DistillationSettings(**(common | CHANGES[name]))
     if "transfer" not in settings.stages:
         settings = settings.with_changes(distill_steps=settings.transfer_steps + settings.distill_steps)
     return settings
@@ -328,7 +335,8 @@ def report(results: Mapping[str, Any], drawn: str) -> str:
         f"Teacher `{facts['teacher']}` (SHA-256 `{facts['teacher_sha256'][:12]}`), {tokens:,} tokens per run, contexts "
         f"of {settings['block_tokens']} tokens, seeds {facts['seeds']}, window {settings['window']}, a window alone of "
         f"equal cache bytes {facts['equal_cache_window']}. Each recipe below the first two changes one thing in the "
-        f"recommended one, but for *{WINDOW_TEXT}*, which has no recall sequences to learn from. "
+        f"recommended one, but for *{WINDOW_TEXT}*, which has no recall sequences to learn from, and for those that "
+        f"name features and a window, which share its cache's bytes otherwise. "
         "Mean ± standard deviation where there are several seeds. Recall: one of 4 or 8 pairs "
         f"in as many tokens, asked for from well beyond any window, {facts['samples']} samples; - where the task does "
         f"not fit. *Off*: the same with the linear branch switched off. Measured {facts['date']} at "

@@ -16,6 +16,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linear_attn.distill.answers import shown
+from hf_linear_attn.loading import load_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -159,6 +160,18 @@ def test_distill_suite_refuses_blocks_that_a_window_holds_whole(run: Run, tmp_pa
     assert found.returncode == 2
     assert "--block-tokens must be more than 134, the window of equal cache bytes" in found.stderr
     assert not output.exists()
+
+
+def test_state_and_window_of_the_study_share_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    study = load("suites/distill")
+    arguments = study.parser().parse_args(["--output", "unused.json"])
+    teacher = load_model("examples/teacher", "--teacher", attention="softmax", dtype=torch.float32)
+    windows = {
+        name: study.equal_cache_window(study.patched(teacher, study.settings_of(arguments, name, 0, 1)))
+        for name in ("recommended", *study.SPLITS)
+    }
+    assert windows == {"recommended": 134, "64 features, window 94": 134, "32 features, window 109": 133}
 
 
 def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
