@@ -13,6 +13,7 @@ import copy
 import functools
 import hashlib
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = arguments.answer_samples
 
     results: dict[str, Any] = {
-        "provenance": provenance("distill", argv or [])
+        "provenance": provenance("distill", list(map(shlex.quote, argv or [])))
         | {
             "teacher": str(arguments.teacher),
             "teacher_sha256": digest.hexdigest(),
