@@ -148,6 +148,13 @@ class FeatureMap(nn.Module, ABC):
             return self.phi_step(x, key)
         return self.phi_q(x, positions) if side == "q" else self.phi_k(x, positions)
 
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody listens to the map's calls, which there are none of where kernels compute its features."""
+        return bool(
+            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        )
+
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""
         return None

@@ -195,6 +195,11 @@ class LinearAttention(nn.Module):
         """How far back a query's keys begin, those included that leave the window with it."""
         return 0 if self.window is None else self.window.size
 
+    @property
+    def elementwise(self) -> str | None:
+        """Name of the map that the rule applies by itself; None where it is given features."""
+        return self.feature_map.kernel if self.rule.maps and not self.feature_map.hooked else None
+
     def scaling(self, call: Call) -> float:
         """Return the factor on ``q.k`` in softmax attention."""
         return self.sizes.scaling if call.scaling is None else call.scaling
@@ -299,7 +304,7 @@ class LinearAttention(nn.Module):
 
     def _reads_plain(self) -> bool:
         """Tell whether more than features is made of queries and keys turned back: gates, or a map of the rule's."""
-        return bool(self.learned_by_rule) or (self.feature_map.kernel is not None and self.rule.maps)
+        return bool(self.learned_by_rule) or self.elementwise is not None
 
     def _features(
         self,
@@ -311,7 +316,7 @@ class LinearAttention(nn.Module):
         of_k: Rotation | None = None,
     ) -> tuple[Tensor, Tensor, str | None]:
         """Return features of queries and keys, or both as they are and the map that the rule is to apply."""
-        kernel = self.feature_map.kernel if self.rule.maps else None
+        kernel = self.elementwise
         if kernel is not None and not (self.window is not None and "mass" in self.mix.needs):
             return q, k, kernel
         backend = self.settings.backend

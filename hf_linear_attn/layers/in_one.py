@@ -126,6 +126,8 @@ def _features_for_kernel(
     feature_map: FeatureMap,
 ) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
     """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
+    if feature_map.hooked:
+        return None
     if feature_map.kernel is not None:
         return feature_map.kernel, None, None, None, None, 1.0, 0.0
     of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
@@ -139,7 +141,7 @@ def read_in_one(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Attend as :meth:`LinearAttention.read` does; None where that has to do it."""
     chosen, tokens, window = chosen_in_one(layer.settings.backend, piece.q.device), piece.tokens, layer.window
-    if chosen is None or torch.is_grad_enabled() or layer.disabled:
+    if chosen is None or torch.is_grad_enabled() or layer.disabled or layer.feature_map.hooked:
         return None
     if layer.rule.name != "additive" or layer.mix.name != "key":
         return None

@@ -68,6 +68,7 @@ class Ready:
             and all(map(is_, state.tensors.values(), self._tensors))
             and _layout(q, k, v, call) == self._layout
             and layer._modules["feature_map"] is self._map
+            and not self._map.hooked
             and self._found() == self._addresses
         )
 

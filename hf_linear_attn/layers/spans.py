@@ -119,7 +119,7 @@ def walks(layer: "LinearAttention", whole: Piece) -> bool:
         return False
     if layer.settings.backend not in ("auto", "torch", "numba") or whole.cu_seqlens is not None:
         return False
-    if layer.window is None and layer.feature_map.kernel is not None and layer.rule.maps:
+    if layer.window is None and layer.elementwise is not None:
         # The operation walks by itself.
         return False
     if torch.is_grad_enabled() and not all(isinstance(p, nn.Parameter) for p in layer.parameters()):

@@ -92,7 +92,7 @@ def read_far(
         ``o [B, HKV, G, V]``.
     """
     feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
-    phi = feature_map.kernel if layer.rule.maps else None
+    phi = layer.elementwise
     if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
         both = feature_map(q, "q", key=k)
         q, k = both[:, :, 1:], both[:, :, :1]

@@ -354,7 +354,7 @@ def _sums(
 
     def read(k: Tensor, v: Tensor, numbers: Tensor, mask: Tensor | None, turns: Tensor | None) -> Sums:
         phi_k = k if rotation is None or turns is None else rotation.of_others(turns).undo(k, backend)
-        gates, kernel = layer.gates(phi_k, v), layer.feature_map.kernel if layer.rule.maps else None
+        gates, kernel = layer.gates(phi_k, v), layer.elementwise
         if kernel is None:
             phi_k = features_of(layer.feature_map, phi_k, "k", numbers, backend)
         if gates is not None:
@@ -364,7 +364,7 @@ def _sums(
         call = RuleCall(nobody, phi_k, v, kernel=kernel, key_mask=mask, causal=False)
         return dict(layer.rule.read(call, None).state)
 
-    if layer.feature_map.kernel is not None and layer.rule.maps and rotation is None and not layer.rule.ordered:
+    if layer.elementwise is not None and rotation is None and not layer.rule.ordered:
         # The operation walks by itself.
         found = read(k, v, numbers, mask, None)
     else:

@@ -36,7 +36,7 @@ def features_of(
     Returns:
         Features ``[B, H or HKV, T, F]``.
     """
-    if wants_kernels(backend, x.device):
+    if wants_kernels(backend, x.device) and not feature_map.hooked:
         pair = feature_map.pair(side)
         if pair is not None and computes_features(x, pair):
             # Imported here so that the package needs neither Triton nor a GPU.
