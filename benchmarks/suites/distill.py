@@ -36,6 +36,11 @@ from hf_linear_attn.loading import load_model, load_tokenizer
 ELU = {"feature_map": "elu", "window": None, "sinks": 0, "window_dropout": 0.0}
 SPLITS: dict[str, dict[str, Any]] = {
     "64 features, window 94": {"feature_map_options": {"num_features": 64}, "window": 94},
+    "64 features, window 94, decay": {
+        "feature_map_options": {"num_features": 64},
+        "window": 94,
+        "update_rule": "decay",
+    },
     "32 features, window 109": {"feature_map_options": {"num_features": 32}, "window": 109},
 }
 """The bytes of the recommended recipe's cache of the examples' teacher, otherwise divided: less state, more window."""

@@ -151,9 +151,7 @@ class FeatureMap(nn.Module, ABC):
     @property
     def hooked(self) -> bool:
         """Whether somebody listens to the map's calls, which there are none of where kernels compute its features."""
-        return bool(
-            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        )
+        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.layers.ready import Ready
 from hf_linear_attn.layers.state import State
-from hf_linear_attn.layers.window import Window
+from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
-from hf_linear_attn.ops.prefill import Prefill, prefill, prefill_obstacle
+from hf_linear_attn.ops.prefill import SERVED, Prefill, prefill, prefill_obstacle
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
 from hf_linear_attn.ops.triton.remember import is_replaced
 
@@ -143,53 +144,65 @@ def read_in_one(
     chosen, tokens, window = chosen_in_one(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled or layer.feature_map.hooked:
         return None
-    if layer.rule.name != "additive" or layer.mix.name != "key":
+    if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
         return None
     of_q, of_k = layer.feature_map.pair("q"), layer.feature_map.pair("k")
-    if of_q is None or of_k is None or tokens is None or window is None or piece.number is None:
+    if of_q is None or of_k is None or tokens is None or window is None:
         return None
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
         return None
-    count, turned, state = piece.q.shape[2], piece.rotation, carried or {}
-    of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, count)
+    of_value = layer.rule_weights().get("decay_value")
+    if of_value is not None and of_value.shape[1] != tokens.v.shape[3]:
+        # The rule says what is wrong.
+        return None
+    of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
+    found = prefill(_prefill_of(layer, piece, tokens, window, of_q, carried or {}), of_k, of_keys, chosen)
+    if found is None:
+        return None
+    sums = {"kv": found.kv, "z": found.z}
+    return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
+
+
+def _prefill_of(
+    layer: "LinearAttention", piece: "Piece", tokens: Tokens, window: Window, of_q: Pair, carried: Mapping[str, Tensor]
+) -> Prefill:
+    """Return a piece as kernels and loops take it."""
+    if piece.number is None:
+        raise RuntimeError("there is no linear branch beside a window")
     sink_k, sink_v, seen = piece.sinks(window.size) or (None, None, None)
     if sink_k is not None and sink_v is not None:
         # A cache holds them in the dtype in which they were read.
         sink_k, sink_v = sink_k.to(piece.q.dtype), sink_v.to(piece.q.dtype)
-    weights = layer.weights()
-    found = prefill(
-        Prefill(
-            piece.q,
-            tokens.k,
-            tokens.v,
-            None,
-            tokens.mask,
-            tokens.counts,
-            sink_k,
-            sink_v,
-            seen,
-            piece.number,
-            state.get("far_keys"),
-            state.get("kv"),
-            state.get("z"),
-            None if turned is None else turned.turns,
-            of_q.weight,
-            of_q.power,
-            weights["bias"],
-            weights["weight"],
-            of_q.name,
-            of_q.factor,
-            of_q.sharpness,
-            "half" if turned is None else turned.layout.pairs,
-            turned is not None and turned.layout.at_end,
-            window.size,
-            piece.scaling,
-            layer.rule.eps,
-        ),
-        of_k,
-        of_keys,
-        chosen,
+    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), piece.rotation
+    return Prefill(
+        piece.q,
+        tokens.k,
+        tokens.v,
+        None,
+        tokens.mask,
+        tokens.counts,
+        sink_k,
+        sink_v,
+        seen,
+        piece.number,
+        carried.get("far_keys"),
+        carried.get("kv"),
+        carried.get("z"),
+        None if rotation is None else rotation.turns,
+        of_q.weight,
+        of_q.power,
+        weights["bias"],
+        weights["weight"],
+        of_q.name,
+        of_q.factor,
+        of_q.sharpness,
+        "half" if rotation is None else rotation.layout.pairs,
+        rotation is not None and rotation.layout.at_end,
+        window.size,
+        piece.scaling,
+        layer.rule.eps,
+        layer.mix.name,
+        of_rule.get("decay_bias"),
+        of_rule.get("decay_key"),
+        of_rule.get("decay_value"),
     )
-    if found is None:
-        return None
-    return found.o, {"kv": found.kv, "z": found.z, "far_keys": found.far_keys}

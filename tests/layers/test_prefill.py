@@ -32,6 +32,8 @@ class Case:
     window: int = 7
     sinks: int = 2
     feature_map: str = "norm_preserving"
+    mix: str = "key"
+    rule: str = "additive"
     layout: Layout | None = TURNED
     turned: int = 16
     masked: bool = False
@@ -43,14 +45,17 @@ class Case:
     def layer(self, backend: str) -> LinearAttention:
         torch.manual_seed(0)
         config = LinearAttentionConfig(
-            feature_map=self.feature_map, rotary="undo", window=self.window, sinks=self.sinks, mix="key",
-            backend=backend,
+            feature_map=self.feature_map, update_rule=self.rule, rotary="undo", window=self.window, sinks=self.sinks,
+            mix=self.mix, backend=backend,
         )  # fmt: skip
         sizes = Sizes(self.head_dim, *self.heads, self.head_dim**-0.5, self.value_dim)
         layer = LinearAttention(config, sizes, "layer", rotated=self.layout is not None)
         with torch.no_grad():
             for x in layer.parameters():
                 x.add_(0.2 * torch.randn_like(x))
+            if self.rule == "decay":
+                # At its start little would fade in texts as short as these.
+                layer.rule_decay_bias.add_(5)
         return layer.to(DEVICE)
 
     def call(self, tokens: int, seed: int) -> tuple[tuple[Tensor, Tensor, Tensor], Call]:
@@ -91,6 +96,16 @@ CASES = {
     "bf16": Case(dtype=torch.bfloat16, lengths=(18, 18), head_dim=32, turned=32),
     "fp16": Case(dtype=torch.float16, lengths=(20,)),
 }
+LOOPS = {
+    "gate": Case(mix="gate", lengths=(20, 1, 18)),
+    "gate, masked": Case(mix="gate", lengths=(20, 18), masked=True, rows=2, heads=(4, 2)),
+    "decay": Case(rule="decay", lengths=(20, 1, 35)),
+    "decay, masked": Case(rule="decay", lengths=(3, 2, 40), masked=True, rows=2, heads=(4, 2)),
+    "decay and gate, packed": Case(rule="decay", mix="gate", packed=True, lengths=(40,)),
+    "decay, a window over blocks": Case(rule="decay", window=70, lengths=(90, 20), heads=(1, 1)),
+    "decay, bf16": Case(rule="decay", dtype=torch.bfloat16, lengths=(18, 18), head_dim=32, turned=32),
+}
+"""What loops read besides, and kernels do not."""
 
 
 def read(
@@ -128,9 +143,11 @@ def skip_fp16(case: Case, backend: str) -> None:
         pytest.skip("loops take no fp16")
 
 
-@pytest.mark.parametrize(("name", "backend"), [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2)])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*product(CASES | LOOPS, ["numba"]), *spread(product(CASES, ["triton"]), 2)]
+)
 def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, calls = CASES[name], 0
+    case, calls = (CASES | LOOPS)[name], 0
     skip_fp16(case, backend)
     one = in_one.prefill
 

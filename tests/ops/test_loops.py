@@ -27,8 +27,12 @@ np = pytest.importorskip("numpy")
 
 from numba.core.dispatcher import Dispatcher  # noqa: E402
 
+from hf_linear_attn.ops.numba import compile as compiling  # noqa: E402
+from hf_linear_attn.ops.numba import (
+    parts,
+    run,
+)
 from hf_linear_attn.ops.numba import primitives as p  # noqa: E402
-from hf_linear_attn.ops.numba import run  # noqa: E402
 
 FLOAT = np.float32(0)
 
@@ -81,7 +85,7 @@ def product(c, a, b, rows, columns, depth, add):
 
 @p.within
 def features(to, x, y, weight, dim, columns, name, factor, power, sharpness):
-    p.features_of_vector(
+    parts.features_of_vector(
         p.pointer(to, FLOAT), p.pointer(x, FLOAT), p.pointer(y, FLOAT), p.pointer(weight, FLOAT), dim, columns, name,
         np.float32(factor), np.float32(power), np.float32(sharpness),
     )  # fmt: skip
@@ -122,7 +126,7 @@ def test_products(rows, columns, depth, add):
     torch.testing.assert_close(c.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", p.MAPS)
+@pytest.mark.parametrize("name", parts.MAPS)
 @pytest.mark.parametrize("length", [1e-3, 1.0, 30.0])
 def test_features(name, length):
     dim, columns = 11, 9
@@ -131,7 +135,7 @@ def test_features(name, length):
     paired = name in ("hedgehog", "norm_preserving")
     found = torch.empty(2 * columns if paired else dim)
     of_vector = (found, x, y, weight)
-    features(*(t.data_ptr() for t in of_vector), dim, columns, p.MAPS[name], 0.5, 2.5, 0.2)
+    features(*(t.data_ptr() for t in of_vector), dim, columns, parts.MAPS[name], 0.5, 2.5, 0.2)
     wide = 0.5 * (x.double() @ weight.double())
     if name == "norm_preserving":
         wanted = _bend(wide, torch.tensor(2.5, dtype=torch.float64), 0.2)
@@ -211,14 +215,14 @@ def test_heads_are_shared_out_to_threads(threads, rows, monkeypatch):
 def test_loops_are_compiled_once_and_again_where_what_they_call_has_changed(later, tmp_path, monkeypatch, caplog):
     """Who waits for that is told so. Numba looks for changes in the file of what it keeps alone."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    caplog.set_level("WARNING", p.__name__)
+    caplog.set_level("WARNING", compiling.__name__)
     for source in ("before", later):
-        monkeypatch.setattr(p, "inspect", types.SimpleNamespace(getsource=lambda module, source=source: source))
+        monkeypatch.setattr(compiling, "inspect", types.SimpleNamespace(getsource=lambda module, source=source: source))
         # As another process would, which has compiled nothing yet.
         monkeypatch.setitem(globals(), "ask", p.within(plain_ask))
         monkeypatch.setitem(globals(), "tell", p.within(plain_tell))
-        assert p.entry(types.FunctionType(answer.__code__, globals(), "answer")).address
-    said = [x.message for x in caplog.records if x.name == p.__name__]
+        assert compiling.entry(types.FunctionType(answer.__code__, globals(), "answer")).address
+    said = [x.message for x in caplog.records if x.name == compiling.__name__]
     message = "compiling the loop of tests.ops for this processor, which takes some seconds once"
     assert said == [message] * (1 if later == "before" else 2)
 
@@ -252,7 +256,7 @@ def note(table):
 def noted(units=7):
     """Return how often each of some units is run."""
     found = np.zeros(units, np.int64)
-    run.in_parts(p.entry(note), units, run.LEAST_WORK, (found.ctypes.data,), found)
+    run.in_parts(compiling.entry(note), units, run.LEAST_WORK, (found.ctypes.data,), found)
     return found.tolist()
 
 

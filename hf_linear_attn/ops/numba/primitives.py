@@ -1,108 +1,30 @@
-"""What loops on a CPU are made of: typed addresses, products of small matrices, powers of 2, features of a vector.
+"""What loops on a CPU are made of: typed addresses, products of small matrices, powers of 2, rotations.
 
-Loops take addresses and strides, as kernels on a GPU do, and are compiled when they are first called; what was
-compiled is kept on disk beside the package, or where ``NUMBA_CACHE_DIR`` says. Sums are fp32. No pass may assume that
-numbers are finite: a NaN stays one.
+Loops take addresses and strides, as kernels on a GPU do. Sums are fp32. No pass may assume that numbers are finite: a
+NaN stays one.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-import hashlib
-import inspect
 import math
-import sys
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
-from logging import getLogger
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
-from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic
-
-from hf_linear_attn.feature_maps import norm_preserving
-from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
-
-logger = getLogger(__name__)
 
 ONE = np.float32(1.0)
 LOG2E = np.float32(math.log2(math.e))
-TINY = np.float32(norm_preserving.TINY)
-TINIEST = np.float32(norm_preserving.TINY**2)
-CLAMP = np.float32(EXP_CLAMP)
 NOTHING = np.float32(-np.inf)
 TINIEST_NORMAL = np.finfo(np.float32).tiny
-ELU, RELU, SQUARED_RELU, EXP, SIGMOID, IDENTITY, HEDGEHOG, NORM_PRESERVING = range(8)
-MAPS = {
-    "elu": ELU,
-    "relu": RELU,
-    "squared_relu": SQUARED_RELU,
-    "exp": EXP,
-    "sigmoid": SIGMOID,
-    "identity": IDENTITY,
-    "hedgehog": HEDGEHOG,
-    "norm_preserving": NORM_PRESERVING,
-}
-"""The maps that loops compute, by name."""
 
 within: Callable[..., Any] = partial(
     njit, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"}
 )
 """Compile what loops call. Sums may be taken in another order; neither NaN nor infinity is assumed away."""
-
-
-class Entry(NamedTuple):
-    """A function of an address, as C calls it; other Python threads run meanwhile.
-
-    Attributes:
-        address: Where it begins.
-        call: Calls it.
-    """
-
-    address: int
-    call: Callable[[int], None]
-
-
-@cache
-def entry(function: Callable[[int], None]) -> Entry:
-    """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
-    function.__qualname__ = kept_as(function)
-    compile_ = partial(cfunc, types.void(types.int64), error_model="numpy")
-    with install_listener("numba:compile", _Announcement(function.__module__.rpartition(".")[0])):
-        try:
-            compiled = compile_(cache=True)(function)
-        except RuntimeError:
-            warnings.warn(
-                "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
-                "NUMBA_CACHE_DIR to a folder that can be written.",
-                stacklevel=2,
-            )
-            compiled = compile_()(function)
-    return Entry(compiled.address, compiled.ctypes)
-
-
-class _Announcement(Listener):
-    """Says that somebody is going to wait for the compiler, as soon as that begins."""
-
-    def __init__(self, what: str) -> None:
-        self._what: str | None = what
-
-    def on_start(self, event: Any) -> None:
-        if self._what is not None:
-            logger.warning("compiling the loop of %s for this processor, which takes some seconds once", self._what)
-        self._what = None
-
-    def on_end(self, event: Any) -> None:
-        """Say nothing."""
-
-
-def kept_as(function: Callable[[int], None]) -> str:
-    """Return the name of what is kept: Numba looks for changes in a function's own file, not in what it calls."""
-    called = inspect.getsource(sys.modules[__name__]), TINY, CLAMP
-    return f"{function.__name__}_{hashlib.sha256(repr(called).encode()).hexdigest()[:8]}"
 
 
 WIDTH = 8
@@ -369,109 +291,3 @@ def turn_back(x, turns, dim, turned, by_half, at_end):
         a, b = x[2 * i], x[2 * i + 1]
         x[2 * i] = (a * cos + b * sin) * scale
         x[2 * i + 1] = (b * cos - a * sin) * scale
-
-
-@within
-def bend(features, y, number, power, sharpness):
-    """Write the norm-preserving map's features ``[2 M]`` of ``y [M]``, which is lost; see :class:`NormPreserving`."""
-    square = np.float32(0.0)
-    largest = np.float32(-np.inf)
-    logs = features
-    for i in range(number):
-        x = y[i] * y[i]
-        square += x
-        logs[i] = log2(x + TINIEST)
-    for i in range(number):
-        largest = max(largest, logs[i])
-    length = np.sqrt(square + TINY)
-    if sharpness > 0:
-        # 1/2 + tanh, of a number >= 0.
-        t = exp2(np.float32(-2.0) * LOG2E * sharpness * length)
-        power *= np.float32(0.5) + (np.float32(1.0) - t) / (np.float32(1.0) + t)
-    exponent = (power - np.float32(1.0)) * np.float32(0.5)
-    # Relative to the largest, so that powers stay finite and the largest is not lost.
-    total = np.float32(0.0)
-    for i in range(number):
-        x = exp2((logs[i] - largest) * exponent) * y[i]
-        y[i] = x
-        total += x * x
-    scale = length / max(np.sqrt(total), TINIEST)
-    below = ahead(features, number)
-    for i in range(number):
-        x = y[i] * scale
-        up = max(x, np.float32(0.0))
-        features[i] = up
-        below[i] = up - x
-
-
-@within
-def two_softmaxes(features, y, number):
-    """Write hedgehog's features ``[2 M]`` of ``y [M]``: the softmax of it, and that of its negative."""
-    highest, lowest = y[0], y[0]
-    for i in range(number):
-        highest, lowest = max(highest, y[i]), min(lowest, y[i])
-    above, below = np.float32(0.0), np.float32(0.0)
-    other = ahead(features, number)
-    for i in range(number):
-        p = exp2((y[i] - highest) * LOG2E)
-        r = exp2((lowest - y[i]) * LOG2E)
-        features[i], other[i] = p, r
-        above += p
-        below += r
-    for i in range(number):
-        features[i] /= above
-        other[i] /= below
-
-
-@within
-def elementwise(features, x, number, name):
-    """Write the features of a vector by an elementwise map."""
-    if name == ELU:
-        for i in range(number):
-            features[i] = max(x[i], np.float32(0.0)) + exp2(min(x[i], np.float32(0.0)) * LOG2E)
-    elif name == RELU:
-        for i in range(number):
-            features[i] = max(x[i], np.float32(0.0))
-    elif name == SQUARED_RELU:
-        for i in range(number):
-            up = max(x[i], np.float32(0.0))
-            features[i] = up * up
-    elif name == EXP:
-        for i in range(number):
-            features[i] = exp2(min(x[i], CLAMP) * LOG2E)
-    elif name == SIGMOID:
-        for i in range(number):
-            features[i] = np.float32(1.0) / (np.float32(1.0) + exp2(-x[i] * LOG2E))
-    else:
-        for i in range(number):
-            features[i] = x[i]
-
-
-@within
-def project(y, x, weight, dim, columns, factor):
-    """Write ``factor x W`` of ``x [D]`` and ``W [D, M]``, whatever W is made of."""
-    for i in range(columns):
-        y[i] = np.float32(0.0)
-    for d in range(0, dim - dim % 4, 4):
-        a, b, c, e = x[d] * factor, x[d + 1] * factor, x[d + 2] * factor, x[d + 3] * factor
-        first = ahead(weight, d * columns)
-        second, third, fourth = ahead(first, columns), ahead(first, 2 * columns), ahead(first, 3 * columns)
-        for i in range(columns):
-            y[i] += (a * wide(first[i]) + b * wide(second[i])) + (c * wide(third[i]) + e * wide(fourth[i]))
-    for d in range(dim - dim % 4, dim):
-        a, row = x[d] * factor, ahead(weight, d * columns)
-        for i in range(columns):
-            y[i] += a * wide(row[i])
-
-
-@within
-def features_of_vector(features, x, y, weight, dim, columns, name, factor, power, sharpness):
-    """Write the features of ``x [D]``: of a paired map by its weights ``[D, M]``, which need ``y [M]`` to work on."""
-    if name in (NORM_PRESERVING, HEDGEHOG):
-        project(y, x, weight, dim, columns, factor)
-        if name == NORM_PRESERVING:
-            bend(features, y, columns, power, sharpness)
-        else:
-            two_softmaxes(features, y, columns)
-    else:
-        elementwise(features, x, dim, name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from hf_linear_attn.ops.numba.primitives import Entry
+    from hf_linear_attn.ops.numba.compile import Entry
 
 DTYPES = {torch.float32, torch.bfloat16}
 """What loops read and write."""

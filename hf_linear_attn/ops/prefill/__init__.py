@@ -11,9 +11,15 @@ from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.triton.plan import has_tile, target_of
 from hf_linear_attn.ops.window.api import window_obstacle
 
+SERVED = {
+    "triton": {("additive", "key")},
+    "numba": {("additive", "key"), ("additive", "gate"), ("decay", "key"), ("decay", "gate")},
+}
+"""Update rules and mixes that are read in one, by who reads."""
+
 
 class Prefill(NamedTuple):
-    """Some tokens of a layer of the additive rule with a window, whose linear branch is a key of its softmax.
+    """Some tokens of a layer with a window.
 
     Attributes:
         q: Queries ``[B, H, T, D]``, as the model made them.
@@ -43,6 +49,10 @@ class Prefill(NamedTuple):
         window: W.
         scaling: Factor on ``q.k``.
         eps: Added to the normaliser, away from 0.
+        mix: How the branches are joined, ``"key"`` or ``"gate"``.
+        decay_bias: What a key's score of the decay begins with ``[HKV]``; None where nothing fades.
+        decay_key: By which a key enters it, as features see it ``[HKV, D]``.
+        decay_value: By which its value does ``[HKV, V]``.
     """
 
     q: Tensor
@@ -71,6 +81,10 @@ class Prefill(NamedTuple):
     window: int
     scaling: float
     eps: float
+    mix: str = "key"
+    decay_bias: Tensor | None = None
+    decay_key: Tensor | None = None
+    decay_value: Tensor | None = None
 
     @property
     def features(self) -> Tensor:

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.numba.compile import entry
+from hf_linear_attn.ops.numba.parts import KEY, MAPS, MIXES, NORM_PRESERVING, bend, log2_fade, sigmoid, two_softmaxes
 from hf_linear_attn.ops.numba.primitives import (
     LOG2E,
-    MAPS,
-    NORM_PRESERVING,
     NOTHING,
     ONE,
     ahead,
     as_float,
-    bend,
     clear,
-    entry,
     exp2,
     inner,
     multiply,
@@ -31,7 +29,6 @@ from hf_linear_attn.ops.numba.primitives import (
     take,
     turn,
     turn_back,
-    two_softmaxes,
     unpacked,
     wide,
     within,
@@ -149,6 +146,33 @@ def lay_across(across, features, counts, first, count, number):
 
 
 @within
+def fade_block(fades, gone, gone_v, counts, first, count, bias, of_key, of_value, dim, value_dim):
+    """Write what is left of the sums after each of a block's leaving keys, as logarithms to the base 2."""
+    total = np.float32(0.0)
+    for i in range(BLOCK):
+        if i < count and first + i >= 0 and is_at(counts, first + i):
+            of_token = ahead(gone, i * dim), ahead(gone_v, i * value_dim)
+            total += log2_fade(*of_token, bias, of_key, of_value, dim, value_dim)
+        fades[i] = total
+
+
+@within
+def fade_sums(sums, norm, features, across, fades, number, value_dim):
+    """Let the sums before a block fade until its end, and its own keys' features, which lie twice."""
+    end = fades[BLOCK - 1]
+    left = exp2(end)
+    for i in range(number * value_dim):
+        sums[i] *= left
+    for f in range(number):
+        norm[f] *= left
+    for i in range(BLOCK):
+        left, row = exp2(end - fades[i]), ahead(features, i * number)
+        for f in range(number):
+            row[f] *= left
+            across[f * BLOCK + i] *= left
+
+
+@within
 def take_queries(scaled, plain, q, q_t, count, dim, scaling):
     """Copy a block of one head's queries, scaled and as they are, and zeros behind the text's end."""
     for i in range(BLOCK):
@@ -174,7 +198,7 @@ def write_block(o, o_t, near, far, of_near, of_far, first, count, value_dim, tok
                 out[j] = narrow(row[j] * x, token)
 
 
-NUMBERS = 71
+NUMBERS = 75
 """Addresses, sizes, strides and factors of a call."""
 
 
@@ -183,10 +207,11 @@ def read(first, last, token, numbers):
     """Read the units ``[first, last)``, each of G query heads, S of them per key head."""
     (
         q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
-        weight_q, power_q, weight_k, power_k, bias, direction, o, kv_out, z_out, keys_out, broken, work,
+        weight_q, power_q, weight_k, power_k, bias, direction, decay_bias, decay_key, decay_value,
+        o, kv_out, z_out, keys_out, broken, work,
         HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
-        wq_h, pq_h, wk_h, pk_h, name, of_scores, of_norm, of_map, of_queries, by_half, at_end,
+        wq_h, pq_h, wk_h, pk_h, name, mix, of_scores, of_norm, of_map, of_queries, by_half, at_end,
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
     flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
     scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
@@ -212,6 +237,7 @@ def read(first, last, token, numbers):
     raw = ahead(gone_v, BLOCK * V)
     of_near = ahead(raw, BLOCK * D)
     of_far = ahead(of_near, rows)
+    fades = ahead(of_far, rows)
     slot_at = pointer(work + 4 * (size * first + size - 2 * E), long)
     ages = pointer(work + 4 * (size * first + size - 3 * E), short)
     poison = zero
@@ -260,6 +286,12 @@ def read(first, last, token, numbers):
                 w = ahead(pointer(weight_k, kind), hk * wk_h)
                 features_of_rows(phi_k, y, gone, w, BLOCK, D, M, name, factor, power, zero)
                 lay_across(phi_t, phi_k, counted, leaving, count, F)
+                if decay_bias != 0:
+                    of_gate = (
+                        ahead(pointer(decay_bias, kind), hk), ahead(pointer(decay_key, kind), hk * D),
+                        ahead(pointer(decay_value, kind), hk * V),
+                    )  # fmt: skip
+                    fade_block(fades, gone, gone_v, counted, leaving, count, *of_gate, D, V)
             started = started or leaves
             if started:
                 for g in range(G):
@@ -275,7 +307,14 @@ def read(first, last, token, numbers):
             if leaves:
                 multiply(within_block, BLOCK, phi_q, F, phi_t, BLOCK, rows, BLOCK, F, False)
                 for r in range(rows):
-                    for j in range(r % BLOCK + 1, BLOCK):
+                    i = r % BLOCK
+                    if decay_bias != 0:
+                        for j in range(i):
+                            within_block[r * BLOCK + j] *= exp2(fades[i] - fades[j])
+                        left = exp2(fades[i])
+                        for j in range(V):
+                            far[r * V + j] *= left
+                    for j in range(i + 1, BLOCK):
                         within_block[r * BLOCK + j] = zero
                 multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
             for i in range(count):
@@ -287,25 +326,35 @@ def read(first, last, token, numbers):
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
                 for g in range(G):
                     r, h = g * BLOCK + i, head + g
-                    far_score, x = NOTHING, ahead(of_q, g * q_h + (a + i) * q_t)
+                    far_score, gate, x = NOTHING, zero, ahead(of_q, g * q_h + (a + i) * q_t)
                     if beyond > 0:
                         learned = inner(x, ahead(pointer(direction, kind), h * D), D) + pointer(bias, kind)[h]
-                        far_score = learned * LOG2E + inner(ahead(queries, r * D), keys_sum, D) / beyond + log_number
+                        if mix == KEY:
+                            of_mean = inner(ahead(queries, r * D), keys_sum, D) / beyond
+                            far_score = learned * LOG2E + of_mean + log_number
+                        else:
+                            gate = sigmoid(learned)
                     total, share = shares_of(
                         ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
                     )
                     mass = eps
                     if started:
-                        mass += inner(ahead(phi_q, r * F), norm, F)
+                        left = exp2(fades[i]) if leaves and decay_bias != 0 else ONE
+                        mass += inner(ahead(phi_q, r * F), norm, F) * left
                     if leaves:
                         for j in range(i + 1):
                             mass += within_block[r * BLOCK + j]
-                    of_near[r], of_far[r] = ONE / total, share / (total * mass)
+                    if mix == KEY:
+                        of_near[r], of_far[r] = ONE / total, share / (total * mass)
+                    else:
+                        of_near[r], of_far[r] = (ONE - gate) / total, gate / mass
             multiply(near, V, scores, E, values, V, rows, V, E, False)
             for g in range(G):
                 out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + a * o_t)
                 write_block(out, o_t, near, far, of_near, of_far, g * BLOCK, count, V, token)
             if leaves:
+                if decay_bias != 0:
+                    fade_sums(sums, norm, phi_k, phi_t, fades, F, V)
                 multiply(sums, V, phi_t, BLOCK, gone_v, V, F, V, BLOCK, True)
                 for i in range(BLOCK):
                     for f in range(F):
@@ -353,7 +402,7 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M
     vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
     # What is int64, int32 and fp32 there, in the order of the loop.
-    size = -(-(vectors + BLOCK * (2 * F + 2 * D + V) + 3 * E) // 16) * 16
+    size = -(-(vectors + BLOCK * (2 * F + 2 * D + V + 1) + 3 * E) // 16) * 16
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     sinks = [None if x is None else x.contiguous() for x in (call.sink_k, call.sink_v)]
     masks = [None if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (call.key_mask, call.counts)]
@@ -362,7 +411,10 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     turns = [None if x is None else x.float().contiguous() for x in (call.turns, turns_k)]
     learned = [
         None if x is None else x.float().contiguous()
-        for x in (call.weight, call.power, of_k.weight, of_k.power, call.bias, call.direction)
+        for x in (
+            *(call.weight, call.power, of_k.weight, of_k.power, call.bias, call.direction),
+            *(call.decay_bias, call.decay_key, call.decay_value),
+        )
     ]
     o, work = empty_like_tokens(q, V), q.new_empty(B * HKV * S * size, dtype=torch.float32)
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
@@ -375,7 +427,7 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
         *(0 if x is None else x.stride(0) for x in masks),
         *((0, 0) if seen is None else seen.stride()[:2]), *call.number.stride(),
         *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
-        MAPS[call.name], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
+        MAPS[call.name], MIXES[call.mix], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
         call.pairs == "half", call.at_end,
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)

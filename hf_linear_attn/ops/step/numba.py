@@ -13,16 +13,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.numba.compile import entry
+from hf_linear_attn.ops.numba.parts import GATE, KEY, MAPS, MIXES, WINDOW, features_of_vector, log2_fade, sigmoid
 from hf_linear_attn.ops.numba.primitives import (
     LOG2E,
-    MAPS,
     NOTHING,
     ONE,
     ahead,
     as_float,
-    entry,
     exp2,
-    features_of_vector,
     inner,
     multiply,
     narrow,
@@ -41,23 +40,12 @@ from hf_linear_attn.ops.step.problem import HybridStep
 NUMBERS = 57
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
 
-KEY, GATE, WINDOW = range(3)
-MIXES = {"key": KEY, "gate": GATE, "window": WINDOW}
-
 
 @within
 def put(to, x, number):
     """Copy a vector as it is."""
     for i in range(number):
         to[i] = x[i]
-
-
-@within
-def fade_of(gone, gone_v, bias, of_key, of_value, dim, value_dim):
-    """Return what a key leaves of the sums, ``exp(-softplus(score))``."""
-    score = wide(bias[0]) + inner(gone, of_key, dim) + inner(gone_v, of_value, value_dim)
-    # Of softplus, the form that no score overflows.
-    return np.float32(1.0) / (np.float32(1.0) + np.exp(score)) if score < 80 else np.float32(0.0)
 
 
 @within
@@ -173,9 +161,11 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
             if R > 0:
                 turn_back(x, ahead(angles, old * D), D, R, by_half, at_end)
             if decay_bias != 0:
-                fades = fade_of(
-                    x, gone_v, ahead(pointer(decay_bias, learned), hk), ahead(pointer(decay_key, learned), hk * D),
-                    ahead(pointer(decay_value, learned), hk * V), D, V,
+                fades = exp2(
+                    log2_fade(
+                        x, gone_v, ahead(pointer(decay_bias, learned), hk), ahead(pointer(decay_key, learned), hk * D),
+                        ahead(pointer(decay_value, learned), hk * V), D, V,
+                    )
                 )  # fmt: skip
             power = np.float32(0.0) if power_k == 0 else wide(pointer(power_k, learned)[hk * pk_h])
             w = ahead(pointer(weight_k, learned), hk * wk_h)
@@ -219,7 +209,7 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
                     n = np.float32(count)
                     far_score = score * LOG2E + inner(x, keys, D) * (scaling / n) + np.log2(n)
                 elif mix == GATE and count > 0:
-                    gate = np.float32(1.0) / (np.float32(1.0) + exp2(-score * LOG2E))
+                    gate = sigmoid(score)
             own = inner(x, gone, D) * scaling
             attend(gone_v, scores, bv, value, own, far_score, of_head, slots, V)
             out = ahead(pointer(o, token), b * o_b + h * o_h)

@@ -13,7 +13,7 @@ from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_
 
 OTHERS = (
     *("key_mask", "counts", "sink_k", "sink_v", "number", "far_keys", "kv", "z", "turns"),
-    *("weight", "power", "bias", "direction"),
+    *("weight", "power", "bias", "direction", "decay_bias", "decay_key", "decay_value"),
 )
 """Tensors that kernels read contiguous."""
 
@@ -65,11 +65,15 @@ def triton_prefill(
     window: int,
     scaling: float,
     eps: float,
+    mix: str,
+    decay_bias: Tensor | None,
+    decay_key: Tensor | None,
+    decay_value: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what :class:`Prefilled` holds."""
     tensors = q, k, v, phi_k, codes, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns
-    settings = name, factor, sharpness, pairs, at_end, window, scaling, eps
-    return _prefill(*tensors, weight, power, bias, direction, *settings)
+    settings = name, factor, sharpness, pairs, at_end, window, scaling, eps, mix
+    return _prefill(*tensors, weight, power, bias, direction, *settings, decay_bias, decay_key, decay_value)
 
 
 @planned

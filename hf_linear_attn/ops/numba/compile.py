@@ -1,0 +1,71 @@
+"""How loops are compiled: when they are first called.
+
+What was compiled is kept on disk beside the package, or where ``NUMBA_CACHE_DIR`` says.
+"""
+# mypy: disable-error-code="misc,untyped-decorator"
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from logging import getLogger
+from typing import Any, NamedTuple
+
+from numba import cfunc, types
+from numba.core.event import Listener, install_listener
+
+from hf_linear_attn.ops.numba import parts, primitives
+
+logger = getLogger(__name__)
+
+
+class Entry(NamedTuple):
+    """A function of an address, as C calls it; other Python threads run meanwhile.
+
+    Attributes:
+        address: Where it begins.
+        call: Calls it.
+    """
+
+    address: int
+    call: Callable[[int], None]
+
+
+@cache
+def entry(function: Callable[[int], None]) -> Entry:
+    """Compile a function of an address for threads of any kind to call, and keep what was compiled."""
+    function.__qualname__ = kept_as(function)
+    compile_ = partial(cfunc, types.void(types.int64), error_model="numpy")
+    with install_listener("numba:compile", _Announcement(function.__module__.rpartition(".")[0])):
+        try:
+            compiled = compile_(cache=True)(function)
+        except RuntimeError:
+            warnings.warn(
+                "Nothing compiled for the CPU can be kept here, so every process compiles for some seconds. Set "
+                "NUMBA_CACHE_DIR to a folder that can be written.",
+                stacklevel=2,
+            )
+            compiled = compile_()(function)
+    return Entry(compiled.address, compiled.ctypes)
+
+
+class _Announcement(Listener):
+    """Says that somebody is going to wait for the compiler, as soon as that begins."""
+
+    def __init__(self, what: str) -> None:
+        self._what: str | None = what
+
+    def on_start(self, event: Any) -> None:
+        if self._what is not None:
+            logger.warning("compiling the loop of %s for this processor, which takes some seconds once", self._what)
+        self._what = None
+
+    def on_end(self, event: Any) -> None:
+        """Say nothing."""
+
+
+def kept_as(function: Callable[[int], None]) -> str:
+    """Return the name of what is kept: Numba looks for changes in a function's own file, not in what it calls."""
+    called = *map(inspect.getsource, (primitives, parts)), parts.TINY, parts.CLAMP
+    return f"{function.__name__}_{hashlib.sha256(repr(called).encode()).hexdigest()[:8]}"
