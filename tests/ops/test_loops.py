@@ -28,10 +28,7 @@ np = pytest.importorskip("numpy")
 from numba.core.dispatcher import Dispatcher  # noqa: E402
 
 from hf_linear_attn.ops.numba import compile as compiling  # noqa: E402
-from hf_linear_attn.ops.numba import (
-    parts,
-    run,
-)
+from hf_linear_attn.ops.numba import parts, run  # noqa: E402
 from hf_linear_attn.ops.numba import primitives as p  # noqa: E402
 
 FLOAT = np.float32(0)
@@ -40,7 +37,7 @@ FLOAT = np.float32(0)
 def test_what_is_compiled_has_a_name_of_its_own() -> None:
     """It is linked by that, also to what another process has compiled and kept, whose numbers begin anew."""
     modules = [importlib.import_module(f"hf_linear_attn.ops.{name}.numba") for name in ("prefill", "step")]
-    found = {id(x): x.py_func for m in (p, *modules) for x in vars(m).values() if isinstance(x, Dispatcher)}
+    found = {id(x): x.py_func for m in (p, parts, *modules) for x in vars(m).values() if isinstance(x, Dispatcher)}
     names = [(x.__module__, x.__qualname__) for x in found.values()]
     assert len(names) > 20
     assert len(set(names)) == len(names)
