@@ -137,6 +137,13 @@ def _features_for_kernel(
     return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
+def _pair(feature_map: FeatureMap, side: Literal["q", "k"], chosen: InOne) -> Pair | None:
+    """Return what a map has learned; to loops an elementwise map is one without columns."""
+    if feature_map.kernel is None or chosen != "numba":
+        return feature_map.pair(side)
+    return Pair(feature_map.kernel, torch.empty(1, feature_map.head_dim, 0, device="cpu"), 1.0, None, 0.0)
+
+
 def read_in_one(
     layer: "LinearAttention", piece: "Piece", carried: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
@@ -146,7 +153,7 @@ def read_in_one(
         return None
     if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
         return None
-    of_q, of_k = layer.feature_map.pair("q"), layer.feature_map.pair("k")
+    of_q, of_k = _pair(layer.feature_map, "q", chosen), _pair(layer.feature_map, "k", chosen)
     if of_q is None or of_k is None or tokens is None or window is None:
         return None
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:

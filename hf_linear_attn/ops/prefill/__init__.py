@@ -37,7 +37,7 @@ class Prefill(NamedTuple):
         z: Its normaliser ``[B, HKV, F]`` fp32.
         turns: By which queries are turned, cosines and then sines ``[B or 1, T, R]``, where their features are those of
             what they were before; None where they are not.
-        weight: W of the map for queries ``[H or 1, D, F / 2]``.
+        weight: W of the map for queries ``[H or 1, D, F / 2]``; without columns where it is elementwise and F is D.
         power: Its power ``[H or 1]``; None where it has none.
         bias: The mix's ``[H]``.
         direction: The mix's weight ``[H, D]``.

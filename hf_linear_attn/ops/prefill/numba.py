@@ -13,7 +13,18 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.numba.compile import entry
-from hf_linear_attn.ops.numba.parts import KEY, MAPS, MIXES, NORM_PRESERVING, bend, log2_fade, sigmoid, two_softmaxes
+from hf_linear_attn.ops.numba.parts import (
+    IDENTITY,
+    KEY,
+    MAPS,
+    MIXES,
+    NORM_PRESERVING,
+    bend,
+    elementwise,
+    log2_fade,
+    sigmoid,
+    two_softmaxes,
+)
 from hf_linear_attn.ops.numba.primitives import (
     LOG2E,
     NOTHING,
@@ -59,9 +70,18 @@ def hold(keys, values, columns, slot, k, v, dim, value_dim):
     return total
 
 
+@within(inline="always")
+def features_by(columns, dim):
+    """Return the number of features: two of each column of a paired map, or as many as there are dimensions."""
+    return 2 * columns if columns > 0 else dim
+
+
 @within
 def features_of_rows(features, y, x, weight, rows, dim, columns, name, factor, power, sharpness):
-    """Write the features ``[rows, 2 M]`` of ``x [rows, D]`` by a paired map's weights; ``y [rows, M]`` is lost."""
+    """Write the features of ``x [rows, D]``: of a paired map by its weights, for which ``y [rows, M]`` is lost."""
+    if columns == 0:
+        elementwise(features, x, rows * dim, name)
+        return
     multiply(y, columns, x, dim, weight, columns, rows, columns, dim, False)
     for r in range(rows):
         row = ahead(y, r * columns)
@@ -215,7 +235,12 @@ def read(first, last, token, numbers):
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
     flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
     scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
-    factor, sharpness, F, rows = np.float32(as_float(of_map)), np.float32(as_float(of_queries)), 2 * M, BLOCK * G
+    factor, sharpness, F, rows = (
+        np.float32(as_float(of_map)),
+        np.float32(as_float(of_queries)),
+        features_by(M, D),
+        BLOCK * G,
+    )
     zero = np.float32(0.0)
     keys = pointer(work + 4 * size * first, kind)
     values = ahead(keys, D * E)
@@ -337,13 +362,14 @@ def read(first, last, token, numbers):
                     total, share = shares_of(
                         ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
                     )
-                    mass = eps
+                    mass = zero
                     if started:
                         left = exp2(fades[i]) if leaves and decay_bias != 0 else ONE
                         mass += inner(ahead(phi_q, r * F), norm, F) * left
                     if leaves:
                         for j in range(i + 1):
                             mass += within_block[r * BLOCK + j]
+                    mass = mass - eps if name == IDENTITY and mass < 0 else mass + eps
                     if mix == KEY:
                         of_near[r], of_far[r] = ONE / total, share / (total * mass)
                     else:
@@ -399,7 +425,7 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     S = next((n for n in range(least, group) if group % n == 0), group)
     # No slot is needed for keys that there are not.
     G, C = group // S, -(-(min(W, call.k.shape[2]) + BLOCK) // 8) * 8
-    E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M
+    E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M or D
     vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
     # What is int64, int32 and fp32 there, in the order of the loop.
     size = -(-(vectors + BLOCK * (2 * F + 2 * D + V + 1) + 3 * E) // 16) * 16
