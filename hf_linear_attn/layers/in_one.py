@@ -137,11 +137,13 @@ def _features_for_kernel(
     return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
 
 
-def _pair(feature_map: FeatureMap, side: Literal["q", "k"], chosen: InOne) -> Pair | None:
+def _pair(layer: "LinearAttention", side: Literal["q", "k"], chosen: InOne) -> Pair | None:
     """Return what a map has learned; to loops an elementwise map is one without columns."""
-    if feature_map.kernel is None or chosen != "numba":
+    feature_map = layer.feature_map
+    name = feature_map.kernel if layer.mix.has_far else "identity"
+    if name is None or chosen != "numba":
         return feature_map.pair(side)
-    return Pair(feature_map.kernel, torch.empty(1, feature_map.head_dim, 0, device="cpu"), 1.0, None, 0.0)
+    return Pair(name, torch.empty(1, feature_map.head_dim, 0, device="cpu"), 1.0, None, 0.0)
 
 
 def read_in_one(
@@ -153,7 +155,7 @@ def read_in_one(
         return None
     if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
         return None
-    of_q, of_k = _pair(layer.feature_map, "q", chosen), _pair(layer.feature_map, "k", chosen)
+    of_q, of_k = _pair(layer, "q", chosen), _pair(layer, "k", chosen)
     if of_q is None or of_k is None or tokens is None or window is None:
         return None
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
@@ -166,7 +168,7 @@ def read_in_one(
     found = prefill(_prefill_of(layer, piece, tokens, window, of_q, carried or {}), of_k, of_keys, chosen)
     if found is None:
         return None
-    sums = {"kv": found.kv, "z": found.z}
+    sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
 
 
@@ -174,8 +176,6 @@ def _prefill_of(
     layer: "LinearAttention", piece: "Piece", tokens: Tokens, window: Window, of_q: Pair, carried: Mapping[str, Tensor]
 ) -> Prefill:
     """Return a piece as kernels and loops take it."""
-    if piece.number is None:
-        raise RuntimeError("there is no linear branch beside a window")
     sink_k, sink_v, seen = piece.sinks(window.size) or (None, None, None)
     if sink_k is not None and sink_v is not None:
         # A cache holds them in the dtype in which they were read.
@@ -198,8 +198,8 @@ def _prefill_of(
         None if rotation is None else rotation.turns,
         of_q.weight,
         of_q.power,
-        weights["bias"],
-        weights["weight"],
+        weights.get("bias"),
+        weights.get("weight"),
         of_q.name,
         of_q.factor,
         of_q.sharpness,

@@ -103,6 +103,8 @@ LOOPS = {
     "decay, masked": Case(rule="decay", lengths=(3, 2, 40), masked=True, rows=2, heads=(4, 2)),
     "decay and gate, packed": Case(rule="decay", mix="gate", packed=True, lengths=(40,)),
     "decay, a window over blocks": Case(rule="decay", window=70, lengths=(90, 20), heads=(1, 1)),
+    "window alone": Case(mix="window", lengths=(20, 1, 18), masked=True, rows=2, heads=(4, 2)),
+    "window alone, packed": Case(mix="window", packed=True, lengths=(40,)),
     "elu": Case(feature_map="elu", lengths=(20, 1, 18), masked=True, rows=2, heads=(4, 2)),
     "elu, rotation kept, gate": Case(feature_map="elu", mix="gate", layout=None, lengths=(40,)),
     "exp and decay, packed": Case(feature_map="exp", rule="decay", packed=True, lengths=(40,)),

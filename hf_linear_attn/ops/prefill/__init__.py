@@ -13,7 +13,7 @@ from hf_linear_attn.ops.window.api import window_obstacle
 
 SERVED = {
     "triton": {("additive", "key")},
-    "numba": {("additive", "key"), ("additive", "gate"), ("decay", "key"), ("decay", "gate")},
+    "numba": {(rule, mix) for rule in ("additive", "decay") for mix in ("key", "gate", "window")},
 }
 """Update rules and mixes that are read in one, by who reads."""
 
@@ -31,7 +31,7 @@ class Prefill(NamedTuple):
         sink_k: Keys of the sinks ``[B, HKV, N, D]``; None without sinks.
         sink_v: Their values ``[B, HKV, N, V]``.
         seen: Which query sees which ``[B, T, N]`` bool.
-        number: Keys beyond each query's window ``[B, T]`` int64.
+        number: Keys beyond each query's window ``[B, T]`` int64; None where there is no linear branch.
         far_keys: Sum of those that ``k`` does not hold ``[B, HKV, D]`` fp32; None where there are none.
         kv: The linear branch's state before these tokens ``[B, HKV, F, V]`` fp32; None where there is none.
         z: Its normaliser ``[B, HKV, F]`` fp32.
@@ -39,7 +39,7 @@ class Prefill(NamedTuple):
             what they were before; None where they are not.
         weight: W of the map for queries ``[H or 1, D, F / 2]``; without columns where it is elementwise and F is D.
         power: Its power ``[H or 1]``; None where it has none.
-        bias: The mix's ``[H]``.
+        bias: The mix's ``[H]``; None without a linear branch.
         direction: The mix's weight ``[H, D]``.
         name: The map.
         factor: On ``x W``.
@@ -49,7 +49,7 @@ class Prefill(NamedTuple):
         window: W.
         scaling: Factor on ``q.k``.
         eps: Added to the normaliser, away from 0.
-        mix: How the branches are joined, ``"key"`` or ``"gate"``.
+        mix: How the branches are joined, ``"key"`` or ``"gate"``, or that there is but the ``"window"``.
         decay_bias: What a key's score of the decay begins with ``[HKV]``; None where nothing fades.
         decay_key: By which a key enters it, as features see it ``[HKV, D]``.
         decay_value: By which its value does ``[HKV, V]``.
@@ -64,15 +64,15 @@ class Prefill(NamedTuple):
     sink_k: Tensor | None
     sink_v: Tensor | None
     seen: Tensor | None
-    number: Tensor
+    number: Tensor | None
     far_keys: Tensor | None
     kv: Tensor | None
     z: Tensor | None
     turns: Tensor | None
     weight: Tensor
     power: Tensor | None
-    bias: Tensor
-    direction: Tensor
+    bias: Tensor | None
+    direction: Tensor | None
     name: str
     factor: float
     sharpness: float

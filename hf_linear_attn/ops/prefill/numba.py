@@ -19,6 +19,7 @@ from hf_linear_attn.ops.numba.parts import (
     MAPS,
     MIXES,
     NORM_PRESERVING,
+    WINDOW,
     bend,
     elementwise,
     log2_fade,
@@ -177,6 +178,18 @@ def fade_block(fades, gone, gone_v, counts, first, count, bias, of_key, of_value
 
 
 @within
+def fade_reads(far, within_block, fades, rows, value_dim):
+    """Let what a block's queries read fade: of the sums before the block, and of its own keys."""
+    for r in range(rows):
+        i = r % BLOCK
+        left = exp2(fades[i])
+        for j in range(value_dim):
+            far[r * value_dim + j] *= left
+        for j in range(i):
+            within_block[r * BLOCK + j] *= exp2(fades[i] - fades[j])
+
+
+@within
 def fade_sums(sums, norm, features, across, fades, number, value_dim):
     """Let the sums before a block fade until its end, and its own keys' features, which lie twice."""
     end = fades[BLOCK - 1]
@@ -235,12 +248,8 @@ def read(first, last, token, numbers):
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
     flag, kind, long, short = np.uint8(0), np.float32(0), np.int64(0), np.int32(0)
     scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
-    factor, sharpness, F, rows = (
-        np.float32(as_float(of_map)),
-        np.float32(as_float(of_queries)),
-        features_by(M, D),
-        BLOCK * G,
-    )
+    factor, sharpness = np.float32(as_float(of_map)), np.float32(as_float(of_queries))
+    F, rows = features_by(M, D), BLOCK * G
     zero = np.float32(0.0)
     keys = pointer(work + 4 * size * first, kind)
     values = ahead(keys, D * E)
@@ -303,7 +312,7 @@ def read(first, last, token, numbers):
                 r = g * BLOCK * D
                 take_queries(ahead(queries, r), ahead(plain, r), ahead(of_q, g * q_h + a * q_t), q_t, count, D, scaling)
             multiply(scores, E, queries, D, keys, E, rows, E, D, False)
-            leaves = take_leaving(
+            leaves = mix != WINDOW and take_leaving(
                 raw, gone, gone_v, of_k, k_t, of_v, v_t, counted, of_turns_k, leaving, count, D, V, R, by_half, at_end
             )
             if leaves:
@@ -332,21 +341,16 @@ def read(first, last, token, numbers):
             if leaves:
                 multiply(within_block, BLOCK, phi_q, F, phi_t, BLOCK, rows, BLOCK, F, False)
                 for r in range(rows):
-                    i = r % BLOCK
-                    if decay_bias != 0:
-                        for j in range(i):
-                            within_block[r * BLOCK + j] *= exp2(fades[i] - fades[j])
-                        left = exp2(fades[i])
-                        for j in range(V):
-                            far[r * V + j] *= left
-                    for j in range(i + 1, BLOCK):
+                    for j in range(r % BLOCK + 1, BLOCK):
                         within_block[r * BLOCK + j] = zero
+                if decay_bias != 0:
+                    fade_reads(far, within_block, fades, rows, V)
                 multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
             for i in range(count):
                 if leaves:
                     for d in range(D):
                         keys_sum[d] += raw[i * D + d]
-                beyond = np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
+                beyond = zero if mix == WINDOW else np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
                 log_number = np.log2(beyond) if beyond > 0 else zero
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
                 for g in range(G):
@@ -451,7 +455,7 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
         HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, E, size,
         *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
         *(0 if x is None else x.stride(0) for x in masks),
-        *((0, 0) if seen is None else seen.stride()[:2]), *call.number.stride(),
+        *((0, 0) if seen is None else seen.stride()[:2]), *((0, 0) if call.number is None else call.number.stride()),
         *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
         MAPS[call.name], MIXES[call.mix], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
         call.pairs == "half", call.at_end,
