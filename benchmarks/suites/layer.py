@@ -9,8 +9,8 @@ layer can go below stands beside it: "projections" are a module's four projectio
 the recommended recipe's products of matrices alone, on tensors that are at hand. "Attention alone" is the part of a
 forward between projections and rotation: the call of its attention function. The last table is taken where the
 allocator keeps what is freed: else the operating system gives large buffers anew, page by page, and projections pay for
-it. Where Numba is installed its loops serve the forward and the steps of all layers with a window that do not delete what
-they hold; "PyTorch alone" is the same layer without them. The backward is PyTorch's.
+it. Where Numba is installed its loops serve the forward and the steps of all layers with a window that do not delete
+what they hold; "PyTorch alone" is the same layer without them. The backward is PyTorch's.
 """
 
 import argparse
