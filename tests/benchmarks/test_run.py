@@ -171,7 +171,12 @@ def test_state_and_window_of_the_study_share_the_same_bytes(monkeypatch: pytest.
         name: study.equal_cache_window(study.patched(teacher, study.settings_of(arguments, name, 0, 1)))
         for name in ("recommended", *study.SPLITS)
     }
-    assert windows == {"recommended": 134, "64 features, window 94": 134, "32 features, window 109": 133}
+    assert windows == {
+        "recommended": 134,
+        "64 features, window 94": 134,
+        "64 features, window 94, decay": 134,
+        "32 features, window 109": 133,
+    }
 
 
 def test_kernels_page_says_what_was_measured_and_what_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
