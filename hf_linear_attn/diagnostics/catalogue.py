@@ -76,8 +76,8 @@ Set `non_negative = False` if a product of features can be negative, and `learne
 file before a checkpoint that names the map: nothing in a checkpoint is ever executed.
 
 To look at features, hook the map: `model.model.layers[0].self_attn.linear_attention.feature_map.register_forward_hook`.
-Kernels and loops that compute features themselves leave a map with hooks to PyTorch, which takes longer. Long texts come
-in pieces, and in a step some maps get the key and the queries in one call.
+Kernels and loops that compute features themselves leave a map with hooks to PyTorch, which takes longer. Long texts
+come in pieces, and in a step some maps get the key and the queries in one call.
 """
 
 
