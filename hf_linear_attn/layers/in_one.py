@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.layers.ready import Ready
 from hf_linear_attn.layers.state import State
@@ -71,10 +70,10 @@ def for_kernel(
     mix = layer.mix.name
     if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
         return None
-    features = _features_for_kernel(layer.feature_map) if layer.mix.has_far else ("identity", *(None,) * 4, 1.0, 0.0)
-    if features is None:
+    computed = _map_of(layer)
+    if computed is None:
         return None
-    phi, weight_q, power_q, weight_k, power_k, factor, sharpness = features
+    phi, of_q, of_k = computed
     weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
     whole = HybridStep(
         q,
@@ -93,18 +92,18 @@ def for_kernel(
         tensors.get("near_mask"),
         None if rotation is None else tensors["near_turns"],
         None if rotation is None else rotation.turns,
-        weight_q,
-        power_q,
-        weight_k,
-        power_k,
+        None if of_q is None else of_q.weight,
+        None if of_q is None else of_q.power,
+        None if of_k is None else of_k.weight,
+        None if of_k is None else of_k.power,
         of_rule.get("decay_bias"),
         of_rule.get("decay_key"),
         of_rule.get("decay_value"),
         weights.get("bias"),
         weights.get("weight"),
         phi,
-        factor,
-        sharpness,
+        1.0 if of_q is None else of_q.factor,
+        0.0 if of_q is None else of_q.sharpness,
         mix,
         window.sinks,
         layer.scaling(call),
@@ -123,27 +122,20 @@ def chosen_in_one(backend: str, device: torch.device) -> InOne | None:
     return "numba" if wants_loops(backend, device) and not is_replaced() else None
 
 
-def _features_for_kernel(
-    feature_map: FeatureMap,
-) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float] | None:
-    """Return a map's name, its weights for both sides, factor and sharpness; None where no kernel computes it."""
+def _map_of(layer: "LinearAttention") -> tuple[str, Pair | None, Pair | None] | None:
+    """Return the name of a layer's map and, of a paired one, what is learned for queries and for keys.
+
+    None where PyTorch alone computes it.
+    """
+    feature_map = layer.feature_map
+    if not layer.mix.has_far:
+        return "identity", None, None
     if feature_map.hooked:
         return None
     if feature_map.kernel is not None:
-        return feature_map.kernel, None, None, None, None, 1.0, 0.0
+        return feature_map.kernel, None, None
     of_q, of_k = feature_map.pair("q"), feature_map.pair("k")
-    if of_q is None or of_k is None:
-        return None
-    return of_q.name, of_q.weight, of_q.power, of_k.weight, of_k.power, of_q.factor, of_q.sharpness
-
-
-def _pair(layer: "LinearAttention", side: Literal["q", "k"], chosen: InOne) -> Pair | None:
-    """Return what a map has learned; to loops an elementwise map is one without columns."""
-    feature_map = layer.feature_map
-    name = feature_map.kernel if layer.mix.has_far else "identity"
-    if name is None or chosen != "numba":
-        return feature_map.pair(side)
-    return Pair(name, torch.empty(1, feature_map.head_dim, 0, device="cpu"), 1.0, None, 0.0)
+    return None if of_q is None or of_k is None else (of_q.name, of_q, of_k)
 
 
 def read_in_one(
@@ -151,13 +143,14 @@ def read_in_one(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Attend as :meth:`LinearAttention.read` does; None where that has to do it."""
     chosen, tokens, window = chosen_in_one(layer.settings.backend, piece.q.device), piece.tokens, layer.window
-    if chosen is None or torch.is_grad_enabled() or layer.disabled or layer.feature_map.hooked:
+    if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
     if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
         return None
-    of_q, of_k = _pair(layer, "q", chosen), _pair(layer, "k", chosen)
-    if of_q is None or of_k is None or tokens is None or window is None:
+    computed = _map_of(layer)
+    if computed is None or tokens is None or window is None:
         return None
+    name, of_q, of_k = computed
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
         return None
     of_value = layer.rule_weights().get("decay_value")
@@ -165,7 +158,7 @@ def read_in_one(
         # The rule says what is wrong.
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
-    found = prefill(_prefill_of(layer, piece, tokens, window, of_q, carried or {}), of_k, of_keys, chosen)
+    found = prefill(_prefill_of(layer, piece, tokens, window, name, of_q, carried or {}), of_k, of_keys, chosen)
     if found is None:
         return None
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
@@ -173,7 +166,13 @@ def read_in_one(
 
 
 def _prefill_of(
-    layer: "LinearAttention", piece: "Piece", tokens: Tokens, window: Window, of_q: Pair, carried: Mapping[str, Tensor]
+    layer: "LinearAttention",
+    piece: "Piece",
+    tokens: Tokens,
+    window: Window,
+    name: str,
+    of_q: Pair | None,
+    carried: Mapping[str, Tensor],
 ) -> Prefill:
     """Return a piece as kernels and loops take it."""
     sink_k, sink_v, seen = piece.sinks(window.size) or (None, None, None)
@@ -196,13 +195,13 @@ def _prefill_of(
         carried.get("kv"),
         carried.get("z"),
         None if rotation is None else rotation.turns,
-        of_q.weight,
-        of_q.power,
+        None if of_q is None else of_q.weight,
+        None if of_q is None else of_q.power,
         weights.get("bias"),
         weights.get("weight"),
-        of_q.name,
-        of_q.factor,
-        of_q.sharpness,
+        name,
+        1.0 if of_q is None else of_q.factor,
+        0.0 if of_q is None else of_q.sharpness,
         "half" if rotation is None else rotation.layout.pairs,
         rotation is not None and rotation.layout.at_end,
         window.size,

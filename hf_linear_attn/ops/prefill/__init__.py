@@ -37,7 +37,7 @@ class Prefill(NamedTuple):
         z: Its normaliser ``[B, HKV, F]`` fp32.
         turns: By which queries are turned, cosines and then sines ``[B or 1, T, R]``, where their features are those of
             what they were before; None where they are not.
-        weight: W of the map for queries ``[H or 1, D, F / 2]``; without columns where it is elementwise and F is D.
+        weight: W of the map for queries ``[H or 1, D, F / 2]``; None for an elementwise map, whose F is D.
         power: Its power ``[H or 1]``; None where it has none.
         bias: The mix's ``[H]``; None without a linear branch.
         direction: The mix's weight ``[H, D]``.
@@ -69,7 +69,7 @@ class Prefill(NamedTuple):
     kv: Tensor | None
     z: Tensor | None
     turns: Tensor | None
-    weight: Tensor
+    weight: Tensor | None
     power: Tensor | None
     bias: Tensor | None
     direction: Tensor | None
@@ -93,6 +93,13 @@ class Prefill(NamedTuple):
             raise RuntimeError("the keys' features are not computed")
         return self.phi_k
 
+    @property
+    def learned(self) -> Tensor:
+        """W of the map."""
+        if self.weight is None:
+            raise RuntimeError("an elementwise map has no weights")
+        return self.weight
+
 
 class Prefilled(NamedTuple):
     """What such tokens give.
@@ -111,7 +118,13 @@ class Prefilled(NamedTuple):
 
 
 def prefill_obstacle(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Pair, of_k: Pair, window: int, backend: Literal["triton", "numba"]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_q: Pair | None,
+    of_k: Pair | None,
+    window: int,
+    backend: Literal["triton", "numba"],
 ) -> str | None:
     """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
 
@@ -119,7 +132,7 @@ def prefill_obstacle(
         q: Queries ``[B, H, T, D]``.
         k: Keys ``[B, HKV, P + T, D]``.
         v: Values ``[B, HKV, P + T, V]``.
-        of_q: The map of queries.
+        of_q: The map of queries; None for an elementwise one.
         of_k: That of keys.
         window: W.
         backend: Which of both.
@@ -128,7 +141,10 @@ def prefill_obstacle(
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.numba.run import loop_obstacle
 
-        return loop_obstacle((q, k, v), (of_q.weight, of_q.power, of_k.weight, of_k.power))
+        learned = [x for pair in (of_q, of_k) if pair is not None for x in (pair.weight, pair.power)]
+        return loop_obstacle((q, k, v), learned)
+    if of_q is None or of_k is None:
+        return "the map is elementwise"
     reason = window_obstacle(q, k, v)
     if reason is not None:
         return reason
@@ -150,7 +166,7 @@ def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim
 
 
 def prefill(
-    call: Prefill, of_k: Pair, rotation: Rotation | None, backend: Literal["triton", "numba"]
+    call: Prefill, of_k: Pair | None, rotation: Rotation | None, backend: Literal["triton", "numba"]
 ) -> Prefilled | None:
     """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
 
@@ -158,7 +174,7 @@ def prefill(
 
     Args:
         call: The tokens.
-        of_k: The map of keys.
+        of_k: The map of keys; None for an elementwise one.
         rotation: By which the first T keys are turned, where their features are those of what they were before.
         backend: Which of both.
 
@@ -170,6 +186,8 @@ def prefill(
         from hf_linear_attn.ops.prefill.numba import prefill_numba
 
         return prefill_numba(call, of_k, None if rotation is None else rotation.turns)
+    if of_k is None:
+        raise RuntimeError("no kernel reads a text with an elementwise map")
     from hf_linear_attn.ops.features.triton.op import features_triton
     from hf_linear_attn.ops.prefill.triton.op import prefill_triton
 

@@ -419,9 +419,10 @@ def _bf16(table):
 TASKS = {torch.float32: _fp32, torch.bfloat16: _bf16}
 
 
-def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefilled | None:
+def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> Prefilled | None:
     """Attend with a loop; None where a key or value is not finite; see :func:`hf_linear_attn.ops.prefill.prefill`."""
-    (B, H, T, D), HKV, V, M, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.weight.shape[2], call.window
+    (B, H, T, D), HKV, V, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.window
+    M = 0 if call.weight is None else call.weight.shape[2]
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
     # Heads that share keys are read apart where there are threads for it, and where they are so many that a block of
     # their queries does not fit into a cache: each part folds the keys by itself.
@@ -442,7 +443,8 @@ def prefill_numba(call: Prefill, of_k: Pair, turns_k: Tensor | None) -> Prefille
     learned = [
         None if x is None else x.float().contiguous()
         for x in (
-            *(call.weight, call.power, of_k.weight, of_k.power, call.bias, call.direction),
+            *(call.weight, call.power, *((None, None) if of_k is None else (of_k.weight, of_k.power))),
+            *(call.bias, call.direction),
             *(call.decay_bias, call.decay_key, call.decay_value),
         )
     ]

@@ -353,7 +353,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         The results, allocated but not computed, and the launches that compute them, in order.
     """
     out, linear = allocate_prefill(p), linear_problem(target, p)
-    (_, H, T, D), S, V, (copies, _, M) = p.q.shape, p.k.shape[2], p.v.shape[3], p.weight.shape
+    (_, H, T, D), S, V, (copies, _, M) = p.q.shape, p.k.shape[2], p.v.shape[3], p.learned.shape
     chosen = linear.tile("prefill")
     cut = stored_cut(linear)
     segments = linear.segments(T, cut.length)
