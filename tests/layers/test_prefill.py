@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn import LinearAttentionConfig
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from tests.ops.oracle import DEVICE
@@ -245,3 +246,11 @@ def test_who_asks_for_gradients_gets_them() -> None:
     layer, (text, call) = case.layer("triton"), case.call(20, 0)
     layer(*text, call).sum().backward()
     assert all(x.grad is not None for x in layer.parameters())
+
+
+@pytest.mark.parametrize("value_dim", [8, 24])
+def test_values_of_another_size_than_a_decays_are_refused(value_dim: int) -> None:
+    case = Case(rule="decay", value_dim=value_dim, lengths=(20,))
+    layer, (text, call) = Case(rule="decay").layer("numba"), case.call(20, 0)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="update_rule"):
+        layer(*text, call)
