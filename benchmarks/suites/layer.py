@@ -32,6 +32,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.ops.linear_attention.torch import CHUNK
+from hf_linear_attn.patching import cache_argument
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
 RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4, "rotary": "undo"}
@@ -165,14 +166,14 @@ def step_calls(
         first = DynamicCache(config=model.config)
         with torch.no_grad():
             for start in range(0, context, 1024):
-                model.model(ids[:, start : start + 1024], past_key_values=first)
+                model.model(ids[:, start : start + 1024], **cache_argument(model, first))
 
         def timed() -> None:
-            cache = copy.deepcopy(first)
+            cache = cache_argument(model, copy.deepcopy(first))
             started = time.process_time()
             with torch.no_grad():
                 for _ in range(steps):
-                    model(ids[:, :1], past_key_values=cache)
+                    model(ids[:, :1], **cache)
             spent.append(time.process_time() - started)
 
         spent: list[float] = []

@@ -30,7 +30,7 @@ from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.meters import cache_bytes, peak_memory_mib, timed
-from hf_linear_attn.patching import is_patched
+from hf_linear_attn.patching import cache_argument, is_patched
 
 LONGEST = 2**20
 SOFTMAX = "softmax"
@@ -139,7 +139,7 @@ class Bench:
         self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **cache_argument(self.model, cache),
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,

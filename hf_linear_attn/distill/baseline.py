@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.patching import LinearAttentionCacheLayer
+from hf_linear_attn.patching import LinearAttentionCacheLayer, returned_cache
 
 
 @torch.no_grad()
@@ -27,10 +27,10 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     """
     device = next(model.parameters()).device
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-    cache = model(input_ids=tokens, use_cache=True).past_key_values
+    cache = returned_cache(model(input_ids=tokens, use_cache=True))
     layers = [
         layer.tensors
-        for layer in cache.layers
+        for layer in (() if cache is None else cache.layers)
         if isinstance(layer, LinearAttentionCacheLayer) and {"kv", "near_k"} <= layer.tensors.keys()
     ]
     if not layers:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.patching import cache_argument, returned_cache
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -64,8 +65,9 @@ def forward(
         options["attention_mask"] = attention_mask
     if position_ids is not None:
         options["position_ids"] = position_ids
-    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options)
-    if getattr(output, "past_key_values", None) is None:
+    output = model(input_ids=input_ids, use_cache=True, **cache_argument(model, cache), **options)
+    cache = returned_cache(output)
+    if cache is None:
         raise UnsupportedError(
             "model",
             "return a cache",
@@ -73,7 +75,7 @@ def forward(
             "Evaluate a model that generates with a cache.",
         )
     logits: Tensor = output.logits
-    return (logits if all_logits else logits[:, -1:]), output.past_key_values
+    return (logits if all_logits else logits[:, -1:]), cache
 
 
 def prefill(

@@ -90,7 +90,7 @@ class Common:
             other, stepped = self._stepped[name]
             if other() is held and length < stepped + (not steps):
                 raise ArgumentError(
-                    "past_key_values",
+                    "cache",
                     "be read by all layers of the model, token by token",
                     f"a cache of which one layer has read {length} tokens and another one {stepped + 1}",
                     "Give a model that leaves out layers a cache of its own.",

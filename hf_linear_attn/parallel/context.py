@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.cache_utils import Cache
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.parallel.layout import Part, lay_out
 from hf_linear_attn.parallel.ranks import Processes, Ranks
 from hf_linear_attn.parallel.shard import Shard, Waiting
+from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.discover import attends_causally, attention_layers
 from hf_linear_attn.patching.scope import part_of
 
@@ -220,7 +220,7 @@ class ContextParallel:
 
     def _refuse(self, kwargs: Mapping[str, Any], where: str) -> None:
         """Refuse what cannot be split, or is not."""
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
         if mask is not None and mask.ndim != 2:
             raise UnsupportedError(
                 "attention_mask", "be a padding mask [B, T]", tuple(mask.shape), "Pack by position_ids.", where=where
@@ -233,9 +233,9 @@ class ContextParallel:
                 "A rank's last token is followed by the next rank's first: pass what split() returns.",
                 where=where,
             )
-        if isinstance(cache, Cache) and int(cache.get_seq_length()) > 0:
+        if cache is not None and int(cache.get_seq_length()) > 0:
             raise UnsupportedError(
-                "past_key_values",
+                "cache",
                 "be empty where a text is split over ranks",
                 f"a cache of {int(cache.get_seq_length())} tokens",
                 "Leave the block to go on from it, on the last rank.",

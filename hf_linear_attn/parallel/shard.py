@@ -152,7 +152,7 @@ class Shard:
             )
         if call.state is not None and self.layout.packed:
             raise UnsupportedError(
-                "past_key_values",
+                "cache",
                 "be None for packed documents",
                 "a cache",
                 "A state is one text's; call the model with use_cache=False.",

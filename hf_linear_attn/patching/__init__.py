@@ -3,10 +3,12 @@
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.attention import disable_branch
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
+from hf_linear_attn.patching.call_cache import cache_argument, returned_cache
 from hf_linear_attn.patching.checkpoint import from_pretrained
 from hf_linear_attn.patching.context import Context, encode_context, load_context
 from hf_linear_attn.patching.convert import is_patched, patch_model, unpatch_model
 from hf_linear_attn.patching.discover import attention_layers
+from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.scope import part_of
 from hf_linear_attn.patching.store import ContextStore
 
@@ -16,6 +18,8 @@ __all__ = [
     "LinearAttention",
     "LinearAttentionCacheLayer",
     "attention_layers",
+    "cache_argument",
+    "convert_cache",
     "disable_branch",
     "encode_context",
     "from_pretrained",
@@ -23,5 +27,6 @@ __all__ = [
     "load_context",
     "part_of",
     "patch_model",
+    "returned_cache",
     "unpatch_model",
 ]

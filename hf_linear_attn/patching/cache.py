@@ -35,7 +35,6 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         others: Layers of the second and later attention calls in one module, in models that call it more than once.
     """
 
-    is_croppable = False
     is_sliding = False
     supports_early_init = False
 
@@ -52,6 +51,11 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         self.max_length = -1 if max_length is None else max_length
         self.others: list[LinearAttentionCacheLayer] = []
         self.is_initialized = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether :meth:`crop` can go back, as far as tokens were recorded."""
+        return self.record_past
 
     @property
     def static(self) -> bool:
@@ -158,7 +162,8 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
                 "tokens_to_remove",
                 f"be from {-kept} to 0, for a sum over tokens can only forget those that were kept apart",
                 tokens_to_remove,
-                "Call cache.activate_past_recording() before reading tokens that may be dropped, or copy it.",
+                "Call cache.activate_past_recording() before reading tokens that may be dropped, and after the cache "
+                "knows its model: convert_cache(model, cache), or a first forward; or copy the cache.",
             )
         if tokens_to_remove:
             self.unread = {
@@ -199,6 +204,11 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
         """Allocate the recurrent part; the attention part needs nothing."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether both parts can go back."""
+        return self.record_past and bool(super().is_croppable)
 
     def get_max_length(self) -> int:
         """Return -1: the layer that this one replaced had no limit."""
@@ -258,7 +268,7 @@ def cache_layer(
         cache.layers.append(_with_others(cache, LinearAttentionCacheLayer(_static_length(cache))))
     if index >= len(cache.layers):
         raise ArgumentError(
-            "past_key_values",
+            "cache",
             f"have a layer {index}",
             f"a {type(cache).__name__} of {len(cache.layers)} layers",
             "Build it with this model's config.",
@@ -273,7 +283,7 @@ def cache_layer(
     keys = getattr(layer, "keys", None)
     if keys is not None and layer.get_seq_length() > 0:
         raise ArgumentError(
-            "past_key_values",
+            "cache",
             "be empty or filled by this patched model",
             f"a {type(layer).__name__} of {int(layer.get_seq_length())} tokens",
             "Start from a new cache.",
@@ -284,7 +294,8 @@ def cache_layer(
         ours = HybridCacheLayer(layer)
     else:
         ours = LinearAttentionCacheLayer(_static_length(cache) if isinstance(layer, StaticLayer) else None)
-        ours.record_past = getattr(layer, "record_past", False)
+        # Full layers of Transformers keep all, and note nothing; others of the cache do.
+        ours.record_past = any(getattr(x, "record_past", False) for x in cache.layers)
     cache.layers[index] = _with_others(cache, ours)
     return ours
 
@@ -301,7 +312,7 @@ def _with_others(cache: Cache, layer: LinearAttentionCacheLayer) -> LinearAttent
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_export(name: str) -> None:
     raise UnsupportedError(
-        "past_key_values",
+        "cache",
         "be None while a model is exported",
         "a cache of keys and values",
         "Exporters hand keys and values from step to step, and a state is neither: export with use_cache=False.",

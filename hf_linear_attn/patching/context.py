@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
+from hf_linear_attn.patching.call_cache import cache_argument
 from hf_linear_attn.patching.fingerprint import checksum, model_fingerprint
 from hf_linear_attn.patching.first_contexts import in_circles
 from hf_linear_attn.patching.hook import convert_cache
@@ -59,14 +60,14 @@ def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
     """
     if cache.get_seq_length() != cache.context_mask.shape[1]:
         raise ArgumentError(
-            "past_key_values",
+            "cache",
             f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
             f"a cache of {cache.get_seq_length()}",
             "Call context.copy() for each answer.",
         )
     if (rows := cache.context_mask.shape[0]) != ids.shape[0]:
         raise ArgumentError(
-            "past_key_values",
+            "cache",
             f"hold a context for each of the {ids.shape[0]} inputs",
             rows,
             "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams by itself.",
@@ -102,7 +103,7 @@ class Context:
             ArgumentError: Always.
         """
         raise ArgumentError(
-            "past_key_values", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer."
+            "cache", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer."
         )
 
     def __len__(self) -> int:
@@ -121,7 +122,7 @@ class Context:
         return sum(tensors[name].nbytes for name in tensors.keys() - _same(tensors).keys())
 
     def copy(self, repeats: int = 1) -> ContextCache:
-        """Return a cache for one call of ``generate(new_ids, past_key_values=...)``, which goes on writing to it.
+        """Return a cache for one call of ``generate(new_ids, cache=...)``, which goes on writing to it.
 
         Args:
             repeats: How often each text is repeated, for several questions about one; >= 1.
@@ -222,7 +223,7 @@ def encode_context(
         >>> model = patch_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
         >>> context = encode_context(model, torch.arange(3, 30)[None])
         >>> question = torch.tensor([[5, 6, 7]])
-        >>> model.generate(question, past_key_values=context.copy(), max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(question, cache=context.copy(), max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 7])
     """
     fingerprint = model_fingerprint(model)
@@ -257,7 +258,8 @@ def read_piece(model: PreTrainedModel, cache: ContextCache, ids: Tensor, mask: T
     more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     if "position_ids" in takes:
         more["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-    model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **more)
+    more |= cache_argument(model, cache)
+    model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **more)
 
 
 def load_context(path: str | Path, model: PreTrainedModel) -> Context:

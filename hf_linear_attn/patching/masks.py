@@ -10,6 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
+from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.scope import ModelScope, current
 
 
@@ -32,7 +33,7 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
-    outer, cache = current.model, kwargs.get("past_key_values")
+    outer, cache = current.model, cache_of(kwargs, args)
     # The model around this one has looked at them.
     known = outer is not None and outer.mask is mask and outer.cache is cache
     if isinstance(mask, Tensor) and padded and not known and not torch.compiler.is_compiling():

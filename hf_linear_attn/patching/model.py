@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
+from hf_linear_attn.patching.call_cache import NAME, cache_of
 from hf_linear_attn.patching.context import Context, ContextCache, mask_after
 from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
 from hf_linear_attn.patching.saving import (
@@ -27,18 +27,24 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> None:
         """Put our layers into the cache before `generate` configures it: recording, compiling and resetting."""
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, Cache):
+        cache = cache_of(model_kwargs)
+        if cache is not None:
             convert_cache(self, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()  # type: ignore[no-untyped-call]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as Transformers does; after a context, the inputs are only the tokens that follow it."""
+        """Generate as Transformers does; after a context, the inputs are only the tokens that follow it.
+
+        ``cache=`` is understood by every version of Transformers, also by those that call it ``past_key_values``.
+        """
         generate: Any = super().generate  # type: ignore[misc]
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, Context):
-            cache.get_seq_length()
+        if NAME not in kwargs and "cache" in kwargs:
+            kwargs[NAME] = kwargs.pop("cache")
+        for x in kwargs.values():
+            if isinstance(x, Context):
+                x.get_seq_length()
+        cache = cache_of(kwargs)
         if isinstance(cache, ContextCache):
             # Classes call their first argument what they read: inputs, input_features, pixel_values.
             first = next(iter(inspect.signature(generate).parameters))
@@ -50,7 +56,7 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
         """Repeat a context with the inputs, for beams and for several sequences to return."""
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if isinstance(cache, ContextCache) and expand_size > 1:
             cache.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
@@ -62,7 +68,7 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
 
         The next step reads the last ones. To append to all would copy them, in time that grows with the context.
         """
-        cache, positions = model_kwargs.get("past_key_values"), model_kwargs.get("position_ids")
+        cache, positions = cache_of(model_kwargs), model_kwargs.get("position_ids")
         # Where positions are not passed on, a model may read them off the whole mask.
         if isinstance(cache, ContextCache) and cache.forgets_tokens and positions is not None:
             model_kwargs["position_ids"] = positions[..., -1:]

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.discover import shares_keys
 from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, source_of, with_angles
-
-_CACHES = Cache, EncoderDecoderCache
 
 
 class ModelScope:
@@ -80,9 +79,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Note, before a patched module's forward, which cache layer its tokens belong to (a forward pre-hook)."""
     part, layer, rotation = part_of(module), None, None
     if part is not None:
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, _CACHES):
-            cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, _CACHES)), None)
+        cache = cache_of(kwargs, args)
         if cache is not None:
             # A block that a model uses at several depths is told which one it is at.
             index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
@@ -136,7 +133,7 @@ def _layout_of(
 
     def without_cache(value: Any) -> Any:
         # A convolution in front of the queries would remember that it was asked. Keys of others are only read.
-        return None if isinstance(value, _CACHES) and not shares else value
+        return None if isinstance(value, Cache) and not shares else value
 
     def look(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
         others, named = with_angles(args, kwargs, cos, sin)

@@ -71,7 +71,7 @@ class ContextStore:
         >>> model = patch_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).eval())
         >>> store = ContextStore(tempfile.mkdtemp(), model, block_size=8)
         >>> ids = torch.arange(3, 30)[None]
-        >>> model.generate(ids, past_key_values=store.longest(ids), max_new_tokens=4, min_new_tokens=4).shape
+        >>> model.generate(ids, cache=store.longest(ids), max_new_tokens=4, min_new_tokens=4).shape
         torch.Size([1, 31])
         >>> len(store)
         3
@@ -98,7 +98,7 @@ class ContextStore:
         return sum(held.nbytes for held in self._held())
 
     def longest(self, ids: Tensor, *, read: bool = True) -> DynamicCache:
-        """Return a cache that has read a text as far as its last block, for ``generate(ids, past_key_values=...)``.
+        """Return a cache that has read a text as far as its last block, for ``generate(ids, cache=...)``.
 
         Blocks that nobody has read are read now, and their states kept. So the answer is the same to the bit whether
         the folder was empty or not.

@@ -7,12 +7,13 @@ import torch
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.patching.call_cache import returned_cache
 
 IDS = torch.arange(3, 83)[None]
 
 
 def cache_bytes(model):
-    layers = model(input_ids=IDS, use_cache=True).past_key_values.layers
+    layers = returned_cache(model(input_ids=IDS, use_cache=True)).layers
     names = ("kv", "z", "far_keys", "near_k", "near_v", "near_turns")
     return sum(x.nbytes for layer in layers for name, x in layer.tensors.items() if name in names)
 

@@ -11,6 +11,7 @@ from hf_linear_attn import LinearAttentionConfig, patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.cli import main
 from hf_linear_attn.errors import HFLinearAttnError
+from hf_linear_attn.patching.call_cache import NAME
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 PAGE = (Path(__file__).parents[2] / "docs/faq.md").read_text()
@@ -48,7 +49,7 @@ CAUSES = {
     "`attention_mask` must be a padding mask": lambda: patched()(
         IDS, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).triu()
     ),
-    "`past_key_values` must have a layer": lambda: patched()(IDS, past_key_values=short_cache()),
+    "`cache` must have a layer": lambda: patched()(IDS, **{NAME: short_cache()}),
     "`format_version` must be at most": lambda: LinearAttentionConfig.from_dict({"format_version": 99}),
     "`output_dir` must be the folder to write": lambda: main(["--model", "nowhere"]),
     "`shard` must be False": lambda: distill(

@@ -126,8 +126,8 @@ def test_end_tokens_are_those_of_the_model_and_the_tokenizer():
 
 def test_a_model_without_a_cache_is_refused():
     class Forgetful(ScriptedModel):
-        def forward(self, **options):
-            output = super().forward(**options)
+        def forward(self, input_ids, past_key_values=None, **options):
+            output = super().forward(input_ids, past_key_values, **options)
             output.past_key_values = None
             return output
 

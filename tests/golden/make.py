@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_linear_attn import __version__, encode_context, patch_model
+from hf_linear_attn.patching.call_cache import NAME
 from tests.distill.tiny import tiny_teacher
 
 HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ CONTEXT, SHOWN = 25, 8
 def give(model: Any, ids: torch.Tensor, context: Any) -> dict[str, torch.Tensor]:
     """Return what a later version has to give again."""
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    after = model(ids[:, CONTEXT:], past_key_values=context.copy()).logits
+    after = model(ids[:, CONTEXT:], **{NAME: context.copy()}).logits
     return {
         "logits": model(ids).logits[:, -SHOWN:].contiguous(),
         "after_context": after[:, -SHOWN:].contiguous(),

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.parallel import ContextParallel
+from hf_linear_attn.patching.call_cache import returned_cache
 from tests.distill.tiny import tiny_teacher
 
 _conversion = DistillationSettings().conversion
@@ -54,7 +55,7 @@ def run(model: torch.nn.Module, batch: dict[str, Tensor], *, use_cache: bool = F
     model.zero_grad()
     out = model(**batch, use_cache=use_cache)
     out.loss.backward()
-    layers = out.past_key_values.layers if use_cache else []
+    layers = returned_cache(out).layers if use_cache else []
     return Found(out.logits.detach(), out.loss.detach(), gradients(model), [layer.state.read() for layer in layers])
 
 

@@ -14,6 +14,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import available_feature_maps
 from hf_linear_attn.parallel import bytes_sent, context_parallel, shard
 from hf_linear_attn.patching import part_of
+from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from tests.distill.tiny import tiny_teacher
 from tests.parallel.cases import RECOMMENDED, batch_of, compare, model_of, packed, padded, run, run_part
 from tests.parallel.threads import copies, on_ranks
@@ -120,7 +121,7 @@ def test_generation_goes_on_from_the_last_rank():
         model = models[ranks.rank]
         with torch.no_grad(), context_parallel(model, ranks) as context:
             part = context.split({"input_ids": ids})
-            cache = model(**part, use_cache=True).past_key_values
+            cache = returned_cache(model(**part, use_cache=True))
         if ranks.rank < 2:
             return None
         assert cache.get_seq_length() == 37
@@ -130,7 +131,7 @@ def test_generation_goes_on_from_the_last_rank():
         for _ in range(5):
             token = logits.argmax(-1)
             found = torch.cat([found, token], 1)
-            logits = model(input_ids=token, past_key_values=cache).logits
+            logits = model(input_ids=token, **{NAME: cache}).logits
         return found
 
     assert torch.equal(on_ranks(3, work)[-1], expected)
@@ -145,17 +146,17 @@ def test_a_padded_text_goes_on_from_the_last_rank(left):
     models, tokens = copies(model, 3), batch_of(2, 12, seed=1)["input_ids"].split(1, 1)
 
     def go_on(model, cache):
-        return torch.cat([model(input_ids=token, past_key_values=cache).logits for token in tokens], 1)
+        return torch.cat([model(input_ids=token, **{NAME: cache}).logits for token in tokens], 1)
 
     def work(ranks):
         model = models[ranks.rank]
         with torch.no_grad(), context_parallel(model, ranks) as context:
-            cache = model(**context.split(given), use_cache=True).past_key_values
+            cache = returned_cache(model(**context.split(given), use_cache=True))
         with torch.no_grad():
             return go_on(model, cache) if ranks.rank == 2 else None
 
     with torch.no_grad():
-        expected = go_on(model, model(**given, use_cache=True).past_key_values)
+        expected = go_on(model, returned_cache(model(**given, use_cache=True)))
     torch.testing.assert_close(on_ranks(3, work)[-1], expected, atol=1e-9, rtol=1e-9)
 
 
@@ -278,10 +279,10 @@ class TestRefused:
             part = context.split({"input_ids": batch["input_ids"]})
             cache = DynamicCache(config=context.model.config)
             with torch.no_grad():
-                context.model(**part, past_key_values=cache)
-            return part | {"past_key_values": cache}
+                context.model(**part, **{NAME: cache})
+            return part | {NAME: cache}
 
-        self.refuse(filled, "`past_key_values` must be empty", UnsupportedError)
+        self.refuse(filled, "`cache` must be empty", UnsupportedError)
 
     def test_a_mask_of_four_dimensions(self):
         self.refuse(
@@ -301,7 +302,7 @@ class TestRefused:
         def packed_cache(context, batch):
             return context.split(packed(batch, [[8, 12]])) | {"use_cache": True}
 
-        self.refuse(packed_cache, "`past_key_values` must be None for packed documents", UnsupportedError)
+        self.refuse(packed_cache, "`cache` must be None for packed documents", UnsupportedError)
 
     def test_a_module_inside_the_model(self):
         def work(ranks):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.patching import LinearAttention, is_patched
+from hf_linear_attn.patching.call_cache import NAME, returned_cache
 
 from .zoo import VOCAB, Task
 
@@ -102,7 +103,7 @@ def _cached(subject: Subject, pieces: list[int]) -> None:
         kwargs = {"decoder_input_ids" if subject.task == "seq2seq" else "input_ids": piece}
         with torch.no_grad():
             output = subject.model(**kwargs, **more, use_cache=True)
-        more["past_key_values"] = output.past_key_values
+        more[NAME] = returned_cache(output)
         parts.append(output.logits)
     close(torch.cat(parts, 1), whole, f"pieces of {pieces} tokens against one pass")
 

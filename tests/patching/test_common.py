@@ -11,6 +11,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Common
 from hf_linear_attn.patching import encode_context, load_context
+from hf_linear_attn.patching.call_cache import NAME
 
 from .checks import close
 from .zoo import VOCAB, tiny_model
@@ -43,7 +44,7 @@ def read(model, cache, ids, lengths):
     start = 0
     for length in lengths:
         piece = ids[:, start : start + length]
-        logits, start = model(piece, past_key_values=cache, use_cache=True).logits, start + length
+        logits, start = model(piece, **{NAME: cache}, use_cache=True).logits, start + length
     return logits[:, -1]
 
 
@@ -165,10 +166,10 @@ def test_a_layer_that_lags_is_refused(model, ids, taken, more):
     with torch.no_grad():
         for place in range(taken):
             here = tuple(x[:, place : place + 1] for x in angles)
-            first(hidden[:, place : place + 1], past_key_values=cache, position_embeddings=here)
+            first(hidden[:, place : place + 1], **{NAME: cache}, position_embeddings=here)
         here = tuple(x[:, :more] for x in angles)
         with pytest.raises(ArgumentError, match=rf"of which one layer has read 6 tokens and another one {6 + taken}"):
-            second(hidden[:, :more], past_key_values=cache, position_embeddings=here)
+            second(hidden[:, :more], **{NAME: cache}, position_embeddings=here)
 
 
 def test_what_is_made_of_the_same_parts_is_made_once():

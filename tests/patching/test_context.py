@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import encode_context, load_context
+from hf_linear_attn.patching.call_cache import NAME
 
 from .checks import Subject, patched
 from .zoo import tiny_model
@@ -48,11 +49,11 @@ def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, ch
     context = encode_context(subject.model, text, mask, chunk_size=chunk_size)
     assert len(context) == 13
     assert context.batch_size == 2
-    assert torch.equal(answer(subject, question, past_key_values=context.copy()), read)
+    assert torch.equal(answer(subject, question, cache=context.copy()), read)
     context.save(tmp_path / "text.safetensors")
     loaded = load_context(tmp_path / "text.safetensors", subject.model)
     for _ in range(2):
-        assert torch.equal(answer(subject, question, past_key_values=loaded.copy()), read)
+        assert torch.equal(answer(subject, question, cache=loaded.copy()), read)
 
 
 def test_a_mask_is_of_the_question_or_of_text_and_question(subject):
@@ -60,13 +61,13 @@ def test_a_mask_is_of_the_question_or_of_text_and_question(subject):
     mask, own = torch.ones_like(text), torch.ones_like(question)
     mask[1, :6] = 0
     context = encode_context(subject.model, text * mask, mask)
-    expected = answer(subject, question, past_key_values=context.copy())
+    expected = answer(subject, question, cache=context.copy())
     whole = torch.cat([mask, own], 1)
     for given in (own, whole, whole.bool()):
-        assert torch.equal(answer(subject, question, past_key_values=context.copy(), attention_mask=given), expected)
+        assert torch.equal(answer(subject, question, cache=context.copy(), attention_mask=given), expected)
     for wrong in (whole[:, 1:], torch.ones_like(whole)):
         with pytest.raises(ArgumentError, match=r"`attention_mask` must cover the 4 new tokens, or begin with the con"):
-            answer(subject, question, past_key_values=context.copy(), attention_mask=wrong)
+            answer(subject, question, cache=context.copy(), attention_mask=wrong)
 
 
 def test_one_text_is_saved_and_loaded(subject, tmp_path):
@@ -74,15 +75,15 @@ def test_one_text_is_saved_and_loaded(subject, tmp_path):
     context = encode_context(subject.model, text)
     context.save(tmp_path / "text.safetensors")
     loaded = load_context(tmp_path / "text.safetensors", subject.model)
-    answers = [answer(subject, question, past_key_values=x.copy()) for x in (context, loaded)]
+    answers = [answer(subject, question, cache=x.copy()) for x in (context, loaded)]
     assert torch.equal(*answers)
 
 
 def test_several_questions_about_one_text(plain):
     text, questions = plain.tokens(9, rows=1), plain.tokens(4, seed=1, rows=3)
     context = encode_context(plain.model, text)
-    together = answer(plain, questions, past_key_values=context.copy(repeats=3))
-    alone = [answer(plain, q[None], past_key_values=context.copy()) for q in questions]
+    together = answer(plain, questions, cache=context.copy(repeats=3))
+    alone = [answer(plain, q[None], cache=context.copy()) for q in questions]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -91,20 +92,20 @@ def test_beams_after_a_context_are_those_after_its_text(subject, options):
     text, question = subject.tokens(13), subject.tokens(4, seed=1)
     context = encode_context(subject.model, text)
     read = subject.generate(torch.cat([text, question], 1), **options)[:, 17:]
-    assert torch.equal(answer(subject, question, past_key_values=context.copy(), **options), read)
+    assert torch.equal(answer(subject, question, cache=context.copy(), **options), read)
 
 
 def test_several_samples_after_a_context(subject):
     context = encode_context(subject.model, subject.tokens(13))
     question = subject.tokens(4, seed=1)
-    options = {"do_sample": True, "num_return_sequences": 3, "past_key_values": context.copy()}
+    options = {"do_sample": True, "num_return_sequences": 3, NAME: context.copy()}
     assert subject.generate(question, **options).shape[0] == 3 * len(question)
 
 
 def test_a_context_must_have_a_row_for_each_input(plain):
     context = encode_context(plain.model, plain.tokens(9, rows=1))
-    with pytest.raises(ArgumentError, match=r"`past_key_values` must hold a context for each of the 3 inputs, got 1"):
-        answer(plain, plain.tokens(4, rows=3), past_key_values=context.copy())
+    with pytest.raises(ArgumentError, match=r"`cache` must hold a context for each of the 3 inputs, got 1"):
+        answer(plain, plain.tokens(4, rows=3), cache=context.copy())
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=str)
@@ -122,7 +123,7 @@ def test_a_step_is_handed_nothing_as_long_as_the_text(subject, options, padded):
 
     hook = subject.model.register_forward_pre_hook(record, with_kwargs=True)
     torch.manual_seed(0)
-    found = answer(subject, question, past_key_values=context.copy(), **options)
+    found = answer(subject, question, cache=context.copy(), **options)
     hook.remove()
     assert len(sizes) > 3
     softmax_layers = subject.model.config.linear_attention["layers"] == [1]
@@ -149,9 +150,9 @@ def test_a_used_copy_is_refused(plain):
     context = encode_context(plain.model, plain.tokens(9))
     cache = context.copy()
     question = plain.tokens(3)
-    plain.generate(question, past_key_values=cache)
-    with pytest.raises(ArgumentError, match=r"`past_key_values` must be a fresh copy of a context of 9 tokens, got"):
-        plain.generate(question, past_key_values=cache)
+    plain.generate(question, cache=cache)
+    with pytest.raises(ArgumentError, match=r"`cache` must be a fresh copy of a context of 9 tokens, got"):
+        plain.generate(question, cache=cache)
 
 
 def test_states_of_other_models_are_refused(plain, tmp_path):
@@ -212,7 +213,7 @@ def test_bad_arguments_are_refused(plain):
 def test_a_context_copies_without_its_original(plain):
     context = encode_context(plain.model, plain.tokens(9))
     cache, untouched = context.copy(), context.copy()
-    plain.logits(plain.tokens(3), past_key_values=cache)
+    plain.logits(plain.tokens(3), **{NAME: cache})
     assert untouched.get_seq_length() == 9
     assert isinstance(cache, DynamicCache)
     assert torch.equal(context.copy().layers[0].tensors["kv"], untouched.layers[0].tensors["kv"])

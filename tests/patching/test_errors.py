@@ -10,6 +10,7 @@ from transformers import DynamicCache, MambaConfig, MambaForCausalLM
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import disable_branch
+from hf_linear_attn.patching.call_cache import NAME
 
 from .checks import Subject
 from .zoo import tiny_model
@@ -104,8 +105,8 @@ def test_attention_weights_do_not_exist(plain):
 def test_a_short_cache_is_refused(plain):
     cache = DynamicCache(config=plain.model.config)
     cache.layers.pop()
-    with pytest.raises(ArgumentError, match=r"`past_key_values` must have a layer 1, got 'a DynamicCache of 1 layers'"):
-        plain.logits(plain.tokens(), past_key_values=cache)
+    with pytest.raises(ArgumentError, match=r"`cache` must have a layer 1, got 'a DynamicCache of 1 layers'"):
+        plain.logits(plain.tokens(), **{NAME: cache})
 
 
 def test_branches(plain):

@@ -12,6 +12,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import LinearAttentionCacheLayer
+from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import linear_attention_mask
 
 from .checks import Subject, close, patched
@@ -103,13 +104,13 @@ def test_steps_are_compiled_once(subject):
 def test_a_static_state_stays_at_its_address(subject):
     cache = StaticCache(config=subject.model.config, max_cache_len=16)
     ids = subject.tokens(6)
-    subject.logits(ids, past_key_values=cache)
+    subject.logits(ids, **{NAME: cache})
     before = [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
     # Else a compiled step that writes to them is not captured as a graph: Transformers marks its own alike.
     for layer in layers_of(cache):
         for x in (*layer.tensors.values(), layer.state.length):
             assert hasattr(x, "_dynamo_static_input_type")
-    last = subject.logits(ids[:, :1], past_key_values=cache)
+    last = subject.logits(ids[:, :1], **{NAME: cache})
     assert before == [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
     close(last, subject.logits(torch.cat([ids, ids[:, :1]], 1), use_cache=False)[:, -1:], "the last of 7 tokens")
 
@@ -117,19 +118,19 @@ def test_a_static_state_stays_at_its_address(subject):
 def test_a_cache_carries_a_chat(subject):
     first = subject.tokens(5)
     cache = DynamicCache(config=subject.model.config)
-    said = subject.generate(first, past_key_values=cache)
+    said = subject.generate(first, cache=cache)
     history = torch.cat([said, subject.tokens(4, seed=9)], dim=1)
-    assert torch.equal(subject.generate(history, past_key_values=cache), subject.generate(history, use_cache=False))
+    assert torch.equal(subject.generate(history, cache=cache), subject.generate(history, use_cache=False))
 
 
 def test_a_copied_cache_is_independent(subject):
     ids = subject.tokens(6)
     cache = DynamicCache(config=subject.model.config)
-    subject.logits(ids, past_key_values=cache)
+    subject.logits(ids, **{NAME: cache})
     copied = copy.deepcopy(cache)
-    expected = subject.logits(subject.tokens(3, seed=4), past_key_values=copy.deepcopy(cache))
-    subject.logits(subject.tokens(3, seed=5), past_key_values=cache)
-    assert torch.equal(subject.logits(subject.tokens(3, seed=4), past_key_values=copied), expected)
+    expected = subject.logits(subject.tokens(3, seed=4), **{NAME: copy.deepcopy(cache)})
+    subject.logits(subject.tokens(3, seed=5), **{NAME: cache})
+    assert torch.equal(subject.logits(subject.tokens(3, seed=4), **{NAME: copied}), expected)
 
 
 def test_padding_that_leaves_the_window_in_a_step_is_not_read(subject):
@@ -139,7 +140,7 @@ def test_padding_that_leaves_the_window_in_a_step_is_not_read(subject):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=subject.model.config)
     steps = [
-        subject.logits(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=cache)
+        subject.logits(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], **{NAME: cache})
         for a, b in pairwise([0, *range(7, 15)])
     ]
     alone = subject.logits(ids[1:, 7 - real :], use_cache=False)
@@ -150,15 +151,15 @@ def test_padding_that_leaves_the_window_in_a_step_is_not_read(subject):
 def test_crop_forgets_exactly(subject, dropped):
     ids = subject.tokens(12)
     cache = DynamicCache(config=subject.model.config)
-    subject.logits(ids[:, :4], past_key_values=cache)
+    subject.logits(ids[:, :4], **{NAME: cache})
     cache.activate_past_recording()
-    subject.logits(ids[:, 4:6], past_key_values=cache)
-    subject.logits(subject.tokens(dropped, seed=7), past_key_values=cache)
+    subject.logits(ids[:, 4:6], **{NAME: cache})
+    subject.logits(subject.tokens(dropped, seed=7), **{NAME: cache})
     cache.crop(-dropped)
     assert cache.get_seq_length() == 6
-    a = subject.logits(ids[:, 6:8], past_key_values=cache)
+    a = subject.logits(ids[:, 6:8], **{NAME: cache})
     cache.crop(0)
-    b = subject.logits(ids[:, 8:], past_key_values=cache)
+    b = subject.logits(ids[:, 8:], **{NAME: cache})
     close(torch.cat([a, b], 1), subject.logits(ids, use_cache=False)[:, 6:], "after a crop")
 
 
@@ -166,13 +167,13 @@ def test_crop_after_selecting_rows(subject):
     ids = subject.tokens(9)
     cache = DynamicCache(config=subject.model.config)
     cache.activate_past_recording()
-    subject.logits(ids[:1, :5], past_key_values=cache)
+    subject.logits(ids[:1, :5], **{NAME: cache})
     cache.activate_past_recording()
     cache.batch_repeat_interleave(2)
-    subject.logits(ids[:1, 5:8].expand(2, -1), past_key_values=cache)
+    subject.logits(ids[:1, 5:8].expand(2, -1), **{NAME: cache})
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-2)
-    a = subject.logits(ids[:1, 6:].expand(2, -1), past_key_values=cache)
+    a = subject.logits(ids[:1, 6:].expand(2, -1), **{NAME: cache})
     close(a, subject.logits(ids[:1].expand(2, -1), use_cache=False)[:, 6:], "after rows were selected")
 
 
@@ -180,7 +181,7 @@ def test_crop_without_a_record_is_refused():
     model = patch_model(tiny_model("causal", "llama"), "elu")
     subject = Subject(model, "causal")
     cache = DynamicCache(config=model.config)
-    subject.logits(subject.tokens(5), past_key_values=cache)
+    subject.logits(subject.tokens(5), **{NAME: cache})
     cache.crop(0)
     with pytest.raises(
         ArgumentError, match=r"`tokens_to_remove` must be from 0 to 0, .*, got -2\. Call cache.activate"
@@ -191,12 +192,12 @@ def test_crop_without_a_record_is_refused():
 def test_reset_forgets_everything(subject):
     ids = subject.tokens(6)
     cache = DynamicCache(config=subject.model.config)
-    subject.logits(subject.tokens(5, seed=3), past_key_values=cache)
+    subject.logits(subject.tokens(5, seed=3), **{NAME: cache})
     cache.reset()
     assert all(layer.get_seq_length() == 0 for layer in layers_of(cache))
     if any(layer.get_seq_length() for layer in cache.layers):
         pytest.skip("Transformers' own layers keep their tokens before 5.23")
-    close(subject.logits(ids, past_key_values=cache), subject.logits(ids, use_cache=False), "after a reset")
+    close(subject.logits(ids, **{NAME: cache}), subject.logits(ids, use_cache=False), "after a reset")
 
 
 def test_assisted_decoding_equals_greedy(subject):
@@ -217,10 +218,10 @@ def test_a_cache_that_softmax_filled_is_refused():
     model = tiny_model("causal", "llama")
     subject = Subject(model, "causal")
     cache = DynamicCache(config=model.config)
-    subject.logits(subject.tokens(5), past_key_values=cache)
+    subject.logits(subject.tokens(5), **{NAME: cache})
     patch_model(model, "elu")
-    with pytest.raises(ArgumentError, match=r"`past_key_values` must be empty or filled by this .*DynamicLayer of 5"):
-        subject.logits(subject.tokens(2), past_key_values=cache)
+    with pytest.raises(ArgumentError, match=r"`cache` must be empty or filled by this .*DynamicLayer of 5"):
+        subject.logits(subject.tokens(2), **{NAME: cache})
 
 
 def test_paged_attention_is_refused():

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attn import patch_model
+from hf_linear_attn.patching.call_cache import returned_cache
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_memory_held_does_not_grow_with_the_text(settings):
 
     def held_bytes(tokens: int) -> int:
         with torch.no_grad():
-            cache = model(torch.ones(1, tokens, dtype=torch.long), use_cache=True).past_key_values
+            cache = returned_cache(model(torch.ones(1, tokens, dtype=torch.long), use_cache=True))
         # Storages, not tensors: a view of one token keeps the whole text alive.
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in cache.layers[0].tensors.values()}
         return sum(storage.nbytes() for storage in storages.values())

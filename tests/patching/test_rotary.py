@@ -17,6 +17,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, spans
 from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
+from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from hf_linear_attn.patching.hook import linear_attention_forward
 from hf_linear_attn.patching.scope import current
 from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load
@@ -148,7 +149,7 @@ def test_what_holds_of_every_conversion_holds(kind, mix):
 
 def logits_of(model, ids, cache, pieces):
     with torch.no_grad():
-        parts = [model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in ids.split(pieces, 1)]
+        parts = [model(input_ids=x, **{NAME: cache}, use_cache=True).logits for x in ids.split(pieces, 1)]
     return torch.cat(parts, 1)
 
 
@@ -216,13 +217,13 @@ def test_tokens_after_a_rollback_are_read_with_their_own_angles(static):
     model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 16))
     cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :6], past_key_values=cache)
+        model(ids[:, :6], **{NAME: cache})
         cache.activate_past_recording()
-        model(ids[:, 6:7], past_key_values=cache)
+        model(ids[:, 6:7], **{NAME: cache})
         wrong = torch.cat([ids[:, 7:9], torch.randint(5, VOCAB, (2, 4))], 1)
-        model(wrong, past_key_values=cache)
+        model(wrong, **{NAME: cache})
         cache.crop(-4)
-        after = model(ids[:, 9:], past_key_values=cache).logits
+        after = model(ids[:, 9:], **{NAME: cache}).logits
         close(after, model(ids, use_cache=False).logits[:, 9:], "after a rollback")
 
 
@@ -245,7 +246,7 @@ def test_a_context_of_a_file_goes_on(tmp_path):
     assert loaded.config.linear_attention["rotary"] == "undo"
     cache = load_context(tmp_path / "context", loaded).copy()
     with torch.no_grad():
-        after = loaded(ids[:, 9:], past_key_values=cache).logits
+        after = loaded(ids[:, 9:], **{NAME: cache}).logits
         close(after, model(ids, use_cache=False).logits[:, 9:], "after a context")
 
 
@@ -270,7 +271,7 @@ def test_angles_are_counted_in_the_cache(mix):
     """A window's token has a key and a value of 8 in 2 heads, and 8 cosines and sines."""
     keep, undo = (model_of("llama", **SETTINGS | {"rotary": x, "mix": mix}) for x in ("keep", "undo"))
     ids = torch.randint(5, VOCAB, (1, 14))
-    held = [m(ids, use_cache=True).past_key_values.layers[0].tensors for m in (keep, undo)]
+    held = [returned_cache(m(ids, use_cache=True)).layers[0].tensors for m in (keep, undo)]
     assert [x.get("near_turns", torch.empty(0)).shape for x in held] == [(0,), (1, 6, 8) if mix == "key" else (0,)]
     if mix == "key":
         # S, z and the keys' sum of 2 heads; beside them 6 slots of 8 numbers, W + 1 and the sinks. A token has 2 * 16.
@@ -407,10 +408,10 @@ def test_a_step_makes_turns_once_for_all_layers_of_one_rotation(kind, angles, mo
     own = Rotation.of
     monkeypatch.setattr(Rotation, "of", lambda *given: made.append(own(*given)) or made[-1])
     with torch.inference_mode():
-        cache = model(torch.randint(5, VOCAB, (1, 9)), use_cache=True).past_key_values
+        cache = returned_cache(model(torch.randint(5, VOCAB, (1, 9)), use_cache=True))
         for _ in range(2):
             made.clear()
-            model(torch.randint(5, VOCAB, (1, 1)), past_key_values=cache)
+            model(torch.randint(5, VOCAB, (1, 1)), **{NAME: cache})
             assert len(made) == angles
     # Nothing of a forward is held when it is over.
     assert current.model is current.module is None

@@ -11,6 +11,7 @@ from hf_linear_attn import linear_attention, patch_model
 from hf_linear_attn.errors import ArgumentError, BackendError, CheckpointError, HFLinearAttnError, UnsupportedError
 from hf_linear_attn.ops.window import window_attention
 from hf_linear_attn.patching import encode_context
+from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from hf_linear_attn.patching.convert import linear_attention_class
 
 from .checks import signatures
@@ -77,7 +78,7 @@ def test_hooks_may_call_the_model(model, place, before):
         if depth[0] == 0:
             depth[0] = 1
             with torch.no_grad():
-                found.append(model(other, past_key_values=DynamicCache(config=model.config)).logits)
+                found.append(model(other, **{NAME: DynamicCache(config=model.config)}).logits)
             depth[0] = 0
 
     module = model.get_submodule(place)
@@ -174,7 +175,7 @@ def test_padding_may_hold_anything(model, cached):
     if cached:
         more = {"attention_mask": torch.cat([mask, mask[:, -3:]], 1)}
         found, expected = (
-            model(prompt(3, 1, rows=2), past_key_values=x.past_key_values, **more).logits for x in (found, expected)
+            model(prompt(3, 1, rows=2), **{NAME: returned_cache(x)}, **more).logits for x in (found, expected)
         )
         torch.testing.assert_close(found, expected)
 
@@ -261,10 +262,10 @@ def test_a_model_whose_config_asked_for_maps_before(tmp_path):
 def test_a_cache_of_inference_mode_goes_on_outside_of_it(model, more):
     ids = prompt(10 + more, 0)
     with torch.inference_mode():
-        cache = model(ids[:, :10], use_cache=True).past_key_values
+        cache = returned_cache(model(ids[:, :10], use_cache=True))
     with torch.no_grad():
         expected = model(ids).logits[:, 10:]
-        found = model(ids[:, 10:], past_key_values=cache).logits
+        found = model(ids[:, 10:], **{NAME: cache}).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -277,11 +278,11 @@ def test_signatures_stay_those_of_the_class(task_and_type):
 def test_a_mask_that_hides_what_was_read_is_refused(model):
     ids = prompt(10, 0)
     with torch.no_grad():
-        cache = model(ids[:, :8], use_cache=True).past_key_values
+        cache = returned_cache(model(ids[:, :8], use_cache=True))
     mask = torch.ones(1, 10, dtype=torch.long)
     mask[:, 2:4] = 0
     with torch.no_grad(), pytest.raises(HFLinearAttnError, match=r"`attention_mask` must"):
-        model(ids[:, 8:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 8:], attention_mask=mask, **{NAME: cache})
 
 
 def test_a_mask_is_looked_at_for_every_cache(model):
@@ -291,14 +292,14 @@ def test_a_mask_is_looked_at_for_every_cache(model):
     mask[0, :3] = 0
     with torch.no_grad():
         for read in (mask[:, :8], torch.ones(2, 8, dtype=torch.long)):
-            caches.append(model(ids[:, :8], attention_mask=read, use_cache=True).past_key_values)
+            caches.append(returned_cache(model(ids[:, :8], attention_mask=read, use_cache=True)))
 
         def ask(module, args):
-            model(ids[:, 8:], attention_mask=mask, past_key_values=caches.pop())
+            model(ids[:, 8:], attention_mask=mask, **{NAME: caches.pop()})
 
         handle = model.get_submodule("model.layers.0").register_forward_pre_hook(ask)
         with pytest.raises(HFLinearAttnError, match=r"`attention_mask` must"):
-            model(ids[:, 8:], attention_mask=mask, past_key_values=caches[0])
+            model(ids[:, 8:], attention_mask=mask, **{NAME: caches[0]})
         handle.remove()
 
 
@@ -309,8 +310,8 @@ def test_a_mask_that_shows_what_was_read_is_taken(model, start):
     with torch.no_grad():
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         whole = model(ids, attention_mask=mask, position_ids=positions).logits[:, 8:]
-        cache = model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8]).past_key_values
-        options = {"past_key_values": cache, "position_ids": positions[:, 8:]}
+        cache = returned_cache(model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8]))
+        options = {NAME: cache, "position_ids": positions[:, 8:]}
         found = model(ids[:, 8:], attention_mask=mask, **options).logits
     torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
 
@@ -345,16 +346,16 @@ def test_exports_with_a_cache_are_refused(kind):
     exported.generation_config.cache_implementation = "static"
     exported.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 32, "device": "cpu"}
     exportable = TorchExportableModuleForDecoderOnlyLM(exported, batch_size=1, max_cache_len=32, device="cpu")
-    with pytest.raises(UnsupportedError, match=r"`past_key_values` must be None while .*use_cache=False"):
+    with pytest.raises(UnsupportedError, match=r"`cache` must be None while .*use_cache=False"):
         exportable.export(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0]))
 
 
 def test_a_context_is_copied_before_it_is_used(model):
     context = encode_context(model, prompt(9, 0))
-    with pytest.raises(ArgumentError, match=r"`past_key_values` must .*copy\(\)"):
-        answer(model, prompt(3, 1), past_key_values=context)
+    with pytest.raises(ArgumentError, match=r"`cache` must .*copy\(\)"):
+        answer(model, prompt(3, 1), cache=context)
     with pytest.raises(HFLinearAttnError, match=r"copy\(\)"):
-        model(prompt(3, 1), past_key_values=context)
+        model(prompt(3, 1), **{NAME: context})
 
 
 def test_a_context_is_not_saved_into_nowhere(model, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from hf_linear_attn import ContextStore, encode_context, patch_model
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import store as module
+from hf_linear_attn.patching.call_cache import NAME
 
 from .checks import Subject
 from .zoo import tiny_model
@@ -37,7 +38,7 @@ def one_thread():
 
 @torch.no_grad()
 def logits_after(model, cache, ids):
-    return model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits
+    return model(ids[:, cache.get_seq_length() :], **{NAME: cache}).logits
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def logits_from_scratch(model, ids):
     if not end:
         return model(ids, use_cache=True).logits
     cache = encode_context(model, ids[:, :end], chunk_size=BLOCK).copy()
-    return model(ids[:, end:], attention_mask=torch.ones_like(ids), past_key_values=cache).logits
+    return model(ids[:, end:], attention_mask=torch.ones_like(ids), **{NAME: cache}).logits
 
 
 def draw(rng, known):
@@ -104,8 +105,8 @@ def test_answers_equal_those_after_reading_it_all(name, tmp_path):
     whole = subject.generate(ids)
     for _ in range(2):
         store = ContextStore(tmp_path, subject.model, block_size=BLOCK)
-        assert torch.equal(subject.generate(ids, past_key_values=store.longest(ids)), whole)
-        assert torch.equal(subject.generate(ids[0][None], past_key_values=store.longest(ids[0])), whole)
+        assert torch.equal(subject.generate(ids, cache=store.longest(ids)), whole)
+        assert torch.equal(subject.generate(ids[0][None], cache=store.longest(ids[0])), whole)
     assert len(store) == 22 // BLOCK
     assert store.longest(ids[:, :BLOCK]).get_seq_length() == 0
     assert store.longest(ids[:, : BLOCK + 1], read=False).get_seq_length() == BLOCK

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, S
 from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, attention_layers, is_patched
+from hf_linear_attn.patching.call_cache import NAME
 
 from . import checks
 from .checks import Subject
@@ -32,7 +33,7 @@ def test_latent_attention_keeps_its_sizes():
     config = tiny_config("deepseek_v3")
     model = patch_model(tiny_model("causal", "deepseek_v3"))
     cache = DynamicCache(config=model.config)
-    Subject(model, "causal").logits(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    Subject(model, "causal").logits(torch.tensor([[5, 6, 7]]), **{NAME: cache})
     state = cache.layers[0].tensors
     assert state["kv"].shape == (1, 4, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
 
@@ -66,7 +67,7 @@ def test_a_cache_may_have_no_place_for_layers_that_share_keys(cls):
     cache = cls(config=model.config, **({"max_cache_len": 12} if cls is StaticCache else {}))
     del cache.layers[2:]
     ids = subject.tokens(12)
-    steps = [subject.logits(ids[:, a:b], past_key_values=cache) for a, b in pairwise([0, 5, *range(6, 13)])]
+    steps = [subject.logits(ids[:, a:b], **{NAME: cache}) for a, b in pairwise([0, 5, *range(6, 13)])]
     checks.close(torch.cat(steps, 1), subject.logits(ids, use_cache=False), "a cache of two layers")
     assert {layer.static for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayer)} == {
         cls is StaticCache
@@ -127,7 +128,7 @@ def passes(model, ids, mask, cache):
     found, cache = [], DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, 16)
     for start, end in ((0, 5), (5, 8), (8, 9), (9, 12)):
         more = {} if mask is None else {"attention_mask": mask[:, :end]}
-        found.append(logits(ids[:, start:end], past_key_values=cache, **more))
+        found.append(logits(ids[:, start:end], **{NAME: cache}, **more))
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_linear_attn import patch_model
+from hf_linear_attn.patching.call_cache import NAME
 
 from .zoo import tiny_model
 
@@ -69,9 +70,9 @@ def test_compiled_steps_in_threads():
     @torch.no_grad()
     def answer(ids):
         cache = DynamicCache(config=model.config)
-        logits = model(ids, past_key_values=cache).logits[:, -1:]
+        logits = model(ids, **{NAME: cache}).logits[:, -1:]
         for _ in range(5):
-            logits = compiled(logits.argmax(-1), past_key_values=cache).logits[:, -1:]
+            logits = compiled(logits.argmax(-1), **{NAME: cache}).logits[:, -1:]
         return logits
 
     assert all_alike(answer, prompts(12))
@@ -89,7 +90,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
 
         handle = model.model.layers[0].self_attn.o_proj.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="stop"):
-            model(ids, past_key_values=DynamicCache(config=model.config))
+            model(ids, **{NAME: DynamicCache(config=model.config)})
         handle.remove()
         assert torch.equal(model(ids).logits, expected)
     from hf_linear_attn.patching.scope import current

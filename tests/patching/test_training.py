@@ -13,6 +13,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import LinearAttention, is_patched
+from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
@@ -163,7 +164,7 @@ def assert_no_break(setting, cache, masked):
     for start, end in ((0, 9), (9, 10), (10, 11), (11, 12)):
         more = {"attention_mask": mask[:, :end]} if masked else {}
         with torch.no_grad():
-            found.append(compiled(input_ids=ids[:, start:end], past_key_values=past, **more).logits)
+            found.append(compiled(input_ids=ids[:, start:end], **{NAME: past}, **more).logits)
     torch.compiler.reset()
     close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
 
