@@ -1,4 +1,4 @@
-"""Where a call's cache is, under whatever name: Transformers 5.24 calls ``cache`` what was ``past_key_values`` before."""
+"""Where a call's cache is: ``cache`` since Transformers 5.24, ``past_key_values`` or ``cache_params`` before."""
 
 import inspect
 from collections.abc import Mapping, Sequence

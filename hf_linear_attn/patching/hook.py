@@ -124,7 +124,6 @@ def linear_attention_forward(
             query.shape[2],
             start=0 if layer is None else layer.length,
             causal=causal,
-            mixed=is_mixed(part),
             strict=not part.settings.allow_approximate,
             name=part.name,
         )

@@ -33,11 +33,14 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
+    square = isinstance(mask, Tensor) and mask.ndim == 4
     outer, cache = current.model, cache_of(kwargs, args)
     # The model around this one has looked at them.
     known = outer is not None and outer.mask is mask and outer.cache is cache
-    if isinstance(mask, Tensor) and padded and not known and not torch.compiler.is_compiling():
-        _refuse_forgetting(mask, cache, type(module).__name__)
+    if isinstance(mask, Tensor) and (padded or square) and not known and not torch.compiler.is_compiling():
+        # A key that no query sees is padding.
+        shown = mask if padded else _shown(mask)[:, 0].any(1)
+        _refuse_forgetting(shown, cache, type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
     current.model = ModelScope(mask, cache, outer, one_sequence=one)
 
@@ -170,7 +173,7 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     Args:
         real: ``[B, T]`` bool, True = a real token.
         starts: ``[B, T - 1]`` bool, True where a sequence begins at the next token.
-        later: True where a query sees a later key; None where it may.
+        later: True where a query sees what it must not, as a later key; None where it may.
         where: The layer or model concerned.
 
     Returns:
@@ -190,11 +193,11 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
     return real, torch.nn.functional.pad(starts, (1, 0)).cumsum(1) if bool(starts.any()) else None
 
 
-def _pattern(where: str) -> str:
+def _pattern(where: str, found: str = "another pattern (a prefix, blocks or images)") -> str:
     return explain(
         "attention_mask",
         "be causal or bidirectional, with padding or packing",
-        "another pattern (a prefix, blocks or images)",
+        found,
         "Linear attention sums over all earlier keys; pass allow_approximate=True to patch_model to drop it.",
         where=where,
     )
@@ -207,15 +210,13 @@ def padding_of(
     *,
     start: int | Tensor,
     causal: bool,
-    mixed: bool,
     strict: bool,
     name: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Read padding and packing of the new tokens off the mask that an attention layer was given.
 
-    Where softmax layers remain in a model, masks are built for them: 4-D, bool or additive. A real token sees itself,
-    whatever the pattern, and packed sequences begin where a real token is hidden from the next one. Some encoders
-    broadcast a padding mask over queries themselves, ``[B, 1, 1, T]``.
+    Masks are 4-D, bool or additive, where softmax layers remain in a model, which they are built for, and where a
+    caller brings his own. Some encoders broadcast a padding mask over queries themselves, ``[B, 1, 1, T]``.
 
     Args:
         attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, or a 4-D mask.
@@ -223,8 +224,7 @@ def padding_of(
         tokens: T.
         start: Number of earlier tokens, a tensor where the cache is static.
         causal: Whether the layer attends causally.
-        mixed: Whether softmax layers share the mask.
-        strict: Whether a causal layer refuses a mask that shows it later tokens, instead of attending causally.
+        strict: Whether a layer refuses what is neither causality nor padding nor packing, instead of dropping it.
         name: The attention layer's name, for messages.
 
     Returns:
@@ -233,32 +233,10 @@ def padding_of(
     Raises:
         UnsupportedError: If the mask has another form.
     """
-    if attention_mask.ndim == 4 and mixed:
-        visible = attention_mask[:, 0]
-        visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
-        i = torch.arange(tokens, device=visible.device)
-        # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
-        most = visible.shape[2] - tokens
-        past = torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most)
-        real = visible[:, i, past + i].expand(batch, -1)
-        if tokens == 1:
-            return real, None
-        starts = torch.zeros_like(real[:, 1:])
-        if visible.shape[2] == tokens:
-            starts = real[:, :-1] & ~visible[:, i[1:], i[:-1]]
-        later = None
-        if strict and causal:
-            later = visible & (torch.arange(visible.shape[2], device=visible.device) > (past + i)[:, None])
-        real, segments = _read(real, starts, later, name)
-        if segments is not None and strict:
-            other = segments[:, :, None] != segments[:, None, :]
-            if bool((visible & other & real[:, :, None]).any()):
-                # A tree, or a prefix that several texts share: one's tokens see another's.
-                raise UnsupportedError(_pattern(name))
-        return (real, None) if segments is None else (None, _boundaries(segments))
     if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
-        row = attention_mask[:, 0, 0]
-        return (row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2), None
+        return _shown(attention_mask)[:, 0, 0], None
+    if attention_mask.ndim == 4:
+        return _of_every_query(attention_mask, batch, tokens, start=start, causal=causal, strict=strict, name=name)
     if attention_mask.ndim == 2 and attention_mask.dtype == torch.long:
         return None, _boundaries(attention_mask)
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
@@ -272,8 +250,77 @@ def padding_of(
     )
 
 
-def _boundaries(segments: Tensor) -> Tensor:
-    """Return ``cu_seqlens`` of the rows of ``segments [B, T]`` laid end to end."""
-    new = torch.nn.functional.pad(segments.diff(dim=1) != 0, (1, 0), value=True)
-    starts = new.flatten().nonzero().flatten()
-    return torch.nn.functional.pad(starts, (0, 1), value=new.numel())
+def _of_every_query(
+    attention_mask: Tensor,
+    batch: int,
+    tokens: int,
+    *,
+    start: int | Tensor,
+    causal: bool,
+    strict: bool,
+    name: str,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Read a mask ``[B or 1, H or 1, T, S]`` that shows each query its keys; see :func:`padding_of`.
+
+    A real token sees itself, whatever the pattern, and packed sequences begin where a real token is hidden from the
+    next one.
+    """
+    visible = _shown(attention_mask)[:, 0].expand(batch, -1, -1)
+    i = torch.arange(tokens, device=visible.device)
+    # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
+    most = visible.shape[2] - tokens
+    new = i + (torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most))
+    real = visible[:, i, new]
+    # Transformers' own are right by themselves but for what reaches too far; a layer that was a window may stay one.
+    exact = strict and _is_callers() and not (torch.compiler.is_compiling() or visible.is_meta)
+    # A step on a GPU would wait for the answer.
+    if exact and not (tokens == 1 and visible.is_cuda):
+        _refuse_scores(attention_mask, name)
+    if tokens == 1:
+        return real, None
+    segments = torch.zeros_like(real, dtype=torch.long)
+    if most == 0:
+        before = torch.where(real, i, -1).cummax(1).values.roll(1, 1)
+        hidden = ~visible.gather(2, before.clamp(min=0)[:, :, None])[:, :, 0]
+        segments = (real & hidden & (before >= 0) & (i > 0)).cumsum(1)
+    wrong = None
+    if strict:
+        beyond = (torch.arange(visible.shape[2], device=visible.device) > new[:, None]) & causal
+        if most == 0:
+            # A tree, or a prefix that several texts share: one's tokens see another's.
+            beyond = beyond | (segments[:, :, None] != segments[:, None])
+        wrong = visible & beyond & real[:, :, None]
+        if exact:
+            known = visible.any(1)
+            hidden_keys = known[:, None] & ~visible & ~beyond & real[:, :, None]
+            wrong = wrong | hidden_keys | (known[:, new] & ~real)[:, :, None]
+    real, found = _read(real, segments.diff(dim=1) != 0, wrong, name)
+    return (real, None) if found is None else (None, _boundaries(found, real))
+
+
+def _shown(mask: Tensor) -> Tensor:
+    """Return a 4-D mask, bool or additive, as bool: True where a query sees a key."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _is_callers() -> bool:
+    """Tell whether a 4-D mask is what the model was called with; Transformers builds others."""
+    given = None if current.model is None else current.model.mask
+    return current.model is None or (isinstance(given, Tensor) and given.ndim == 4)
+
+
+def _refuse_scores(mask: Tensor, name: str) -> None:
+    """Raise where a 4-D mask is more than what each query sees: differs by head, or shifts scores."""
+    if mask.shape[1] > 1 and bool((mask != mask[:, :1]).any()):
+        raise UnsupportedError(_pattern(name, "a pattern of its own for each head"))
+    if mask.dtype != torch.bool and bool((mask[_shown(mask)] != 0).any()):
+        raise UnsupportedError(_pattern(name, "a bias on scores"))
+
+
+def _boundaries(segments: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return ``cu_seqlens`` of the rows of ``segments [B, T]`` laid end to end; each masked token is alone."""
+    new = segments.diff(dim=1) != 0
+    if real is not None:
+        new = new | ~real[:, 1:] | ~real[:, :-1]
+    starts = torch.nn.functional.pad(new, (1, 0), value=True).flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=segments.numel())

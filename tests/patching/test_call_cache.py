@@ -1,0 +1,108 @@
+"""A call's cache, under each name that a version of Transformers has for it, and by position."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_linear_attn import patch_model
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.patching import convert_cache, encode_context, returned_cache
+from hf_linear_attn.patching.call_cache import NAME
+
+from .zoo import VOCAB, tiny_model
+
+GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture
+def model():
+    return patch_model(tiny_model("causal", "llama"), "hedgehog", window=3, sinks=2)
+
+
+def prompt(tokens, seed, rows=1):
+    return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", dict.fromkeys([NAME, "past_key_values", None]))
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+def test_a_mask_that_hides_what_was_read_is_refused_however_the_cache_is_passed(model, name):
+    ids = prompt(10, 0)
+    with torch.no_grad():
+        cache = returned_cache(model(ids[:, :8], use_cache=True))
+    mask = torch.ones(1, 10, dtype=torch.long)
+    mask[:, 2:4] = 0
+    args, kwargs = ((mask, None, cache), {}) if name is None else ((mask,), {name: cache})
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"`attention_mask` must show"):
+        model(ids[:, 8:], *args, **kwargs)
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
+def test_generate_takes_cache_in_every_version(model, more):
+    context, question, found = encode_context(model, prompt(13, 0)), prompt(4, 1), []
+    for name in ("cache", NAME):
+        torch.manual_seed(0)
+        found.append(model.generate(question, **GREEDY | more | {name: context.copy()}))
+    assert torch.equal(*found)
+
+
+def test_a_context_in_place_of_a_cache_is_refused(model):
+    context = encode_context(model, prompt(13, 0))
+    for call in (model.generate, model):
+        with torch.no_grad(), pytest.raises(ArgumentError, match=r"`cache` must be a cache, got 'a Context'.*copy\(\)"):
+            call(prompt(4, 1), **{NAME: context})
+
+
+def test_a_patched_assistant_of_a_softmax_model(model):
+    teacher, ids = tiny_model("causal", "llama"), prompt(9, 2)
+    expected = teacher.generate(ids, **GREEDY)
+    assert torch.equal(teacher.generate(ids, assistant_model=model, **GREEDY), expected)
+
+
+def test_a_record_begins_once_the_cache_knows_its_model(model):
+    """Before, Transformers has nowhere to note that it was asked for; that is said, not passed over."""
+    ids = prompt(12, 3)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :8], **{NAME: cache})
+        assert not cache.is_croppable
+        with pytest.raises(ArgumentError, match=r"convert_cache\(model, cache\)"):
+            cache.crop(-3)
+        cache = DynamicCache(config=model.config)
+        convert_cache(model, cache)
+        cache.activate_past_recording()
+        model(ids[:, :8], **{NAME: cache})
+        assert cache.is_croppable
+        cache.crop(-3)
+        found = model(ids[:, 5:], **{NAME: cache}).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 5:], rtol=1e-5, atol=1e-5)
+
+
+SCRIPT = """
+import tempfile, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_linear_attn import ContextStore, patch_model
+from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.evaluation.generation import forward, prefill
+from hf_linear_attn.patching import encode_context
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+model = patch_model(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "elu", window=4, sinks=1)
+ids, options = torch.arange(3, 30)[None], dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+model.generate(ids, cache=encode_context(model, ids, chunk_size=8).copy(), num_beams=2, **options)
+model.generate(ids, cache=ContextStore(tempfile.mkdtemp(), model, block_size=8).longest(ids), **options)
+model.generate(ids, assistant_model=model, **options)
+model.generate(ids, prompt_lookup_num_tokens=2, **options)
+equal_cache_window(model)
+prefill(model, ids, forward(model, ids, None)[1], chunk=8)
+"""
+
+
+def test_nothing_of_ours_uses_a_name_that_is_deprecated():
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert not any(name in done.stderr for name in ("past_key_values", "cache_params"))
