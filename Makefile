@@ -15,7 +15,7 @@ endif
 
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test slow-tests quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
+.PHONY: demo test slow-tests newest quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
@@ -26,6 +26,16 @@ test: $(INSTALLED) lint
 # Whole runs, processes that are killed, and further cases of what `make test` tries: with it, all that CI runs.
 slow-tests: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "slow and not gpu and not optional and not sweep"
+
+# All tests with the newest releases that pyproject.toml allows, of everything: what `pip install` gives today. Where pip
+# knows no build of torch for a CPU alone, it takes gigabytes; PIP_CONSTRAINT=FILE holds back what a file names.
+NEWEST := build/newest
+
+newest:
+	$(BASE) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable ".[dev,report]"
+	$(NEWEST)/bin/hf-linear-attn check --device cpu
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
 
 # What to run before every commit: the linters, and tests of each part that take a second or two. Under 90 seconds.
 QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py tests/docs/test_prose.py \

@@ -24,12 +24,16 @@ from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.diagnostics.parts import INTERPRETED, ON_CPU, ON_GPU, Part, Sizes, Tensors, parts
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.loading import find_device
-from hf_linear_attn.ops.dispatch import choose_backend, device_fault, device_obstacle, wants_loops
+from hf_linear_attn.ops.dispatch import choose_backend, device_fault, device_obstacle, numbers, wants_loops
 from hf_linear_attn.ops.triton.plan import target_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by norm: twice the largest that rounding makes in the gradients of short sequences, whose parts cancel;
 in fp32, what products as 3 x tf32 may cost."""
+
+
+TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
+"""The oldest and the newest release that the whole suite was run with."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,7 @@ def facts(device: torch.device) -> list[str]:
     packages = ("hf_linear_attn", "torch", "triton", "numba", "transformers")
     found = ", ".join(f"{name} {_version(name)}" for name in packages)
     lines = [f"versions: {found}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"]
+    lines.append(f"tested with: {', '.join(f'{name} {a} to {b}' for name, (a, b) in TESTED.items())}{_untested()}")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
@@ -181,6 +186,17 @@ def facts(device: torch.device) -> list[str]:
     if fault is not None and not fault.refused:
         lines.append(f"warning: this Triton {fault.what}")
     return lines
+
+
+def _untested() -> str:
+    """Name what is here and was not tested."""
+    here = {name: found for name in TESTED if (found := _version(name)) is not None}
+    others = [
+        f"{name} {found} is {'older' if numbers(found)[:2] < numbers(TESTED[name][0]) else 'newer'}"
+        for name, found in here.items()
+        if not numbers(TESTED[name][0]) <= numbers(found)[:2] <= numbers(TESTED[name][1])
+    ]
+    return f"; not with what is here: {', '.join(others)}" if others else ""
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,9 @@
 """`hf-linear-attn check`: what is wrong is noticed and said, what is right passes."""
 
+import importlib.metadata
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +28,36 @@ def test_pytorch_on_a_cpu_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("hf_linear_attn", "torch", "triton", "numba", "transformers")
     versions = ", ".join(name + r" \S+" for name in names)
     assert re.match(rf"versions: {versions}, Python 3", lines[0])
-    assert "device: cpu" in lines[1]
+    assert re.match(
+        r"tested with: torch 2\.\d+ to 2\.\d+, triton 3\.\d+ to 3\.\d+, transformers 5\.17 to 5\.\d+", lines[1]
+    )
+    assert "device: cpu" in lines[2]
     assert any(line.startswith("backend: `auto` takes torch: ") for line in lines)
     told = [line for line in lines if line.startswith("right ")]
     assert len(told) == len(list(command.parts(CPU, torch.float32, SMALL)))
     assert re.match(rf"verdict: PyTorch's backend on the CPU: all {len(told)} parts right, in \d+ s", lines[-1])
+
+
+def test_the_versions_that_are_tested_are_those_of_the_project() -> None:
+    """The oldest are what pyproject.toml asks for; no pinned one is newer than the newest."""
+    root = Path(__file__).parents[2]
+    asked, pinned = (root / "pyproject.toml").read_text(), (root / "constraints.txt").read_text()
+    for name, (oldest, newest) in command.TESTED.items():
+        assert re.search(rf'"{name}>={re.escape(oldest)}[",;]', asked)
+        found = re.search(rf"^{name}==(\d+)\.(\d+)", pinned, re.MULTILINE)
+        assert found
+        assert [int(found[1]), int(found[2])] <= [int(part) for part in newest.split(".")]
+
+
+@pytest.mark.parametrize(
+    ("here", "said"), [("5.16.2", "5.16.2 is older"), ("5.99.0", "5.99.0 is newer"), ("5.17.1", "")]
+)
+def test_a_version_that_was_not_tested_is_named(monkeypatch: pytest.MonkeyPatch, here: str, said: str) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: here if name == "transformers" else real(name))
+    line = next(line for line in command.facts(CPU) if line.startswith("tested with: "))
+    assert ("; not with what is here: " in line) == bool(said)
+    assert said in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
