@@ -105,7 +105,8 @@ def patch_model(
             "model",
             "be a Transformers PreTrainedModel",
             type(model).__name__,
-            "Pass the model itself: of PEFT's wrapper, peft_model.get_base_model(), best before it is wrapped.",
+            "Pass the model itself, best before anything wraps it: patch first, torch.compile(model) then. Of PEFT's "
+            "wrapper it is peft_model.get_base_model(), of torch.compile's compiled._orig_mod.",
         )
     config = LinearAttentionConfig(
         feature_map=feature_map,

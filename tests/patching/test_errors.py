@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, MambaConfig, MambaForCausalLM
+from transformers import DynamicCache, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
@@ -61,6 +61,8 @@ def test_settings(settings, message):
 def test_models(plain):
     with pytest.raises(ArgumentTypeError, match=r"`model` must be a Transformers .*, got 'Linear'\. .*get_base_model"):
         patch_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentTypeError, match=r"got 'OptimizedModule'\. .*torch\.compile\(model\) then.*\._orig_mod"):
+        patch_model(torch.compile(tiny_model("causal", "llama")))
     with pytest.raises(ArgumentError, match=r"`model` must be a softmax model, got 'a patched LlamaForCausalLM'\."):
         patch_model(plain.model)
     with pytest.raises(ArgumentError, match=r"`model` must be patched, got 'LlamaForCausalLM'\."):
@@ -143,6 +145,58 @@ def test_checkpoints_with_unknown_settings(saved):
         from_pretrained(saved)
 
 
+def test_checkpoints_that_lack_settings(saved):
+    path = saved / "config.json"
+    config = json.loads(path.read_text())
+    del config["linear_attention"]["feature_map"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"`linear_attention` must hold every setting .*of the name feature_map'"):
+        from_pretrained(saved)
+
+
+def without(folder, *names):
+    """Take weights out of a folder."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v for k, v in tensors.items() if k not in names}, path, metadata={"format": "pt"})
+    assert set(names) <= set(tensors)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_missing_are_not_drawn_at_random(saved, name):
+    without(saved, name)
+    with pytest.raises(
+        CheckpointError, match=rf"`path` must hold all weights of a patched .*It lacks {name}, which wo"
+    ):
+        from_pretrained(saved)
+    model, info = from_pretrained(saved, ignore_mismatched_sizes=True, output_loading_info=True)
+    assert info["missing_keys"] == {name}
+    assert type(from_pretrained(saved, ignore_mismatched_sizes=True)) is type(model)
+    # Of converted layers none is.
+    without(saved, "model.layers.0.self_attn.linear_attention.format_version")
+    with pytest.raises(CheckpointError, match=r"`path` must hold the tensors of every patched layer"):
+        from_pretrained(saved, ignore_mismatched_sizes=True)
+
+
+def test_weights_that_are_tied_are_not_missing(tmp_path):
+    model = tiny_model("causal", "llama", tie_word_embeddings=True)
+    patch_model(model, "elu").save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert torch.equal(from_pretrained(tmp_path).lm_head.weight, model.model.embed_tokens.weight)
+    without(tmp_path, "model.embed_tokens.weight")
+    with pytest.raises(CheckpointError, match=r"It lacks .*model.embed_tokens.weight"):
+        from_pretrained(tmp_path)
+
+
+def test_a_head_of_another_task_is_drawn_where_transformers_is_asked_to(tmp_path):
+    patch_model(LlamaForSequenceClassification(tiny_model("causal", "llama").config), "elu").save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path).score.weight.shape[0] == 2
+    with pytest.raises(CheckpointError, match=r"It lacks score.weight of the model's shape, .*ignore_mismatched_sizes"):
+        from_pretrained(tmp_path, num_labels=5)
+    loaded = from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert loaded.score.weight.shape[0] == 5
+
+
 def test_truncated_weights(saved):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -166,6 +220,10 @@ def test_tampered_weights(saved):
 def test_folders_that_hold_no_patched_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"`path` must be a folder or hub name with a model's config.json"):
         from_pretrained(tmp_path / "nowhere")
+    for path in (None, 3, llama()):
+        with pytest.raises(ArgumentTypeError, match=r"`path` must be a text or a path, got .*Name a file or f") as it:
+            from_pretrained(path)
+        assert "\n" not in str(it.value)
     llama().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"`path` must hold a patched model, .*call patch_model"):
         from_pretrained(tmp_path)
