@@ -1,8 +1,10 @@
 """Checks of types and numbers that settings and operations share."""
 
 import dataclasses
+import os
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -49,6 +51,17 @@ def check_type(argument: str, value: Any, kind: Any, *, where: str | None = None
         raise ArgumentTypeError(argument, f"be {_name(kind)}", value, "Correct its type.", where=where)
     takes_float = kind is float or (kind is not int and float in get_args(kind))
     return float(value) if takes_float and isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def check_path(argument: str, value: Any) -> Path:
+    """Return a path, if a value is one.
+
+    Raises:
+        ArgumentTypeError: If it is neither a text nor a path.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentTypeError(argument, "be a text or a path", value, "Name a file or folder.")
+    return Path(value)
 
 
 def check_types(settings: Any) -> None:

@@ -127,7 +127,7 @@ class LinearAttentionConfig:
         """Read settings that :meth:`to_dict` wrote.
 
         Raises:
-            CheckpointError: If they come from a newer version, hold settings that are unknown here, or values that no
+            CheckpointError: If they come from a newer version, lack settings or hold unknown ones, or values that no
                 setting can have.
         """
         if not isinstance(values, Mapping):
@@ -146,6 +146,13 @@ class LinearAttentionConfig:
                 "linear_attention", "hold known settings only", sorted(map(str, unknown)), "Remove those",
                 available=known,
             )  # fmt: skip
+        if lacking := sorted(known - LATER.keys() - values.keys()):
+            raise CheckpointError(
+                "linear_attention",
+                f"hold every setting of its format, version {FORMAT_VERSION}",
+                f"none of the name {lacking[0]}",
+                "Save the model again.",
+            )
         try:
             return cls(**values)
         except HFLinearAttnError as error:

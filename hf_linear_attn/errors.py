@@ -105,9 +105,9 @@ def explain(
 
 
 def _shown(value: object) -> str:
-    """Return a value's ``repr``, cut where it is long; its type where it has none, as deep and huge values do."""
+    """Return a value's ``repr`` in a line, cut where it is long; its type where it has none, as huge values do."""
     try:
-        text = repr(value)
+        text = " ".join(line.strip() for line in repr(value).splitlines())
     except (RecursionError, ValueError):
         return f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -7,11 +7,13 @@ that no machine could build is refused instead of tried.
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_linear_attn.checks import check_path
 from hf_linear_attn.errors import CheckpointError, first_line
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -41,9 +43,10 @@ def check_folder(name: str | Path, argument: str, **options: Any) -> dict[str, A
         What config.json holds.
 
     Raises:
+        ArgumentTypeError: If ``name`` is neither a text nor a path.
         CheckpointError: If there is no config, or the folder names files outside of it, code, or absurd sizes.
     """
-    folder = Path(name, options.get("subfolder") or "")
+    folder = check_path(argument, name) / (options.get("subfolder") or "")
     if folder.is_dir():
         _check_files(folder, argument)
     elif not Path(name).exists() and not _HUB_NAME.fullmatch(str(name)):
@@ -61,6 +64,36 @@ def check_folder(name: str | Path, argument: str, **options: Any) -> dict[str, A
     except ValueError as error:
         raise CheckpointError(argument, "have a config that can be built", str(name), f"{error}.") from error
     return config
+
+
+def check_weights(
+    info: Mapping[str, Any], argument: str, kind: str, name: str | Path, where: str, otherwise: str = ""
+) -> None:
+    """Refuse a checkpoint in which weights are missing: they would be drawn at random.
+
+    Args:
+        info: What Transformers' ``from_pretrained`` returns for ``output_loading_info=True``; weights that are tied to
+            others are not missing there.
+        argument: What the caller calls the checkpoint, for messages.
+        kind: What the model is, for messages.
+        name: The checkpoint.
+        where: The model's class.
+        otherwise: What else can be done about it.
+
+    Raises:
+        CheckpointError: If any is missing, or has another shape than the model's.
+    """
+    drawn = sorted([*info["missing_keys"], *(f"{key[0]} of the model's shape" for key in info["mismatched_keys"])])
+    if drawn:
+        more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
+        remedy = f"which would be drawn at random: name a checkpoint with them{otherwise}."
+        raise CheckpointError(
+            argument,
+            f"hold all weights of {kind}",
+            str(name),
+            f"It lacks {', '.join(drawn[:3])}{more}, {remedy}",
+            where=where,
+        )
 
 
 def why_not_loaded(name: str | Path, error: BaseException) -> str:

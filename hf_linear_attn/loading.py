@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line
 from hf_linear_attn.feature_maps import load_feature_maps
-from hf_linear_attn.folder import check_folder, why_not_loaded
+from hf_linear_attn.folder import check_folder, check_weights, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -120,7 +120,8 @@ def load_model(
         raise ArgumentError(argument, "be a patched model, and this one is softmax", name, remedy)
     auto: Any = AutoModelForCausalLM if kind == "causal" else _named_class(config)
     load: Any = from_pretrained if patched else auto.from_pretrained
-    options |= {"local_files_only": local_files_only, "output_loading_info": True}
+    # Weights that do not fit are refused below, with those that are missing.
+    options |= {"local_files_only": local_files_only, "output_loading_info": True, "ignore_mismatched_sizes": True}
     options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
         model, info = load(name, **options)
@@ -133,16 +134,7 @@ def load_model(
         raise CheckpointError(
             argument, f"be {CALLED[kind]} that can be loaded", name, why_not_loaded(name, error)
         ) from error
-    drawn = sorted({*map(str, info["missing_keys"]), *(str(key[0]) for key in info["mismatched_keys"])})
-    if drawn:
-        more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
-        raise CheckpointError(
-            argument,
-            f"hold all weights of {CALLED[kind]}",
-            name,
-            f"It lacks {', '.join(drawn[:3])}{more}, which would be drawn at random: name a checkpoint with them.",
-            where=type(model).__name__,
-        )
+    check_weights(info, argument, CALLED[kind], name, type(model).__name__)
     found: PreTrainedModel = model
     return found
 

@@ -79,7 +79,7 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
     with pytest.raises(ArgumentTypeError, match=message):
         LinearAttentionConfig(**settings)
     with pytest.raises(CheckpointError, match=message):
-        LinearAttentionConfig.from_dict(settings)
+        LinearAttentionConfig.from_dict(LinearAttentionConfig().to_dict() | settings)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_ranges_are_checked_in_code_and_in_files(settings, message):
     with pytest.raises(ArgumentError, match=message):
         LinearAttentionConfig(**settings)
     with pytest.raises(CheckpointError, match=message):
-        LinearAttentionConfig.from_dict(settings)
+        LinearAttentionConfig.from_dict(LinearAttentionConfig().to_dict() | settings)
 
 
 def test_whole_numbers_stand_for_numbers():
@@ -123,4 +123,12 @@ def test_texts_that_hold_no_settings_are_refused(text):
 @pytest.mark.parametrize("version", [-1, True])
 def test_versions_are_counted(version):
     with pytest.raises(CheckpointError):
-        LinearAttentionConfig.from_dict({"format_version": version})
+        LinearAttentionConfig.from_dict(LinearAttentionConfig().to_dict() | {"format_version": version})
+
+
+@pytest.mark.parametrize("name", LinearAttentionConfig().to_dict())
+def test_settings_that_a_file_lacks_are_not_made_up(name):
+    values = LinearAttentionConfig(feature_map="relu", update_rule="delta").to_dict()
+    del values[name]
+    with pytest.raises(CheckpointError, match=rf"`linear_attention` must hold every setting .*got 'none of .*{name}'"):
+        LinearAttentionConfig.from_dict(values)

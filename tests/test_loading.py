@@ -93,7 +93,9 @@ def test_a_checkpoint_without_its_head_is_refused(tmp_path, patched):
     with pytest.raises(CheckpointError):
         load_model(str(tmp_path))
     save_file(tensors | {"lm_head.weight": head[:10]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError):
+    with pytest.raises(
+        CheckpointError, match=r"`model` must hold all weights .*It lacks lm_head.weight of the model's s"
+    ):
         load_model(str(tmp_path))
 
 

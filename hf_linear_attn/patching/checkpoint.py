@@ -4,7 +4,7 @@ The code file of saved folders imports :func:`linear_attention_class` from here.
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import transformers
 from safetensors import SafetensorError
@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
-from hf_linear_attn.folder import HUB_OPTIONS, check_folder, why_not_loaded
+from hf_linear_attn.folder import HUB_OPTIONS, check_folder, check_weights, why_not_loaded
 from hf_linear_attn.patching.convert import linear_attention_class
 from hf_linear_attn.patching.saving import PREFIX, takes
 
@@ -29,13 +29,17 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         path: A folder, or a name on the hub.
         **kwargs: As for Transformers' ``from_pretrained``: ``dtype``, ``device_map``, ``revision``, fields of the
             config, ... Weights are read from safetensors only, and no code in the folder is run.
+            ``ignore_mismatched_sizes=True`` lets weights outside of the converted layers be drawn at random where the
+            folder has none that fit, as for a head of another number of labels.
 
     Returns:
-        The model, patched as it was when it was saved.
+        The model, patched as it was when it was saved; with ``output_loading_info=True`` what Transformers says of its
+        weights, too.
 
     Raises:
-        CheckpointError: If the folder holds no patched model, comes from a newer version, or its weights are damaged
-            or do not fit.
+        CheckpointError: If the folder holds no patched model, comes from a newer version, its config lacks settings, or
+            its weights are missing, damaged or do not fit.
+        ArgumentTypeError: If ``path`` is neither a text nor a path.
         ArgumentError: If an argument asks for code or weights that would be executed.
     """
     for argument, safe in SAFE.items():
@@ -66,8 +70,10 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     LinearAttentionConfig.from_dict(config.linear_attention)
     base = class_of(config)
     cls: Any = linear_attention_class(base)
+    may_draw, wants_info = (kwargs.pop(name, False) for name in ("ignore_mismatched_sizes", "output_loading_info"))
+    kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        return cast(PreTrainedModel, cls.from_pretrained(path, config=config, use_safetensors=True, **kwargs))
+        model, info = cls.from_pretrained(path, **kwargs)
     except CheckpointError:
         raise
     except HFLinearAttnError as error:
@@ -81,6 +87,10 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
         raise CheckpointError(
             "path", "be a patched model that can be loaded", str(path), why_not_loaded(path, error)
         ) from error
+    if not may_draw:
+        otherwise = ", or pass ignore_mismatched_sizes=True for a new head"
+        check_weights(info, "path", "a patched model", path, cls.__name__, otherwise)
+    return (model, info) if wants_info else model
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -2,29 +2,26 @@
 
 import copy
 import inspect
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
+from hf_linear_attn.checks import check_type
+from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument
-from hf_linear_attn.patching.fingerprint import checksum, model_fingerprint
+from hf_linear_attn.patching.context_file import read_context_file, write_context_file
+from hf_linear_attn.patching.fingerprint import model_fingerprint
 from hf_linear_attn.patching.first_contexts import in_circles
 from hf_linear_attn.patching.hook import convert_cache
+from hf_linear_attn.patching.inputs import check_ids, check_tensor, left_padded
 from hf_linear_attn.patching.scope import part_of
-
-CONTEXT_FORMAT_VERSION = 3
-"""Version of the file; raised when older code could not read it."""
 
 
 class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
@@ -72,11 +69,12 @@ def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
             rows,
             "Call context.copy(repeats) for several inputs after one text; generate repeats rows for beams by itself.",
         )
-    mask = torch.ones_like(ids) if mask is None else mask
+    mask = torch.ones_like(ids) if mask is None else check_tensor("attention_mask", mask)
     past = cache.context_mask.to(mask)
-    if mask.shape[1] == ids.shape[1]:
+    if mask.shape == ids.shape:
         return torch.cat([past, mask], dim=1)
-    if mask.shape[1] != past.shape[1] + ids.shape[1] or not torch.equal(mask[:, : past.shape[1]], past):
+    whole = (ids.shape[0], past.shape[1] + ids.shape[1])
+    if mask.shape != whole or not torch.equal(mask[:, : past.shape[1]], past):
         raise ArgumentError(
             "attention_mask",
             f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
@@ -102,9 +100,7 @@ class Context:
         Raises:
             ArgumentError: Always.
         """
-        raise ArgumentError(
-            "cache", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer."
-        )
+        raise ArgumentError("cache", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer.")
 
     def __len__(self) -> int:
         """Return the number of tokens read, padding included."""
@@ -129,7 +125,13 @@ class Context:
 
         Returns:
             The cache, of ``batch_size * repeats`` rows.
+
+        Raises:
+            ArgumentTypeError: If ``repeats`` is no whole number.
+            ArgumentError: If it is below 1.
         """
+        if check_type("repeats", repeats, int) < 1:
+            raise ArgumentError("repeats", "be at least 1", repeats, "Leave it out for one answer about each text.")
         cache = copy.deepcopy(self._cache)
         if repeats != 1:
             cache.batch_repeat_interleave(repeats)
@@ -140,30 +142,21 @@ class Context:
         return self._cache
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, with the model's fingerprint and a checksum.
+        """Write one safetensors file, with the model's fingerprint and a checksum of all that is in it.
+
+        A file that is there is replaced when the new one is whole.
 
         Raises:
-            CheckpointError: If it cannot be written.
+            ArgumentTypeError: If ``path`` is no path.
+            CheckpointError: If it is a folder, or cannot be written.
         """
         tensors = _tensors(self._cache)
         same = _same(tensors)
-        tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if name not in same}
-        about = {
-            "format": "hf_linear_attn.context",
-            "format_version": CONTEXT_FORMAT_VERSION,
-            "fingerprint": self.fingerprint,
-            "checksum": checksum(tensors),
-            "length": len(self),
-            "same": same,
-            "padded": _padded(self._cache),
-        }
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, path, metadata={"about": json.dumps(about)})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                "path", "be a file that can be written", str(path), f"Choose another: {error}."
-            ) from error
+        write_context_file(
+            path,
+            {name: x.detach().cpu().contiguous() for name, x in tensors.items() if name not in same},
+            {"fingerprint": self.fingerprint, "length": len(self), "same": same, "padded": _padded(self._cache)},
+        )
 
     @classmethod
     def of_tensors(
@@ -211,7 +204,10 @@ def encode_context(
         The state. Softmax layers that remain in the model keep their keys and values in it.
 
     Raises:
-        ArgumentError: If the model is not patched, or the mask does not fit or is padded on the right.
+        ArgumentTypeError: If ids or mask are no tensors, ids are neither int64 nor int32, or ``chunk_size`` is no
+            whole number.
+        ArgumentError: If the model is not patched, ids are not ``[B, T]`` or empty, ``chunk_size`` is below 1, or the
+            mask has another shape, other values than 0 and 1, or padding elsewhere than on the left.
         UnsupportedError: If the model is no decoder-only one.
 
     Example:
@@ -234,16 +230,14 @@ def encode_context(
             type(model).__name__,
             "An encoder's states belong to its source text; keep encoder_outputs instead.",
         )
+    check_type("chunk_size", chunk_size, int | None)
     if chunk_size is not None and chunk_size < 1:
         raise ArgumentError("chunk_size", "be at least 1, or None", chunk_size, "The default is 4096.")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-    if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()):
+    if check_ids("input_ids", input_ids).ndim != 2 or not input_ids.numel():
         raise ArgumentError(
-            "attention_mask",
-            f"be padded on the left and of shape [B, T] = {tuple(input_ids.shape)}",
-            tuple(mask.shape),
-            "Tokenise with padding_side='left'.",
+            "input_ids", "be texts [B, T] of at least 1 token", tuple(input_ids.shape), "Pass one text as ids[None]."
         )
+    mask = torch.ones_like(input_ids) if attention_mask is None else left_padded(attention_mask, input_ids)
     cache = empty_cache(model)
     step = chunk_size or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
@@ -273,7 +267,8 @@ def load_context(path: str | Path, model: PreTrainedModel) -> Context:
         The state, on the model's devices.
 
     Raises:
-        CheckpointError: If the file is missing, truncated, changed, of a newer format, or another model's.
+        CheckpointError: If the file is missing, a folder, truncated, changed, of a newer format, or another model's.
+        ArgumentTypeError: If ``path`` is no path.
         ArgumentError: If the model is not patched.
     """
     return read_context(path, model, model_fingerprint(model))
@@ -281,30 +276,7 @@ def load_context(path: str | Path, model: PreTrainedModel) -> Context:
 
 def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> Context:
     """Load a context for a model of a known fingerprint; see :func:`load_context`."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            "path", "be a whole safetensors file", str(path), f"Reading it failed: {error}"
-        ) from error
-    if about.get("format") != "hf_linear_attn.context":
-        raise CheckpointError("path", "hold a saved context", str(path), "Make one with encode_context.")
-    version = about.get("format_version")
-    if not isinstance(version, int) or version > CONTEXT_FORMAT_VERSION:
-        raise CheckpointError(
-            "format_version",
-            f"be at most {CONTEXT_FORMAT_VERSION}",
-            version,
-            "Update hf_linear_attn to read this context.",
-            where=str(path),
-        )
-    same = about.get("same", {})
-    if about.get("checksum") != checksum(tensors) or not all(first in tensors for first in same.values()):
-        raise CheckpointError(
-            "path", "hold the tensors that were saved", str(path), "It was changed; encode the text again."
-        )
+    tensors, about = read_context_file(path)
     if about.get("fingerprint") != fingerprint:
         raise CheckpointError(
             "model",
@@ -313,10 +285,20 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
             "A state means nothing to other weights or another conversion; encode the text with this model.",
             where=type(model).__name__,
         )
-    length = int(about["length"])
-    tensors = tensors if version > 1 else in_circles(tensors, length)
-    tensors |= {name: tensors[first] for name, first in same.items()}
-    return Context.of_tensors(model, tensors, length, fingerprint, about.get("padded"))
+    try:
+        length = about["length"]
+        tensors = tensors if about["format_version"] > 1 else in_circles(tensors, length)
+        tensors |= {name: tensors[first] for name, first in about.get("same", {}).items()}
+        return Context.of_tensors(model, tensors, length, fingerprint, about.get("padded"))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever tensors of other names and shapes bring
+        raise CheckpointError(
+            "path",
+            "hold the states of this model's layers",
+            str(path),
+            f"Encode the text again; reading them failed, {type(error).__name__}: {first_line(error)}",
+        ) from error
 
 
 def empty_cache(model: PreTrainedModel) -> ContextCache:

@@ -2,8 +2,8 @@
 
 import hashlib
 import os
+import stat
 import time
-import uuid
 from collections.abc import Iterator
 from logging import getLogger
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from hf_linear_attn.checks import check_path, check_type
 from hf_linear_attn.errors import ArgumentError, CheckpointError
 from hf_linear_attn.patching.context import (
     Context,
@@ -23,11 +24,13 @@ from hf_linear_attn.patching.context import (
     read_context,
     read_piece,
 )
+from hf_linear_attn.patching.context_file import UNFINISHED
 from hf_linear_attn.patching.fingerprint import model_fingerprint
+from hf_linear_attn.patching.inputs import check_ids
 
 logger = getLogger(__name__)
 
-SUFFIX, UNFINISHED = ".context", ".unfinished"
+SUFFIX = ".context"
 
 ABANDONED_S = 3600.0
 """Age at which a file that nobody has finished is taken for one whose writer was killed."""
@@ -61,7 +64,8 @@ class ContextStore:
         max_bytes: The most that all files may take, >= 1; a state that is larger is not kept.
 
     Raises:
-        ArgumentError: If the model is not patched, or a number is out of range.
+        ArgumentTypeError: If ``folder`` is no path, or a number is no whole one.
+        ArgumentError: If the model is not patched, a number is out of range, or the folder cannot be made.
 
     Example:
         >>> import tempfile, torch
@@ -81,12 +85,17 @@ class ContextStore:
         self, folder: str | Path, model: PreTrainedModel, *, block_size: int = 1024, max_bytes: int = 2**30
     ) -> None:
         for name, value in (("block_size", block_size), ("max_bytes", max_bytes)):
-            if value < 1:
+            if check_type(name, value, int) < 1:
                 raise ArgumentError(name, "be at least 1", value, "Leave it out for the default.")
-        self.folder, self.model = Path(folder), model
+        self.folder, self.model = check_path("folder", folder), model
         self.block_size, self.max_bytes = block_size, max_bytes
         self.fingerprint = model_fingerprint(model)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(
+                "folder", "be a folder, or one that can be made", str(folder), f"Choose another: {error.strerror}."
+            ) from error
 
     def __len__(self) -> int:
         """Return the number of states in the folder, of whatever model."""
@@ -111,9 +120,12 @@ class ContextStore:
             A cache of its own, to be used once.
 
         Raises:
-            ArgumentError: If ``ids`` are several texts.
+            ArgumentTypeError: If ``ids`` are no tensor of int64 or int32.
+            ArgumentError: If they are several texts, or none.
+            CheckpointError: If a folder stands where a state's file belongs.
         """
-        ids = ids.detach().view(1, -1) if ids.ndim == 1 else ids.detach()
+        ids = check_ids("ids", ids).detach()
+        ids = ids.view(1, -1) if ids.ndim == 1 else ids
         if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1]:
             raise ArgumentError("ids", "be one text, [T] or [1, T]", tuple(ids.shape), "Ask for each text alone.")
         names = self._names(ids[0])
@@ -151,10 +163,12 @@ class ContextStore:
             try:
                 context = read_context(path, self.model, self.fingerprint)
             except CheckpointError as error:
+                if path.is_dir():
+                    raise
                 # Another process may have removed it just now, which is no damage.
                 if path.exists():
                     logger.warning("a stored context is damaged, and read again: %s", error)
-                    path.unlink(missing_ok=True)
+                    _remove(path)
                 continue
             try:
                 os.utime(path)
@@ -164,17 +178,14 @@ class ContextStore:
         return empty_cache(self.model), 0
 
     def _keep(self, name: str, cache: ContextCache) -> None:
-        """Write a state: first beside its place, so that nobody sees half a file."""
-        path, context = self._path(name), Context(cache, self.fingerprint)
+        """Write a state, and make room for it."""
+        context = Context(cache, self.fingerprint)
         if context.nbytes > self.max_bytes:
             return
-        unfinished = path.with_suffix(f".{uuid.uuid4().hex}{UNFINISHED}")
         try:
-            context.save(unfinished)
-            unfinished.replace(path)
-        except (CheckpointError, OSError) as error:
+            context.save(self._path(name))
+        except CheckpointError as error:
             logger.warning("a context could not be stored: %s", error)
-            unfinished.unlink(missing_ok=True)
             return
         self._trim()
 
@@ -187,11 +198,11 @@ class ContextStore:
                 for one in held:
                     if total <= self.max_bytes:
                         break
-                    one.path.unlink(missing_ok=True)
+                    _remove(one.path)
                     total -= one.nbytes
                 for one in self._files(UNFINISHED):
                     if time.time() - one.used_s > ABANDONED_S:
-                        one.path.unlink(missing_ok=True)
+                        _remove(one.path)
         except Timeout:
             # Somebody else is at it.
             return
@@ -205,4 +216,13 @@ class ContextStore:
                 about = path.stat()
             except FileNotFoundError:
                 continue
-            yield Held(path, about.st_size, about.st_mtime)
+            if stat.S_ISREG(about.st_mode):
+                yield Held(path, about.st_size, about.st_mtime)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, if it is still there and may be removed."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("a stored context could not be removed: %s", error)

@@ -41,7 +41,7 @@ def test_an_unknown_rule_is_refused_by_whatever_reads_it():
     with pytest.raises(ArgumentError, match=message):
         patch_model(tiny_model("causal", "llama"), update_rule="kda")
     with pytest.raises(CheckpointError, match=message):
-        LinearAttentionConfig.from_dict({"update_rule": "kda", "format_version": 1})
+        LinearAttentionConfig.from_dict(LinearAttentionConfig().to_dict() | {"update_rule": "kda"})
     code = "from hf_linear_attn import LinearAttentionConfig\nLinearAttentionConfig(update_rule='kda')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert re.search(message, found.stderr)

@@ -89,12 +89,17 @@ def test_cu_seqlens_elsewhere_are_refused() -> None:
         ({"feature_map": 3}, ArgumentTypeError, "`feature_map` must be a name, a FeatureMap or None, got 3"),
         ({"q": [1.0]}, ArgumentTypeError, "`q` must be a tensor, got 'list'"),
         (
-            {"positions": torch.zeros(1, 2)},
+            {"positions": torch.zeros(1, 3)},
+            ArgumentTypeError,
+            "`positions` must be int64 or int32, got torch.float32",
+        ),
+        (
+            {"positions": torch.zeros(1, 2, dtype=torch.long)},
             ArgumentError,
             r"`positions` must have shape \[B, T\] = \(1, 3\), got \(1, 2\)",
         ),
     ],
-    ids=["cu_seqlens", "state", "feature_map", "q", "positions"],
+    ids=["cu_seqlens", "state", "feature_map", "q", "positions", "positions of a shape"],
 )
 def test_refuses_arguments_of_another_kind(changes: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -1,6 +1,10 @@
 """Contexts as files: the same answers after loading, one size for all lengths, and nobody else's states."""
 
 import json
+import resource
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
-from hf_linear_attn import patch_model
-from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
+from hf_linear_attn import from_pretrained, patch_model
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import encode_context, load_context
 from hf_linear_attn.patching.call_cache import NAME
 
@@ -178,34 +182,163 @@ def test_damaged_files_are_refused(plain, tmp_path):
     with pytest.raises(CheckpointError, match=r"`path` must be a whole safetensors file"):
         load_context(path, plain.model)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"`path` must hold the tensors that were saved"):
+    with pytest.raises(CheckpointError, match=r"`path` must hold what was saved, got '.*text.safetensors'"):
         load_context(path, plain.model)
     path.write_bytes(whole)
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["about"]) | {"format_version": 99}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, path, metadata={"about": json.dumps(about)})
-    with pytest.raises(CheckpointError, match=r"`format_version` must be at most 3, got 99"):
+    with pytest.raises(CheckpointError, match=r"`format_version` must be at most 4, got 99"):
         load_context(path, plain.model)
-    about |= {"format_version": 3, "same": {"layers.1.0.near_turns": "layers.0.0.near_turns"}}
-    save_file(tensors, path, metadata={"about": json.dumps(about)})
-    with pytest.raises(CheckpointError, match=r"`path` must hold the tensors that were saved"):
-        load_context(path, plain.model)
+    for changes in ({"format_version": 4, "length": 8}, {"format_version": 3}, {"format_version": 4, "surprise": 1}):
+        save_file(tensors, path, metadata={"about": json.dumps(about | changes)})
+        with pytest.raises(CheckpointError, match=r"`path` must hold what was saved"):
+            load_context(path, plain.model)
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"`path` must hold a saved context"):
         load_context(path, plain.model)
     with pytest.raises(CheckpointError, match=r"`path` must be a whole safetensors file"):
         load_context(tmp_path / "nowhere", plain.model)
+    with pytest.raises(CheckpointError, match=r"`path` must be a file, got '.*It is a folder"):
+        load_context(tmp_path, plain.model)
 
 
-def test_bad_arguments_are_refused(plain):
-    text = plain.tokens(5)
-    with pytest.raises(ArgumentError, match=r"`chunk_size` must be at least 1, or None, got 0"):
-        encode_context(plain.model, text, chunk_size=0)
+@pytest.mark.parametrize("step", [pytest.param(37, id="some"), pytest.param(1, id="all", marks=pytest.mark.optional)])
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, step):
+    """The header holds names, types, shapes and metadata; layers share tensors in it, and one text is padded."""
+    settings = {"feature_map": "elu", "window": 3, "sinks": 2, "rotary": "undo"}
+    subject = Subject(patched(tiny_model("causal", "llama"), **settings), "causal")
+    text, question, path = subject.tokens(13), subject.tokens(4, seed=1), tmp_path / "text.safetensors"
     mask = torch.ones_like(text)
-    mask[:, -1] = 0
-    with pytest.raises(ArgumentError, match=r"`attention_mask` must be padded on the left and of shape"):
-        encode_context(plain.model, text, mask)
+    mask[1, :6] = 0
+    context = encode_context(subject.model, text * mask, mask)
+    context.save(path)
+    whole, expected = path.read_bytes(), answer(subject, question, cache=context.copy())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    refused = 0
+    for bit in (*range(0, 8 * header, step), *range(8 * header, 8 * len(whole), 37 * step)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            loaded = load_context(path, subject.model)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert torch.equal(answer(subject, question, cache=loaded.copy()), expected), bit
+    assert refused > 8 * header // step
+
+
+def test_damaged_metadata_of_earlier_versions_are_refused(tmp_path):
+    """Their checksum is of the tensors alone."""
+    for name in ("context.safetensors", "config.json", "model.safetensors"):
+        shutil.copy(Path(__file__).parent / "saved" / "shared" / name, tmp_path / name)
+    model, path = from_pretrained(tmp_path), tmp_path / "context.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["about"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert about["format_version"] < 4
+    load_context(path, model)
+    for name, value in (("length", "25"), ("length", None), ("same", ["x"]), ("same", {"x": "y"}), ("padded", 3)):
+        save_file(tensors, path, metadata={"about": json.dumps(about | {name: value})})
+        with pytest.raises(CheckpointError, match="`path` must hold what was saved"):
+            load_context(path, model)
+    save_file(tensors, path, metadata={"about": json.dumps(about | {"format_version": 2})})
+    with pytest.raises(CheckpointError, match=r"`path` must hold the states of this model's layers.*KeyError"):
+        load_context(path, model)
+
+
+def test_a_context_is_written_whole_or_not_at_all(plain, tmp_path):
+    path = tmp_path / "text.safetensors"
+    encode_context(plain.model, plain.tokens(9)).save(path)
+    first = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    encode_context(plain.model, plain.tokens(7)).save(tmp_path / "link")
+    assert len(load_context(path, plain.model)) == 7
+    assert (tmp_path / "link").is_symlink()
+    other = encode_context(plain.model, plain.tokens(9))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(first)
+    # As on a disk that is full after 1000 bytes.
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(CheckpointError, match="`path` must be a file that can be written"):
+            other.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == first
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["link", "text.safetensors"]
+    with pytest.raises(CheckpointError, match=r"`path` must be a file, got .*It is a folder: name a file in it"):
+        other.save(tmp_path)
+
+
+TEXT = torch.arange(3, 12)[None]
+
+
+def masked(*places):
+    mask = torch.ones_like(TEXT)
+    mask[0, list(places)] = 0
+    return mask
+
+
+RIGHT = r"`attention_mask` must be padded on the left, got 'padding on the right' \(row 0\)\. .*padding_side='left'"
+BETWEEN = r"`attention_mask` must be padded on the left, got 'padding between its tokens' \(row 0\)"
+SHAPE = r"`attention_mask` must have the shape \[B, T\] = \(1, 9\) of input_ids, got "
+VALUES = r"`attention_mask` must be 1 for a real token and 0 for padding, got -1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"chunk_size": 0}, ArgumentError, r"`chunk_size` must be at least 1, or None, got 0"),
+        ({"chunk_size": "8"}, ArgumentTypeError, r"`chunk_size` must be a whole number or None, got '8'"),
+        ({"chunk_size": 1.5}, ArgumentTypeError, r"`chunk_size` must be a whole number or None, got 1\.5"),
+        ({"model": None}, ArgumentError, r"`model` must be patched, got 'NoneType'"),
+        ({"input_ids": TEXT[0]}, ArgumentError, r"`input_ids` must be texts \[B, T\] .*got \(9,\)\. .*ids\[None\]"),
+        ({"input_ids": TEXT[:, :0]}, ArgumentError, r"`input_ids` must be texts .* at least 1 token, got \(1, 0\)"),
+        ({"input_ids": [3, 4]}, ArgumentTypeError, r"`input_ids` must be a tensor, got 'list'\. Tokenise with ret"),
+        ({"input_ids": [[3, 4]]}, ArgumentTypeError, r"`input_ids` must be a tensor, got 'list'"),
+        ({"input_ids": TEXT.float()}, ArgumentTypeError, r"`input_ids` must be int64 or int32, got torch.float32"),
+        ({"attention_mask": [[1] * 9]}, ArgumentTypeError, r"`attention_mask` must be a tensor, got 'list'"),
+        ({"attention_mask": masked(7, 8)}, ArgumentError, RIGHT),
+        ({"attention_mask": masked(4)}, ArgumentError, BETWEEN),
+        ({"attention_mask": masked()[0]}, ArgumentError, SHAPE),
+        ({"attention_mask": masked()[:, 1:]}, ArgumentError, SHAPE),
+        ({"attention_mask": masked() - 2}, ArgumentError, VALUES),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused(plain, arguments, error, message):
+    with pytest.raises(error, match=message) as it:
+        encode_context(**{"model": plain.model, "input_ids": TEXT} | arguments)
+    assert "\n" not in str(it.value)
+
+
+def test_bad_paths_and_copies_are_refused(plain):
+    context = encode_context(plain.model, TEXT)
+    for path in (None, 3):
+        with pytest.raises(ArgumentTypeError, match=f"`path` must be a text or a path, got {path}"):
+            load_context(path, plain.model)
+        with pytest.raises(ArgumentTypeError, match=f"`path` must be a text or a path, got {path}"):
+            context.save(path)
+    with pytest.raises(ArgumentError, match="`model` must be patched, got 'NoneType'"):
+        load_context("text.safetensors", None)
+    for repeats in (0, -1):
+        with pytest.raises(ArgumentError, match=f"`repeats` must be at least 1, got {repeats}"):
+            context.copy(repeats)
+    for repeats in (1.5, "2"):
+        with pytest.raises(ArgumentTypeError, match="`repeats` must be a whole number"):
+            context.copy(repeats)
+    for mask in ([[1, 1]], torch.ones(2), torch.ones(2, 2)):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match="`attention_mask` must "):
+            answer(plain, TEXT[:, :2], cache=context.copy(), attention_mask=mask)
+
+
+def test_encoder_decoders_are_refused():
+    text = TEXT
     with pytest.raises(UnsupportedError, match=r"`model` must be a decoder-only model, got 'BartFor"):
         encode_context(patch_model(tiny_model("seq2seq", "bart"), "elu"), text)
 

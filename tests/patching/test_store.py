@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hf_linear_attn import ContextStore, encode_context, patch_model
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from hf_linear_attn.patching import store as module
 from hf_linear_attn.patching.call_cache import NAME
+from hf_linear_attn.patching.context_file import UNFINISHED
 
 from .checks import Subject
 from .zoo import tiny_model
@@ -171,24 +172,58 @@ def test_a_state_beyond_all_bounds_is_not_kept_and_leftovers_go(tmp_path):
     assert small.longest(ids).get_seq_length() == 8
     assert len(small) == 0
     for name, age in (("old", 2 * module.ABANDONED_S), ("young", 1.0)):
-        path = tmp_path / "ab" / f"{name}{module.UNFINISHED}"
+        path = tmp_path / "ab" / f"{name}{UNFINISHED}"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age,) * 2)
     ContextStore(tmp_path, model, block_size=BLOCK).longest(ids)
-    assert [path.stem for path in tmp_path.glob(f"*/*{module.UNFINISHED}")] == ["young"]
+    assert [path.stem for path in tmp_path.glob(f"*/*{UNFINISHED}")] == ["young"]
 
 
 @pytest.mark.parametrize("setting", ["block_size", "max_bytes"])
 def test_numbers_out_of_range_are_refused(tmp_path, setting):
     with pytest.raises(ArgumentError, match=f"`{setting}` must be at least 1, got 0"):
         ContextStore(tmp_path, patched(), **{setting: 0})
+    for value in (1.5, "8", None):
+        with pytest.raises(ArgumentTypeError, match=f"`{setting}` must be a whole number, got {value!r}"):
+            ContextStore(tmp_path, patched(), **{setting: value})
+
+
+def test_folders_that_are_none_are_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(ArgumentError, match=r"`folder` must be a folder, or one that can be made, got '.*Choose"):
+            ContextStore(folder, patched())
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ArgumentTypeError, match="`folder` must be a text or a path, got None"):
+        ContextStore(None, patched())
+
+
+def test_a_folder_in_place_of_a_file_is_named_and_left_alone(tmp_path):
+    model, ids = patched(), torch.arange(5, 35)[None]
+    store = ContextStore(tmp_path, model, block_size=BLOCK)
+    store.longest(ids)
+    newest = max(tmp_path.glob("*/*.context"), key=lambda path: path.stat().st_mtime_ns)
+    newest.unlink()
+    newest.mkdir()
+    (newest / "note").write_text("mine")
+    for read in (True, False):
+        with pytest.raises(CheckpointError, match=f"`path` must be a file, got '{newest}'. It is a folder"):
+            store.longest(ids, read=read)
+    assert len(store) == 28 // BLOCK - 1
+    ContextStore(tmp_path, model, block_size=BLOCK, max_bytes=1).longest(ids[:, :BLOCK])
+    assert (newest / "note").read_text() == "mine"
 
 
 def test_several_texts_and_softmax_models_are_refused(tmp_path):
     store = ContextStore(tmp_path, patched())
     with pytest.raises(ArgumentError, match=r"`ids` must be one text, .* got \(2, 5\)"):
         store.longest(torch.ones(2, 5, dtype=torch.long))
+    for ids in ([3, 4], [[3, 4]], "text", None):
+        with pytest.raises(ArgumentTypeError, match=f"`ids` must be a tensor, got '{type(ids).__name__}'"):
+            store.longest(ids)
+    with pytest.raises(ArgumentTypeError, match=r"`ids` must be int64 or int32, got torch.float32"):
+        store.longest(torch.ones(1, 5))
     with pytest.raises(ArgumentError, match="`model` must be patched"):
         ContextStore(tmp_path, tiny_model("causal", "llama"))
 

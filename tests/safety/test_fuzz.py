@@ -194,7 +194,8 @@ def test_settings_of_a_saved_model(count):
     names = st.sampled_from([*LinearAttentionConfig().to_dict(), "update_rule"]) | WORDS
 
     def case(values):
-        config = LinearAttentionConfig.from_dict(values)
+        whole = LinearAttentionConfig().to_dict() | values if isinstance(values, dict) else values
+        config = LinearAttentionConfig.from_dict(whole)
         assert LinearAttentionConfig.from_json(config.to_json()) == config
 
     fuzz(st.dictionaries(names, VALUES, max_size=4) | VALUES, count, case)

@@ -28,6 +28,10 @@ def check_types(
     for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
         if x is not None and not isinstance(x, Tensor):
             raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
+    if isinstance(positions, Tensor) and positions.dtype not in (torch.int64, torch.int32):
+        raise ArgumentTypeError(
+            "positions", "be int64 or int32", positions.dtype, "Count tokens: they are whole numbers."
+        )
     if feature_map is not None and not isinstance(feature_map, (FeatureMap, str)):
         raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
     if state is not None and not isinstance(state, LinearAttentionState):

@@ -1,0 +1,71 @@
+"""What reading a context asks of ids and masks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+
+
+def check_ids(argument: str, ids: Any) -> Tensor:
+    """Return ids of tokens, if a value is a tensor of such.
+
+    Raises:
+        ArgumentTypeError: If it is none.
+    """
+    if check_tensor(argument, ids).dtype not in (torch.int64, torch.int32):
+        raise ArgumentTypeError(argument, "be int64 or int32", ids.dtype, "Pass the ids that a tokenizer gave.")
+    return ids
+
+
+def check_tensor(argument: str, value: Any) -> Tensor:
+    """Return a value, if it is a tensor.
+
+    Raises:
+        ArgumentTypeError: If it is none.
+    """
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(
+            argument, "be a tensor", type(value).__name__, "Tokenise with return_tensors='pt', or use torch.tensor."
+        )
+    return value
+
+
+def left_padded(mask: Any, ids: Tensor) -> Tensor:
+    """Return a mask of texts as int64, if it is padded on the left.
+
+    Args:
+        mask: ``[B, T]``, 1 = a real token.
+        ids: Those of the texts ``[B, T]``.
+
+    Raises:
+        ArgumentTypeError: If it is no tensor.
+        ArgumentError: If it has another shape, other values, or padding elsewhere.
+    """
+    if check_tensor("attention_mask", mask).shape != ids.shape:
+        raise ArgumentError(
+            "attention_mask",
+            f"have the shape [B, T] = {tuple(ids.shape)} of input_ids",
+            tuple(mask.shape),
+            "Pass the one that the tokenizer gave with them.",
+        )
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.numel():
+        raise ArgumentError(
+            "attention_mask",
+            "be 1 for a real token and 0 for padding",
+            other[0].item(),
+            "Pass the one that the tokenizer gave.",
+        )
+    ends = (mask.long().diff(dim=1) < 0).any(1).nonzero().flatten().tolist()
+    if ends:
+        where = "on the right" if not mask[ends[0], -1] else "between its tokens"
+        raise ArgumentError(
+            "attention_mask",
+            "be padded on the left",
+            f"padding {where}",
+            "Tokenise with padding_side='left'.",
+            where=f"row {ends[0]}",
+        )
+    return mask.long()
