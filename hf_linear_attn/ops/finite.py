@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-LEAST_LOG_DECAY = -80.0
-"""Smaller ones count as this one: exp(-80) of a state is nothing beside fp32's rounding of what is written next."""
+LEAST_LOG_DECAY = -1000.0
+"""Smaller ones count as this one, minus infinity among them: its exponential is 0, in fp64 as well, and unlike infinity
+it can be taken out of a sum again. Sums with it keep their small terms in fp64, and in two numbers of fp32."""
 
 
 def broken_keys(k: Tensor, v: Tensor, *gates: Tensor) -> Tensor | None:

@@ -30,7 +30,7 @@ def recurrence(x: dict[str, Tensor], delay: int = 0) -> dict[str, Tensor]:
         if t >= delay:
             j = t - delay
             real = x["key_mask"][:, j].double()[:, None]
-            fade = (g[:, :, j] * real).exp()
+            fade = torch.where(real.bool(), g[:, :, j], 0).exp()
             kv = fade[..., None, None] * kv + (real[..., None] * phi_k[:, :, j])[..., None] * v[:, :, j, None]
             z = fade[..., None] * z + real[..., None] * phi_k[:, :, j]
         group = q.shape[1] // k.shape[1]
@@ -104,6 +104,91 @@ def test_nothing_is_lost_behind_strong_decays(backend: str, cut: str, request: p
         assert error < 1e-5, name
 
 
+RESETS = (0, 7, 8, 20, 33)
+"""Tokens before which all is forgotten: the first one, two in a row, and others within chunks and segments."""
+
+
+def with_resets(case: Case, resets: tuple[int, ...] = RESETS) -> dict[str, Tensor]:
+    """Draw a case; what is forgotten first is a state of large numbers."""
+    x = {name: y.detach() for name, y in case.inputs().items()}
+    x["log_decay"][:, :, list(resets)] = -torch.inf
+    for name in ("kv0", "z0"):
+        x[name] = x[name] * 1e30
+    return x
+
+
+@pytest.mark.parametrize(
+    ("backend", "cut", "delay"),
+    [
+        ("reference", "whole_sequences", 3),
+        ("torch", "whole_sequences", 0),
+        ("torch", "whole_sequences", 3),
+        ("triton", "whole_sequences", 3),
+        ("triton", "short_segments", 0),
+        ("triton", "stored_states", 3),
+    ],
+)
+@pytest.mark.usefixtures("short_chunks")
+def test_minus_infinity_is_a_reset(backend: str, cut: str, delay: int, request: pytest.FixtureRequest) -> None:
+    """Outputs, states and gradients are those of the recurrence, whose state is 0 there."""
+    request.getfixturevalue(cut)
+    case = Case(B=2, H=4, HKV=2, T=40, D=5, V=3, masked=True, state=True, decay=0.3, delay=delay)
+    x = with_resets(case)
+    # Queries that see no key yet read a state of ordinary size.
+    x |= {name: x[name] / 1e30 for name in ("kv0", "z0")} if delay else {}
+    leaves = {n: x[n].double().requires_grad_() for n in ("q", "k", "v", "kv0", "z0", "log_decay")}
+    exact = recurrence(x | leaves, delay)
+    torch.autograd.backward(list(exact.values()), [x[name].double() for name in ("do", "dkv", "dz")])
+    exact |= {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+    found = run(case, backend, x)
+    for name, y in found.items():
+        torch.testing.assert_close(y.double(), exact[name].detach(), rtol=1e-4, atol=2e-4, msg=name)
+    assert (found["dlog_decay"][:, :, list(RESETS)] == 0).all()
+    assert x["log_decay"][:, :, list(RESETS)].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float32), ("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32)],
+)
+@pytest.mark.parametrize("cut", ["whole_sequences", "stored_states"])
+def test_nothing_crosses_a_reset(backend: str, dtype: torch.dtype, cut: str, request: pytest.FixtureRequest) -> None:
+    """Neither values nor gradients, to the last bit; and in packed texts as in texts of their own."""
+    request.getfixturevalue(cut)
+    case = Case(B=1, H=2, HKV=1, T=40, state=True, decay=0.3, dtype=dtype)
+    x = with_resets(case, (21,))
+    x |= {name: x[name].to(torch.float64) for name in ("kv0", "z0") if dtype == torch.float64}
+    past = torch.arange(40) < 21
+    huge = x | {name: torch.where(past[:, None], 1e4 * x[name], x[name]) for name in ("k", "v")}
+    clean, found = run(case, backend, x, gradients=False), run(case, backend, huge, gradients=False)
+    assert torch.equal(found["o"][:, :, 21:], clean["o"][:, :, 21:])
+    for name in ("kv", "z"):
+        assert torch.equal(found[name], clean[name])
+    later = run(case, backend, huge | {"do": x["do"] * ~past[:, None]})
+    for name in ("dq", "dk", "dv"):
+        assert not later[name][:, :, :21].any(), name
+        assert later[name].isfinite().all(), name
+    # The reference differentiates a sum over all tokens.
+    assert later["dlog_decay"][:, :, :21].abs().max() <= (1e-12 if backend == "reference" else 0)
+    assert later["dlog_decay"][0, 0, 21] == 0
+    assert not later["dkv0"].any()
+    bounds = (0, 10, 40)
+    x = {name: y for name, y in x.items() if name not in ("kv0", "z0")}
+    packed = Case(**(vars(case) | {"lengths": (10, 30), "state": False}))
+    alone = Case(**(vars(case) | {"state": False}))
+    whole = run(
+        packed,
+        backend,
+        x
+        | {"cu_seqlens": torch.tensor(bounds), "dkv": x["dkv"].expand(2, -1, -1, -1), "dz": x["dz"].expand(2, -1, -1)},
+    )
+    for n, (a, b) in enumerate(((0, 10), (10, 40))):
+        piece = {name: y[:, :, a:b] if name in ("q", "k", "v", "do", "log_decay") else y for name, y in x.items()}
+        for name, y in run(alone, backend, piece).items():
+            other = whole[name][n : n + 1] if name in ("kv", "z") else whole[name][:, :, a:b]
+            torch.testing.assert_close(other, y, msg=name)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.usefixtures("short_chunks", "short_segments")
 def test_masked_content_matters_nowhere_and_broken_content_from_there_on(backend: str) -> None:
@@ -126,7 +211,7 @@ def test_masked_content_matters_nowhere_and_broken_content_from_there_on(backend
 
 @triton.jit
 def within_a_chunk(
-    a, b, c, less, visible, acc, PRECISION, PIN, later=0.0, earlier=0.0, FADED=False, APART=False, LAST=False
+    a, b, c, less, visible, acc, PRECISION, PIN, of_rows=None, of_columns=None, FADED=False, APART=False, LAST=False
 ):
     """Attend as if nothing faded."""
     return steps.attend(a, b, c, less, visible, acc, PRECISION, PIN)
@@ -136,6 +221,12 @@ def within_a_chunk(
 def of_sums(b, T, base, start, c, end, ot):
     """Sum up log decays as if there were none."""
     return steps.sums_since(b, T, base, start, c, end, ot) * 0.0
+
+
+@triton.jit
+def of_pairs(b, T, c, end, ot):
+    """Tell of rows that nothing faded before them."""
+    return tl.zeros(ot.shape, tl.float32), tl.zeros(ot.shape, tl.float32)
 
 
 @triton.jit
@@ -156,6 +247,7 @@ def between_segments(a, b, PRECISION):
     ("name", "broken"),
     [
         ("attend", within_a_chunk),
+        ("sums_at", of_pairs),
         ("sums_since", of_sums),
         ("sums_until", of_sums),
         ("kept_by_chunk", of_chunks),

@@ -87,6 +87,24 @@ def test_sums_fade_as_in_causal_attention(backend: str, copies: int | None, dtyp
         torch.testing.assert_close(copy.double(), final.z.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_step_forgets_all_at_a_log_decay_of_minus_infinity(backend: str, tokens: int) -> None:
+    """Sums of large numbers, too; a masked token forgets nothing."""
+    q, k, v = draw(4, 2, tokens, 16, 40, torch.float32)
+    log_decay, mask = torch.full((2, 2, tokens), -torch.inf), torch.ones(2, tokens, dtype=torch.bool)
+    mask[1] = False
+    state = LinearAttentionState(torch.full((2, 2, 16, 40), 1e30), torch.full((2, 2, 16), 1e30))
+    o = decode_step_(q, k, v, state, key_mask=mask, log_decay=log_decay, backend=backend)
+    # Every query sees its own key alone.
+    torch.testing.assert_close(o[:1], v[:1].repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+    last = torch.nn.functional.elu(k[0, :, -1]) + 1
+    torch.testing.assert_close(state.z[0], last, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.kv[0], last[..., None] * v[0, :, -1, None], rtol=1e-5, atol=1e-5)
+    assert (state.kv[1] == 1e30).all()
+    assert (state.z[1] == 1e30).all()
+
+
 def test_a_step_refuses_sums_that_grow() -> None:
     # On a GPU nobody waits to see it: the device stops.
     q, k, v = (x.cpu() for x in draw(2, 2, 1, 8, 8, torch.float32))

@@ -17,7 +17,7 @@ from hf_linear_attn.ops.delta_rule.triton import op, problem
 from hf_linear_attn.ops.delta_rule.triton.backward import backward_launches
 from hf_linear_attn.ops.delta_rule.triton.forward import forward_launches
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
-from tests.ops.delta import Case, cases, check, run
+from tests.ops.delta import LEAVES, Case, cases, check, run
 from tests.ops.oracle import DEVICE, poison
 from tests.spread import spread
 
@@ -145,18 +145,100 @@ def test_derivatives(decay: float, l2norm: bool) -> None:
     assert torch.autograd.gradcheck(of, leaves)
 
 
-def test_a_decay_to_nothing_begins_anew() -> None:
-    case = Case(B=1, HKV=1, T=30, decay=1)
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_minus_infinity_is_a_reset(backend: str, delay: int) -> None:
+    """The first token, two in a row and others within chunks, of which some are masked and are none."""
+    case = Case(B=2, HKV=2, group=2, T=50, F=5, V=3, decay=1, state=True, masked=True, delay=delay)
+    x, resets = case.inputs(), [0, 13, 14, 30, 45]
+    x["log_decay"][:, :, resets] = -torch.inf
+    leaves = {name: x[name].double().requires_grad_() for name in LEAVES}
+    exact = recurrence(leaves, x["key_mask"], delay)
+    torch.autograd.backward(list(exact.values()), [x[name].double() for name in ("do", "dkv")])
+    exact |= {f"d{name}": leaf.grad for name, leaf in leaves.items()}
+    found = run(case, backend, x)
+    for name, y in found.items():
+        torch.testing.assert_close(y.double(), exact[name].detach(), rtol=1e-4, atol=1e-4, msg=name)
+    assert (found["dlog_decay"][:, :, resets] == 0).all()
+
+
+def recurrence(x: dict[str, Tensor], key_mask: Tensor, delay: int) -> dict[str, Tensor]:
+    """Read one token after the other; what a reset forgets is multiplied by 0."""
+    q, k, v, beta, g, s = (x[name] for name in LEAVES)
+    q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+    o = []
+    for t in range(q.shape[2]):
+        if (j := t - delay) >= 0:
+            real = key_mask[:, j, None]
+            s = torch.where(real, g[:, :, j], 0).exp()[..., None, None] * s
+            error = v[:, :, j] - torch.einsum("bhf,bhfv->bhv", k[:, :, j], s)
+            written = torch.einsum("bhf,bhv->bhfv", k[:, :, j], (beta[:, :, j] * real)[..., None] * error)
+            s = s + written
+        o.append(torch.einsum("bhf,bhfv->bhv", q[:, :, t], s.repeat_interleave(q.shape[1] // k.shape[1], 1)))
+    return {"o": torch.stack(o, 2), "kv": s}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", torch.float32), ("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32)],
+)
+def test_nothing_crosses_a_reset(backend: str, dtype: torch.dtype) -> None:
+    """Neither values nor gradients, to the last bit; and in packed texts as in texts of their own."""
+    case = Case(B=1, HKV=1, group=2, T=40, decay=1, state=True, dtype=dtype)
     x = case.inputs()
-    x["log_decay"][:, :, 13] = -torch.inf
-    q, k, v, beta, g = (x[name] for name in ("q", "k", "v", "beta", "log_decay"))
-    o, state = delta_rule(q, k, v, beta, g)
-    g = g.clone()
-    g[:, :, 13] = 0
-    later, end = delta_rule(*(y[:, :, 13:] for y in (q, k, v, beta, g)))
-    torch.testing.assert_close(o[:, :, 13:], later)
-    torch.testing.assert_close(state.kv, end.kv)
-    assert all(y.isfinite().all() for y in run(case, "torch", x).values())
+    x["log_decay"][:, :, 21] = -torch.inf
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    x |= {"kv0": 1e30 * x["kv0"].to(state_dtype), "log_decay": x["log_decay"].to(state_dtype)}
+    past = torch.arange(40) < 21
+    changed = x | {"v": torch.where(past[:, None], 1e4 * x["v"], x["v"]), "kv0": -x["kv0"]}
+    clean, found = run(case, backend, x, gradients=False), run(case, backend, changed, gradients=False)
+    assert clean["o"].isfinite().all()
+    assert torch.equal(found["o"][:, :, 21:], clean["o"][:, :, 21:])
+    assert torch.equal(found["kv"], clean["kv"])
+    later = run(case, backend, x | {"do": x["do"] * ~past[:, None]})
+    for name in ("dq", "dk", "dv", "dbeta"):
+        assert not later[name][:, :, :21].any(), name
+        assert later[name].isfinite().all(), name
+    assert not later["dlog_decay"][:, :, :22].any()
+    assert not later["dkv0"].any()
+    assert x["log_decay"][0, 0, 21] == -torch.inf
+    lengths = (10, 0, 30)
+    states = {name: x[name].expand(3, -1, -1, -1) for name in ("kv0", "dkv")}
+    packed = replace(case, lengths=lengths, state=False)
+    whole = run(packed, backend, x | states | {"cu_seqlens": torch.tensor((0, *lengths)).cumsum(0)})
+    for n, (a, b) in ((0, (0, 10)), (2, (10, 40))):
+        piece = {name: y if "kv" in name else y[:, :, a:b] for name, y in x.items()}
+        for name, y in run(replace(case, state=False), backend, piece).items():
+            if name != "dkv0":
+                other = whole[name][n : n + 1] if name == "kv" else whole[name][:, :, a:b]
+                torch.testing.assert_close(other, y, msg=name)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_nothing_is_lost_behind_strong_decays(backend: str) -> None:
+    """Sums of log decays grow to thousands within a chunk, and differences of a hundredth still count."""
+    case = Case(B=1, HKV=1, T=64, decay=0.05)
+    x = case.inputs()
+    x["log_decay"] = torch.where(torch.arange(64) % 4 == 0, -1000.0, -0.05).expand(1, 1, -1)
+    exact = run(case, "reference", x | {"log_decay": x["log_decay"].clamp(min=-700)})
+    found = run(case, backend, x)
+    for name in ("o", "kv", "dv", "dlog_decay"):
+        error = (found[name].double() - exact[name]).norm() / exact[name].norm()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_step_forgets_all_at_a_log_decay_of_minus_infinity(backend: str, tokens: int) -> None:
+    x = Case(B=1, HKV=2, T=tokens, F=20, V=17, decay=1).inputs()
+    x["log_decay"][:, :, 0] = -torch.inf
+    q, k, v, beta, g = (x[name] for name in LEAVES[:5])
+    before, expected = (torch.full((1, 2, 20, 17), size) for size in (1e30, 0.0))
+    o = delta_step_(q, k, v, beta, g, DeltaRuleState(before), backend=backend)
+    torch.testing.assert_close(
+        o, delta_step_(q, k, v, beta, g.clamp(min=-1), DeltaRuleState(expected), backend=backend)
+    )
+    torch.testing.assert_close(before, expected)
 
 
 def test_one_key_written_over_and_over_stays_bounded() -> None:

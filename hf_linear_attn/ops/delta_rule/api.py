@@ -78,7 +78,8 @@ def delta_rule(
         v: Values ``[B, HKV, S, V]``, q's dtype.
         beta: How much of what stands at a key is replaced ``[B, HKV, S]``, in 0..2, of any floating dtype.
         log_decay: g, the logarithm of what a token leaves of the state ``[B, HKV, S]``, at most 0, of any floating
-            dtype; below -80 it counts as -80. None for no decay.
+            dtype. Minus infinity is a reset: the state is 0 before the token is written, and no gradient crosses it;
+            below -1000 it counts as that. None for no decay.
         key_mask: ``[B, S]`` bool, True = a real token. A masked key neither writes nor fades, whatever it holds.
         cu_seqlens: ``[N + 1]`` int32 or int64, ``0 = c_0 <= c_1 <= ... <= c_N = T``: boundaries of N sequences
             packed along T; then ``B == 1``, and states have N rows.

@@ -123,7 +123,7 @@ class _Span:
         self.before = self.after = self.whole = self.beta.new_ones(())
         kk = self.k @ self.k.mT
         if tokens.log_decay is not None:
-            g = tokens.keys(tokens.log_decay, span).double().clamp_(min=LEAST_LOG_DECAY)
+            g = tokens.keys(tokens.log_decay, span).double().clamp(min=LEAST_LOG_DECAY)
             b = g.cumsum(2)
             later = torch.ones(b.shape[2], b.shape[2], dtype=torch.bool, device=b.device).triu_(1)
             self.within = (b - b.mT).masked_fill_(later, -torch.inf).to(kk.dtype).exp_()

@@ -10,7 +10,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY, broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
@@ -96,7 +96,8 @@ def linear_attention(
             ``"reference"`` (float64, quadratic). A backend asked for by name is used or refused.
         positions: ``[B, T]`` int64 token positions, for position-dependent feature maps.
         log_decay: ``[B, HKV, S]``, <= 0, any floating dtype: by whose exponential the sums fade when a key comes; None
-            where they do not, and where not causal. Masked keys fade nothing.
+            where they do not, and where not causal. Masked keys fade nothing. Minus infinity is a reset: the sums are
+            0 before the key is added, and no gradient crosses it; below -1000 it counts as that.
 
     Returns:
         ``o [B, H, T, V]`` in q's dtype, and with ``return_state`` the pair ``(o, state)``.
@@ -146,7 +147,7 @@ def linear_attention(
         # Chosen last: features may be wider than heads, and kernels hold only so much.
         call = LinearCall(q, k, v, key_mask, cu_seqlens, state, log_decay, phi, causal, delay, eps)
         function, is_kernel = _backend(backend, call)
-        broken = None if is_kernel else broken_keys(k, v, *(() if log_decay is None else (log_decay,)))
+        broken = None if is_kernel else _broken(call)
         if broken is not None:
             log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
             call = call._replace(k=without(k, broken), v=without(v, broken), log_decay=log_decay)
@@ -158,6 +159,13 @@ def linear_attention(
             if return_state:
                 final = LinearAttentionState(keep(final.kv, kept), keep(final.z, kept))
     return (o, final) if return_state else o
+
+
+def _broken(call: LinearCall) -> Tensor | None:
+    """Tell which keys, values or log decays are broken, ``[B, HKV, S]`` bool; None where it is known that none are."""
+    # A decay to nothing is one.
+    decays = () if call.log_decay is None else (call.log_decay.clamp(min=LEAST_LOG_DECAY),)
+    return broken_keys(call.k, call.v, *decays)
 
 
 Backend = Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]

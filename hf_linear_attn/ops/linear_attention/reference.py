@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.state import LinearAttentionState
 
@@ -40,9 +41,10 @@ def linear_attention_reference(call: LinearCall) -> tuple[Tensor, LinearAttentio
     folded, faded = max(k.shape[2] - delay, 0), None
     if log_decay is not None:
         # What has faded since the first token: when each key comes, for each query, and at the end.
-        keys = log_decay.double().cumsum(-1)
+        log_decay = log_decay.double().clamp(min=LEAST_LOG_DECAY)
+        keys = log_decay.cumsum(-1)
         faded = F.pad(keys[:, :, :folded], (k.shape[2] - folded, 0))
-        left = log_decay[:, :, :folded].double().sum(-1, keepdim=True)
+        left = log_decay[:, :, :folded].sum(-1, keepdim=True)
         since = (faded[..., None] - keys[:, :, None]).clamp(max=0).exp()
         scores = scores * since.repeat_interleave(groups, 1)
     if call.causal:

@@ -26,11 +26,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
 from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
+from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
@@ -85,7 +87,7 @@ class _Walk:
         self.q, self.k, self.v, self.phi = q, k, v, phi
         self.mask = None if key_mask is None else key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
         # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
-        self.log_decay = None if log_decay is None else log_decay[..., None].double()
+        self.log_decay = None if log_decay is None else log_decay[..., None].double().clamp(min=LEAST_LOG_DECAY)
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
 
     def cut(self, x: Tensor, span: Span) -> Tensor:
@@ -362,9 +364,9 @@ def chunked_backward(
                 near.add_products_(db, span, phi_k, dphi, -1)
             near.derive(dk_rows, near.k, span, near.masked_(dphi, span), phi_k)
             near.paste(dv_rows, span, dv1[..., :-1])
-        if db is not None and at_end is not None:
+        if db is not None and at_end is not None and near.log_decay is not None:
             after = db[..., 0].flip(2).cumsum(2).flip(2) + at_end.view(*db.shape[:2], 1)
-            dlog_decay[:, :, k_tokens][:, :, : after.shape[2]] = after
+            dlog_decay[:, :, k_tokens][:, :, : after.shape[2]] = _until_reset(after, near.log_decay)
         for span in pieces(lead, SPAN):
             r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
         if causal:
@@ -380,6 +382,17 @@ def chunked_backward(
         r1 = split(r1, 0, r1.shape[0] // k.shape[1])
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
     return dq, dk, dv, dkv0, dz0, dlog_decay
+
+
+def _until_reset(after: Tensor, log_decay: Tensor) -> Tensor:
+    """Return sums ``[B, HKV, T]`` over all tokens from each one on without those from the next reset on, 0 at resets.
+
+    There they are 0 but for what was rounded, which would be all that is left of small gradients before large ones.
+    """
+    places = torch.arange(after.shape[2], device=after.device)
+    places = places.where(log_decay[..., 0] <= LEAST_LOG_DECAY, after.shape[2])
+    following = places.flip(2).cummin(2).values.flip(2)
+    return after - F.pad(after, (0, 1)).gather(2, following)
 
 
 def _like_decay(q: Tensor, log_decay: Tensor | None) -> Tensor:

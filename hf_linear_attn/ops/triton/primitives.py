@@ -49,8 +49,40 @@ def exact(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def log2_decay(g):
-    """Return a log decay as a power of 2, not smaller than what fp32 tells apart."""
+    """Return a log decay as a power of 2; one whose power is 0, minus infinity too, as a finite number."""
     return tl.maximum(g.to(tl.float32), LEAST, propagate_nan=ALL) * LOG2E
+
+
+@triton.jit
+def resets(g, counts):
+    """Return 1 where a log decay leaves nothing of what came before, else 0."""
+    return (tl.load(g, mask=counts, other=0.0).to(tl.float32) <= LEAST).to(tl.int32)
+
+
+@triton.jit
+def sum_anew(a, of_a, b, of_b):
+    """Add up neighbours in a scan, that begins anew at a reset."""
+    return tl.where(of_b != 0, b, a + b), of_a | of_b
+
+
+@triton.jit
+def in_two(x):
+    """Return numbers of fp64 as two of fp32 whose sum they are."""
+    high = x.to(tl.float32)
+    return high, (x - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def back(sums):
+    """Return sums for a matrix whose rows come before its columns."""
+    return -sums[0], -sums[1]
+
+
+@triton.jit
+def between(later, earlier):
+    """Return what log decays sum up to from columns' tokens to rows', at most 0; sums are two numbers of fp32 each."""
+    high = later[0][:, None] - earlier[0][None, :]
+    return tl.minimum(high + (later[1][:, None] - earlier[1][None, :]), 0.0)
 
 
 @triton.jit

@@ -42,9 +42,11 @@ from hf_linear_attn.ops.triton.primitives import (
     load_operand,
     operand,
     product,
+    resets,
     rows_before,
     segment_bounds,
     store_tile,
+    sum_anew,
 )
 
 
@@ -243,7 +245,6 @@ def dq_kernel(
         pairs = dp * product(x, tl.trans(y), PRECISION) * scale[:, None]
         pairs = tl.where(ot[:, None] > ot[None, :], pairs, 0.0)
         dg = tl.sum(acc * x.to(tl.float32), 1) * scale + tl.sum(pairs, 1) - tl.sum(pairs, 0)
-        dg = tl.cumsum(dg, 0, reverse=True)
         tl.store(dg_q + (row * HKV * G + i_h) * T + c + ot, dg, mask=rows)
     acc = dot(operand(dp, y.dtype, PRECISION), y, acc, PRECISION)
     acc = of_units(acc, x.to(tl.float32) * scale[:, None], NORM) * scale[:, None]
@@ -252,9 +253,9 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=["T", "NSEG", "delay", "m_b"])
 def dk_kernel(
-    q, k, beta, do, mask, inverse, u, dn, b, r, states, ends, dk, dv, dbeta, dg, dg_q, table,
+    q, k, beta, g, do, mask, inverse, u, dn, b, r, states, ends, dk, dv, dbeta, dg, dg_q, table,
     T, NSEG, delay, HKV, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, beta_b, beta_h, beta_t, do_b, do_h, do_t,
+    q_b, q_h, q_t, k_b, k_h, k_t, beta_b, beta_h, beta_t, g_b, g_h, g_t, do_b, do_h, do_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dbeta_b, dbeta_h, dbeta_t, dg_b, dg_h, dg_t, m_b,
     F: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     GATED: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
@@ -279,6 +280,7 @@ def dk_kernel(
     dv += row * dv_b + h * dv_h + c * dv_t
     dbeta += row * dbeta_b + h * dbeta_h + c * dbeta_t
     if GATED:
+        g += row * g_b + h * g_h + c * g_t
         dg += row * dg_b + h * dg_h + c * dg_t
     if MASKED:
         mask += row * m_b
@@ -289,6 +291,7 @@ def dk_kernel(
         dv -= delay.to(tl.int64) * dv_t
         dbeta -= delay.to(tl.int64) * dbeta_t
         if GATED:
+            g -= delay.to(tl.int64) * g_t
             dg -= delay.to(tl.int64) * dg_t
         if MASKED:
             mask -= delay
@@ -361,8 +364,8 @@ def dk_kernel(
         if GATED:
             of_future += tl.sum(share * x.to(tl.float32), 1)
     decay = tl.zeros([BT], tl.float32)
-    for g in range(G):
-        i_h = h * G + g
+    for i in range(G):
+        i_h = h * G + i
         dp = tl.zeros([BT, BT], tl.float32)
         for d in range(0, V, BV):
             ov = d + tl.arange(0, BV)
@@ -383,7 +386,10 @@ def dk_kernel(
     d_weight = tl.where(counts, d_weight, 0.0)
     tl.store(dbeta + ot * dbeta_t, d_weight.to(dbeta.dtype.element_ty), mask=there)
     if GATED:
-        decay += tl.cumsum(of_past * scale + of_pairs, 0, reverse=True)
+        # From a reset on nothing is drawn from before it, but for what was rounded.
+        is_reset = resets(g + ot * g_t, counts)
+        decay = tl.where(is_reset == 0, decay + of_past * scale + of_pairs, 0.0)
+        decay, _ = tl.associative_scan((decay, is_reset), 0, sum_anew, reverse=True)
         of_future *= scale
         decay += tl.cumsum(of_future, 0) - of_future + all_of_it * of_state
         decay = tl.where(counts, decay, 0.0)
@@ -428,11 +434,13 @@ def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[
     F, V, HKV, H = p.k.shape[3], p.v.shape[3], p.k.shape[1], p.q.shape[1]
     dn, ends = p.of_keys(V), p.states(chunks)
     dg_q = None if p.log_decay is None else p.numbers(H)
+    # Without a decay no kernel reads it.
+    gate = p.beta if p.log_decay is None else p.log_decay
     arguments = {
         **p.shared(chunks),
         **{"q": p.q, "do": do, "b": found.b, "r": found.r, "inverse": found.inverse, "w": found.w, "u": found.u},
         **{"states": found.states, "ends": ends, "dn": dn, "dkv": dkv, "dkv0": out.dkv0, "dg_q": dg_q},
-        **{"dq": out.dq, "dk": out.dk, "dv": out.dv, "dbeta": out.dbeta, "dg": out.dg},
+        **{"dq": out.dq, "dk": out.dk, "dv": out.dv, "dbeta": out.dbeta, "g": gate, "dg": out.dg},
         **{"G": H // HKV, "BK": min(64, p.padded(F)), "BD": p.padded(F), "FINAL": dkv is not None},
         **strides("q", p.q),
         **strides("do", do),
@@ -440,6 +448,7 @@ def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[
         **strides("dk", out.dk),
         **strides("dv", out.dv),
         **strides("dbeta", out.dbeta),
+        **strides("g", gate),
         **strides("dg", p.beta if p.log_decay is None else out.dg),
     }
     q, k, u, states = p.q, p.k, found.u, found.states

@@ -17,6 +17,7 @@ Operands have the input's dtype, accumulators are fp32.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,6 +30,7 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     length_scale,
     load_decay,
     sequence_bounds,
+    store_sums,
     unit_inverse,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
@@ -36,6 +38,7 @@ from hf_linear_attn.ops.triton.plan import Launch, Segments, strides
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     exact,
+    in_two,
     key_rows,
     load_operand,
     log2_decay,
@@ -85,15 +88,15 @@ def inverse_kernel(
     _, counts_2 = key_rows(mask, c, rows_2, BH + oh, first, delay, MASKED, DELAYED)
     weight_1 = tl.load(beta + oh * beta_t, mask=counts_1, other=0.0).to(tl.float32)
     weight_2 = tl.load(beta + (BH + oh) * beta_t, mask=counts_2, other=0.0).to(tl.float32)
-    sums_1 = tl.full([BH], 1.0, tl.float32)
-    sums_2 = sums_1
+    sums_1 = None
+    sums_2 = None
     if GATED:
-        sums_1 = log2_decay(tl.load(g + oh * g_t, mask=counts_1, other=0.0))
-        sums_2 = log2_decay(tl.load(g + (BH + oh) * g_t, mask=counts_2, other=0.0))
-        sums_2 = tl.cumsum(sums_2, 0) + tl.sum(sums_1)
-        sums_1 = tl.cumsum(sums_1, 0)
-        tl.store(b + at + oh, sums_1, mask=rows_1)
-        tl.store(b + at + BH + oh, sums_2, mask=rows_2)
+        x = log2_decay(tl.load(g + oh * g_t, mask=counts_1, other=0.0)).to(tl.float64)
+        y = log2_decay(tl.load(g + (BH + oh) * g_t, mask=counts_2, other=0.0)).to(tl.float64)
+        sums_1 = in_two(tl.cumsum(x, 0))
+        sums_2 = in_two(tl.cumsum(y, 0) + tl.sum(x))
+        store_sums(b, at + oh, sums_1, rows_1)
+        store_sums(b, at + BH + oh, sums_2, rows_2)
     p = tl.zeros([BH, BH], tl.float32)
     q = tl.zeros([BH, BH], tl.float32)
     below = tl.zeros([BH, BH], tl.float32)
@@ -321,7 +324,7 @@ class Walked(NamedTuple):
         inverse: X ``[B, HKV, T, C]``.
         w: W ``[B, HKV, T, F]``.
         u: R ``[B, HKV, T, V]``.
-        b: Sums of log decays to base 2 ``[B, HKV, T]``, or None.
+        b: Sums of log decays to base 2, as two numbers whose sum they are ``[B, HKV, T, 2]``, or None.
         r: Reciprocal lengths of keys ``[B, HKV, T]``, or None.
         states: State before each chunk ``[chunks, HKV, F, V]``.
     """
@@ -356,7 +359,7 @@ def walk_launches(p: DeltaProblem, chunks: Segments, kv: Tensor) -> tuple[Walked
         p.of_keys(p.tokens),
         p.of_keys(F),
         p.of_keys(V),
-        None if g is None else p.numbers(HKV),
+        None if g is None else p.of_keys(2, torch.float32),
         p.numbers(HKV) if p.l2norm else None,
         p.states(chunks),
     )

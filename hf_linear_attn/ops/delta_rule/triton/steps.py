@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
-from hf_linear_attn.ops.triton.primitives import exact
+from hf_linear_attn.ops.triton.primitives import back, between, exact
 
 EPS = tl.constexpr(NORM_EPS)
 BASE: tl.constexpr = tl.constexpr(16)
@@ -50,7 +50,7 @@ def length_scale(squares, NORM: tl.constexpr):
 def decay_between(b, earlier, visible, GATED: tl.constexpr):
     """Return what is left of column j's token at row i, 0 where not visible; sums of log decays are to base 2."""
     if GATED:
-        return tl.where(visible, tl.exp2(tl.minimum(b[:, None] - earlier[None, :], 0.0)), 0.0)
+        return tl.where(visible, tl.exp2(between(b, earlier)), 0.0)
     else:
         return tl.where(visible, 1.0, 0.0)
 
@@ -59,9 +59,16 @@ def decay_between(b, earlier, visible, GATED: tl.constexpr):
 def decay_since(b, visible, GATED: tl.constexpr):
     """Return the transpose of :func:`decay_between`: what is left of row i's token at row j."""
     if GATED:
-        return tl.where(visible, tl.exp2(tl.minimum(b[None, :] - b[:, None], 0.0)), 0.0)
+        return tl.where(visible, tl.exp2(between(back(b), back(b))), 0.0)
     else:
         return tl.where(visible, 1.0, 0.0)
+
+
+@triton.jit
+def store_sums(b, at, sums, rows):
+    """Store sums of log decays, two numbers of fp32 each: a difference is as exact behind a reset as before it."""
+    tl.store(b + 2 * at, sums[0], mask=rows)
+    tl.store(b + 2 * at + 1, sums[1], mask=rows)
 
 
 @triton.jit
@@ -69,23 +76,24 @@ def load_decay(b, at, c, end, ot, GATED: tl.constexpr):
     """Return a chunk's sums of log decays, what they leave until its end, and what all of them leave."""
     if GATED:
         rows = ot < (end - c).to(tl.int32)
-        sums = tl.load(b + at + c + ot, mask=rows, other=0.0)
         last = tl.minimum(c + ot.shape[0], end) - 1
-        total = tl.load(b + at + last, mask=last >= c, other=0.0)
-        sums = tl.where(rows, sums, total)
-        return sums, tl.exp2(total - sums), tl.exp2(total)
+        total = tl.load(b + 2 * (at + last), mask=last >= c, other=0.0)
+        rest = tl.load(b + 2 * (at + last) + 1, mask=last >= c, other=0.0)
+        high = tl.where(rows, tl.load(b + 2 * (at + c + ot), mask=rows, other=0.0), total)
+        low = tl.where(rows, tl.load(b + 2 * (at + c + ot) + 1, mask=rows, other=0.0), rest)
+        return (high, low), tl.exp2((total - high) + (rest - low)), tl.exp2(total)
     else:
         one = tl.full(ot.shape, 1.0, tl.float32)
-        return one, one, 1.0
+        return (one, one), one, 1.0
 
 
 @triton.jit
 def faded(b, GATED: tl.constexpr):
     """Return what a chunk's tokens have left of the state before it."""
     if GATED:
-        return tl.exp2(b)
+        return tl.exp2(b[0])
     else:
-        return tl.full(b.shape, 1.0, tl.float32)
+        return b[0]
 
 
 @triton.jit

@@ -194,9 +194,9 @@ def backward_launches(
         shared["SOURCE"] = "segment" if ends.states is not None else "none" if seed[0] is None else "sequence"
         shared |= {"kv1": seed[0], "states": ends.states, "CAUSAL": p.causal}
         launches += key_launches(p, errors, out, wanted, shared, seed[1], segments, drawn)
-    if of_decay and drawn is not None and asked is not None:
+    if of_decay and p.log_decay is not None and drawn is not None and asked is not None:
         initial = out.dkv0, out.dz0
-        launches.append(fade_back_launch(p, segments, drawn, asked, out.dlog_decay, initial, starts, ends))
+        launches.append(fade_back_launch(p, p.log_decay, segments, drawn, asked, out.dlog_decay, initial, starts, ends))
     return out, launches
 
 

@@ -6,8 +6,9 @@ segment's start, are to base 2, and are added up in fp64: what is kept of them a
 A log decay scales what queries from its row on draw from keys before it. With U_j = phi_k . dphi_k, what all queries
 draw from key j, and T_i = phi_q . dphi_q, what query i draws from all keys, the gradient of a segment's first one is
 ``S . R``, of the state before it and that state's gradient, and with every row it grows by ``U - T``. Each segment
-begins anew, so that rounding does not add up over a sequence. Outputs are divided by the sum of their weights, so that
-T is nearly 0; but what was rounded in U is rounded in T, and is gone from their difference.
+begins anew, and each reset, whose own gradient is 0, so that rounding does not add up over a sequence. Outputs are
+divided by the sum of their weights, so that T is nearly 0; but what was rounded in U is rounded in T, and is gone from
+their difference.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -19,8 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.steps import whole_z
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, walk
-from hf_linear_attn.ops.triton.primitives import key_rows, log2_decay, phi, rows_before, segment_bounds
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
+from hf_linear_attn.ops.triton.primitives import (
+    in_two,
+    key_rows,
+    log2_decay,
+    phi,
+    resets,
+    rows_before,
+    segment_bounds,
+    sum_anew,
+)
 
 TILE = Tile(256, 1, 4, 1)
 """The same for every size: it reads one number per token and key head."""
@@ -52,10 +62,9 @@ def fade_kernel(
         rows = rows_before(end, c, ot)
         _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
         x = log2_decay(tl.load(g + (c + ot) * g_t, mask=counts, other=0.0)).to(tl.float64)
-        sums = total + tl.cumsum(x, 0)
-        high = sums.to(tl.float32)
+        high, low = in_two(total + tl.cumsum(x, 0))
         tl.store(b + c + ot, high, mask=rows)
-        tl.store(b + T + c + ot, (sums - high.to(tl.float64)).to(tl.float32), mask=rows)
+        tl.store(b + T + c + ot, low, mask=rows)
         total += tl.sum(x, 0)
     tl.store(totals + i_s * HKV + i_hk, total.to(tl.float32))
 
@@ -69,9 +78,9 @@ def products(x, acc, columns, MAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "m_b"])
 def fade_back_kernel(
-    drawn, asked, mask, dg, kv0, z0, dkv0, dz0, starts, start_parts, ends, end_parts, table,
+    g, drawn, asked, mask, dg, kv0, z0, dkv0, dz0, starts, start_parts, ends, end_parts, table,
     T, L, NSEG, delay, HKV,
-    dg_b, dg_h, dg_t, m_b,
+    g_b, g_h, g_t, dg_b, dg_h, dg_t, m_b,
     D: tl.constexpr, V: tl.constexpr, OF_K: tl.constexpr, OF_Q: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BT: tl.constexpr, STARTS: tl.constexpr, INITIAL: tl.constexpr,
     VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
@@ -114,12 +123,14 @@ def fade_back_kernel(
         w = tl.load(z0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
         of_z += w * tl.load(dz0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
     total = (tl.sum(acc) + tl.sum(of_z)).to(tl.float64)
+    g += row * g_b + i_hk * g_h
     dg += row * dg_b + i_hk * dg_h
     drawn += (row * HKV + i_hk) * OF_K * T
     asked += (row * HKV + i_hk) * OF_Q * T
     if MASKED:
         mask += row * m_b
     if DELAYED:
+        g -= delay.to(tl.int64) * g_t
         dg -= delay.to(tl.int64) * dg_t
         if MASKED:
             mask -= delay
@@ -131,9 +142,13 @@ def fade_back_kernel(
             grown += tl.load(drawn + i * T + c + ot, mask=rows, other=0.0)
         for i in range(OF_Q):
             grown -= tl.load(asked + i * T + c + ot, mask=rows, other=0.0)
-        found = tl.where(counts, total + tl.cumsum(grown, 0) - grown, 0.0)
+        is_reset = resets(g + (c + ot) * g_t, counts)
+        # What came before is added to the first row, where that is no reset.
+        joined = grown + tl.where((ot == 0) & (is_reset == 0), total, 0.0)
+        sums, _ = tl.associative_scan((joined, is_reset), 0, sum_anew)
+        found = tl.where(counts, sums - grown, 0.0)
         tl.store(dg + (c + ot) * dg_t, found.to(dg.dtype.element_ty), mask=there)
-        total += tl.sum(grown, 0)
+        total = tl.sum(tl.where(ot == BT - 1, sums, 0.0), 0)
 
 
 class Starts(NamedTuple):
@@ -175,7 +190,8 @@ def fade_launches(p: Problem, segments: Segments) -> tuple[Fades, list[Launch]]:
     totals = torch.empty(segments.count, HKV, dtype=torch.float32, device=device)
     arguments = {
         **{"g": g, "b": b, "totals": totals, "T": T, "HKV": HKV, "BT": TILE.tokens},
-        **{"g_b": g.stride(0), "g_h": g.stride(1), "g_t": g.stride(2), "VARLEN": p.cu_seqlens is not None},
+        **strides("g", g),
+        **{"VARLEN": p.cu_seqlens is not None},
         **p.keys(),
         **walk(segments),
     }
@@ -184,6 +200,7 @@ def fade_launches(p: Problem, segments: Segments) -> tuple[Fades, list[Launch]]:
 
 def fade_back_launch(
     p: Problem,
+    g: Tensor,
     segments: Segments,
     drawn: Tensor,
     asked: Tensor,
@@ -196,6 +213,7 @@ def fade_back_launch(
 
     Args:
         p: The problem.
+        g: Its log decays.
         segments: The segments for which the others hold.
         drawn: What queries draw from each key ``[B, HKV, tiles of features, T]``, whose sum over tiles is meant.
         asked: What each query draws ``[B, H, tiles of features, T]``, likewise.
@@ -211,11 +229,12 @@ def fade_back_launch(
         **{"kv0": p.kv0, "z0": p.z0, "dkv0": initial[0], "dz0": initial[1], "INITIAL": p.kv0 is not None},
         **{"starts": starts.states, "start_parts": starts.parts, "ends": ends.states, "end_parts": ends.parts},
         "STARTS": "none" if starts.states is None else stored,
-        **{"T": p.q.shape[2], "HKV": p.k.shape[1], "D": D, "V": V, "dg": dlog_decay},
-        **{"dg_b": dlog_decay.stride(0), "dg_h": dlog_decay.stride(1), "dg_t": dlog_decay.stride(2)},
+        **{"T": p.q.shape[2], "HKV": p.k.shape[1], "D": D, "V": V, "g": g, "dg": dlog_decay},
+        **strides("g", g),
+        **strides("dg", dlog_decay),
         **{"BD": padded(D), "BE": 1024, "BT": TILE.tokens, "VARLEN": p.cu_seqlens is not None},
         **p.keys(),
         **walk(segments),
     }
     programs = segments.count * p.k.shape[1]
-    return Launch("fade_back", fade_back_kernel, programs, arguments, TILE, (drawn, asked), (dlog_decay,))
+    return Launch("fade_back", fade_back_kernel, programs, arguments, TILE, (g, drawn, asked), (dlog_decay,))

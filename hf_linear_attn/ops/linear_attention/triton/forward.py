@@ -36,6 +36,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     is_broken,
     kept_by_chunk,
     read,
+    sums_at,
     sums_since,
     sums_until,
 )
@@ -271,11 +272,11 @@ def forward_kernel(
             z = tl.max(counted, 1)
         total = tl.sum(fq.to(tl.float32) * z[None, :], 1)
         if FADED:
-            since = sums_since(b, T, c, start, c, end, ot)
-            left = tl.exp2(since)
+            at = sums_at(b, T, c, end, ot)
+            left = tl.exp2(sums_since(b, T, c, start, c, end, ot))
             acc *= left[:, None]
             total *= left
-            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, PIN, since, since, FADED)
+            acc, p = attend(fq, fk, vv, 0.0, causal, acc, PRECISION, PIN, at, at, FADED)
             total += tl.sum(p, 1)
             kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
             s = fold(fk, faded(vv, kept, PRECISION), s * left, PRECISION)
@@ -376,12 +377,12 @@ def stored_forward_kernel(
     o3 = tl.arange(0, 16)
     z = load_tile(parts + sh * (3 * D), o3[:, None] * D + od[None, :], o3 < 3, od < D, EXACT_D)
     total = tl.sum(product(fq, tl.trans(z), PRECISION), 1)
-    since = 0.0
+    at = None
     if FADED:
         left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
         acc *= left[:, None]
         total *= left
-        since = sums_since(b, T, c, start, c, end, ot)
+        at = sums_at(b, T, c, end, ot)
     for j in range(start, tl.minimum(c + BT, end), BN):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
         # [BN, BD]
@@ -390,8 +391,8 @@ def stored_forward_kernel(
         vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
         if FADED:
-            before = sums_since(b, T, c, start, j, end, on)
-            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, since, before, FADED)
+            before = sums_at(b, T, j, end, on)
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, at, before, FADED)
         else:
             acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN)
         total += tl.sum(p, 1)

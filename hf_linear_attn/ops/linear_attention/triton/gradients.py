@@ -25,11 +25,13 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     in_parts,
     kept_by_chunk,
     read,
+    sums_at,
     sums_since,
     weighted_queries,
 )
 from hf_linear_attn.ops.triton.primitives import (
     INTERPRETED,
+    back,
     derivative,
     key_rows,
     load_features,
@@ -194,9 +196,9 @@ def dq_kernel(
                 k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
             )
             if FADED:
-                since = sums_since(b, T, c, start, c, end, ot)
-                acc *= tl.exp2(since)[:, None]
-                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, since, since, FADED, LAST=True)
+                at = sums_at(b, T, c, end, ot)
+                acc *= tl.exp2(sums_since(b, T, c, start, c, end, ot))[:, None]
+                acc, _p = attend(dd, vv, fk, dl[:, None], causal, acc, PRECISION, PIN, at, at, FADED, LAST=True)
                 kept, left = kept_by_chunk(b, T, c, start, end, ot, BT)
                 s = fold(vv, faded(fk, kept, PRECISION), s * left, PRECISION)
                 z = z * left + tl.sum(fk.to(tl.float32) * kept[:, None], 0)
@@ -278,11 +280,11 @@ def dk_kernel(
         vv = load_operand(v + c * v_t, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         acc = read(vv, r, PRECISION)
         acc += rz[None, :]
-        since = 0.0
+        at = None
         left = 1.0
         if FADED:
-            since = sums_since(b, T, c, start, c, end, ot)
-            left = tl.exp2(since)
+            at = back(sums_at(b, T, c, end, ot))
+            left = tl.exp2(sums_since(b, T, c, start, c, end, ot))
             kept, whole = kept_by_chunk(b, T, c, start, end, ot, BT)
             acc *= kept[:, None]
             r *= whole
@@ -301,9 +303,7 @@ def dk_kernel(
                 )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
                 if FADED:
-                    acc, _p = attend(
-                        vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, -since, -since, FADED, LAST=True
-                    )
+                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, at, at, FADED, LAST=True)
                     r = fold(dd, faded(fq, left, PRECISION), r, PRECISION)
                     rz -= tl.sum(fq.to(tl.float32) * (dl * left)[:, None], 0)
                 else:
@@ -378,11 +378,11 @@ def dv_kernel(
         # [BT, BD]
         fk = load_features(k + c * k_t, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         acc = read(fk, r, PRECISION)
-        since = 0.0
+        at = None
         left = 1.0
         if FADED:
-            since = sums_since(b, T, c, start, c, end, ot)
-            left = tl.exp2(since)
+            at = back(sums_at(b, T, c, end, ot))
+            left = tl.exp2(sums_since(b, T, c, start, c, end, ot))
             kept, whole = kept_by_chunk(b, T, c, start, end, ot, BT)
             acc *= kept[:, None]
             r *= whole
@@ -399,7 +399,7 @@ def dv_kernel(
                     do + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
                 )
                 if FADED:
-                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, PIN, -since, -since, FADED)
+                    acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, PIN, at, at, FADED)
                     r = fold(fq, faded(dd, left, PRECISION), r, PRECISION)
                 else:
                     acc, _p = attend(fk, fq, dd, 0.0, causal, acc, PRECISION, PIN)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, is_broken, sums_since, whole_z
+from hf_linear_attn.ops.linear_attention.triton.steps import fresh, guarded, is_broken, sums_at, sums_since, whole_z
 from hf_linear_attn.ops.triton.plan import Launch, Problem
 from hf_linear_attn.ops.triton.primitives import (
+    between,
     dot,
     key_rows,
     load_features,
@@ -113,12 +114,12 @@ def mend(
                     else:
                         y = tl.load(z + od, mask=od < D, other=0.0)
                     total += tl.sum(fq.to(tl.float32) * y[None, :], 1)
-            since = 0.0
+            at = None
             if FADED:
                 left = tl.exp2(sums_since(b, T, start, start, r, end, om))
                 acc *= left[:, None]
                 total *= left
-                since = sums_since(b, T, r, start, r, end, om)
+                at = sums_at(b, T, r, end, om)
             for j in range(start, tl.minimum(r + BM, stop), BM):
                 _, counts = key_rows(mask, j, rows_before(stop, j, om), om, first, delay, MASKED, DELAYED)
                 p = tl.zeros([BM, BM], tl.float32)
@@ -133,8 +134,7 @@ def mend(
                     p = dot(fq, tl.trans(fk), p, PRECISION)
                 vv = load_operand(v + j * v_t, om[:, None] * v_t + ov[None, :], counts, ov < V, False, PRECISION)
                 if FADED:
-                    before = sums_since(b, T, r, start, j, end, om)
-                    p *= tl.exp2(tl.minimum(since[:, None] - before[None, :], 0.0))
+                    p *= tl.exp2(between(at, sums_at(b, T, j, end, om)))
                 p = tl.where(r + om[:, None] >= j + om[None, :], p, 0.0)
                 acc = dot(operand(p, vv.dtype, PRECISION), vv, acc, PRECISION)
                 total += tl.sum(p, 1)

@@ -4,24 +4,25 @@ Every walk, forwards or in reverse, with a state in registers or in memory, does
 one of the tokens that they see: ``acc += tril(a b^T - less) c``, and where it carries a state ``S += b^T c``.
 
 Where sums fade (FADED), with b the sums of log decays up to a token, what lies between two tokens is a factor
-``exp(b_i - b_j)`` on a weight, or on a row before it is added to a state. Every factor is at most 1, and sums are taken
-from a tile's own beginning or end, so that no digits are lost in what a long sequence sums up to.
+``exp(b_i - b_j)`` on a weight, or on a row before it is added to a state. Every factor is at most 1. A sum is two
+numbers of fp32, and differences are taken of both, so that no digits are lost in what a long sequence sums up to, nor
+behind a reset, which is so large a term that nothing is left of what came before it.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.triton.primitives import dot, load_tile, opaque, operand, phi, product, rounded
+from hf_linear_attn.ops.triton.primitives import between, dot, load_tile, opaque, operand, phi, product, rounded
 
 
 @triton.jit
 def attend(
     a, b, c, less, visible, acc,
-    PRECISION: tl.constexpr, PIN: tl.constexpr, later=0.0, earlier=0.0,
+    PRECISION: tl.constexpr, PIN: tl.constexpr, of_rows=None, of_columns=None,
     FADED: tl.constexpr = False, APART: tl.constexpr = False, LAST: tl.constexpr = False,
 ):  # fmt: skip
-    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded by ``later - earlier``.
+    """Return ``acc + p c`` and ``p = a b^T - less`` where visible, else 0; faded :func:`between` rows and columns.
 
     ``LAST`` rounds weights to what products take after they are selected. Else the compiler rounds first and selects
     numbers of 16 bits one by one, which takes longer where something was subtracted.
@@ -31,7 +32,7 @@ def attend(
     """
     p = product(a, tl.trans(b), PRECISION) - less
     if FADED:
-        p *= tl.exp2(tl.minimum(later[:, None] - earlier[None, :], 0.0))
+        p *= tl.exp2(between(of_rows, of_columns))
     p = tl.where(visible, p, 0.0)
     if LAST:
         p = opaque(p, PIN)
@@ -95,6 +96,13 @@ def weighted_queries(
 
 
 @triton.jit
+def sums_at(b, T, c, end, ot):
+    """Return the sums of log decays up to the rows from ``c`` on, as :func:`between` takes them."""
+    at = c + tl.minimum(ot, (end - 1 - c).to(tl.int32))
+    return tl.load(b + at), tl.load(b + T + at)
+
+
+@triton.jit
 def sums_since(b, T, base, start, c, end, ot):
     """Return what log decays sum up to from row ``base`` to the rows from ``c`` on, as powers of 2.
 
@@ -108,9 +116,7 @@ def sums_since(b, T, base, start, c, end, ot):
         end: The segment's end; rows beyond it get what its last row has.
         ot: Rows asked for, from c on.
     """
-    at = c + tl.minimum(ot, (end - 1 - c).to(tl.int32))
-    high = tl.load(b + at)
-    low = tl.load(b + T + at)
+    high, low = sums_at(b, T, c, end, ot)
     known = base > start
     high -= tl.load(b + base - 1, mask=known, other=0.0)
     low -= tl.load(b + T + base - 1, mask=known, other=0.0)

@@ -12,12 +12,14 @@ import triton.language as tl
 from hf_linear_attn.ops.linear_attention.triton.fade import products
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
+    sums_at,
     sums_since,
     sums_until,
     weighted_queries,
     whole_z,
 )
 from hf_linear_attn.ops.triton.primitives import (
+    back,
     derivative,
     key_rows,
     load_features,
@@ -81,10 +83,10 @@ def stored_dq_kernel(
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(dd, tl.trans(s), PRECISION)
     acc -= dl[:, None] * whole_z(parts + sh * (3 * D), od, od < D, D)[None, :]
-    since = 0.0
+    at = None
     if FADED:
         acc *= tl.exp2(sums_since(b, T, start, start, c, end, ot))[:, None]
-        since = sums_since(b, T, c, start, c, end, ot)
+        at = sums_at(b, T, c, end, ot)
     for j in range(start, tl.minimum(c + BT, end), BN):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
         # [BN, BV]
@@ -93,8 +95,8 @@ def stored_dq_kernel(
         fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
         if FADED:
-            before = sums_since(b, T, c, start, j, end, on)
-            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, since, before, FADED, LAST=True)
+            before = sums_at(b, T, j, end, on)
+            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, at, before, FADED, LAST=True)
         else:
             acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, LAST=True)
     # [BT, BD]
@@ -164,9 +166,9 @@ def stored_dkv_kernel(
         # [BT, BD]
         fk = load_features(k, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         acc_v = product(fk, r, PRECISION)
-    since = 0.0
+    at = None
     if FADED:
-        since = sums_since(b, T, j, start, j, end, ot)
+        at = back(sums_at(b, T, j, end, ot))
         kept = tl.exp2(sums_until(b, T, end, start, j, end, ot))[:, None]
         if OF_K:
             acc_k *= kept
@@ -186,19 +188,17 @@ def stored_dkv_kernel(
                 do + i_h * do_h + c * do_t, on[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
             )
             visible = (c - j).to(tl.int32) + on[None, :] >= ot[:, None]
-            after = 0.0
+            after = None
             if FADED:
-                after = -sums_since(b, T, j, start, c, end, on)
+                after = back(sums_at(b, T, c, end, on))
             if OF_V:
                 acc_v, _p = attend(
-                    fk, fq, dd, 0.0, visible, acc_v, PRECISION, PIN, -since, after, FADED,
+                    fk, fq, dd, 0.0, visible, acc_v, PRECISION, PIN, at, after, FADED,
                     LAST=OF_K and MAP != "identity",
                 )  # fmt: skip
             if OF_K:
                 dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
-                acc_k, _p = attend(
-                    vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, -since, after, FADED, LAST=True
-                )
+                acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, at, after, FADED, LAST=True)
     if OF_K:
         # [BT, BD]
         x = load_tile(k, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
