@@ -4,7 +4,7 @@ The code file of saved folders imports :func:`linear_attention_class` from here.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from safetensors import SafetensorError
@@ -90,7 +90,7 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
     if not may_draw:
         otherwise = ", or pass ignore_mismatched_sizes=True for a new head"
         check_weights(info, "path", "a patched model", path, cls.__name__, otherwise)
-    return (model, info) if wants_info else model
+    return cast(PreTrainedModel, (model, info) if wants_info else model)
 
 
 def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:

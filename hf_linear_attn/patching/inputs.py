@@ -1,25 +1,24 @@
 """What reading a context asks of ids and masks."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 
-def check_ids(argument: str, ids: Any) -> Tensor:
+def check_ids(argument: str, ids: object) -> Tensor:
     """Return ids of tokens, if a value is a tensor of such.
 
     Raises:
         ArgumentTypeError: If it is none.
     """
-    if check_tensor(argument, ids).dtype not in (torch.int64, torch.int32):
-        raise ArgumentTypeError(argument, "be int64 or int32", ids.dtype, "Pass the ids that a tokenizer gave.")
-    return ids
+    found = check_tensor(argument, ids)
+    if found.dtype not in (torch.int64, torch.int32):
+        raise ArgumentTypeError(argument, "be int64 or int32", found.dtype, "Pass the ids that a tokenizer gave.")
+    return found
 
 
-def check_tensor(argument: str, value: Any) -> Tensor:
+def check_tensor(argument: str, value: object) -> Tensor:
     """Return a value, if it is a tensor.
 
     Raises:
@@ -32,7 +31,7 @@ def check_tensor(argument: str, value: Any) -> Tensor:
     return value
 
 
-def left_padded(mask: Any, ids: Tensor) -> Tensor:
+def left_padded(mask: Tensor, ids: Tensor) -> Tensor:
     """Return a mask of texts as int64, if it is padded on the left.
 
     Args:

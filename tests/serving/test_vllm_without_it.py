@@ -70,7 +70,8 @@ def test_tensors_of_all_pages_are_aligned(settings, dtype):
         (None, r"`linear_attention` must stand in config.json of a converted folder.*\(the/folder\)"),
         ({"format_version": 99}, "`format_version` must be at most .* got 99"),
         ({"format_version": 1, "mystery": 1}, "must hold known settings only"),
-        ({"format_version": 1}, "`layers` must be named by a converted folder"),
+        ({"format_version": 1}, "`linear_attention` must hold every setting of its format"),
+        (SETTINGS.to_dict() | {"layers": None}, "`layers` must be named by a converted folder"),
     ],
 )
 def test_folders_that_are_refused(values, error):
