@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
 
     facts: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/run.py --suite", suite, *argv]),
+        "command": shlex.join(["python", "benchmarks/run.py", "--suite", suite, *argv]),
         "commit": git("rev-parse", "HEAD") or None,
         "uncommitted_changes": bool(git("status", "--porcelain", "--", "hf_linear_attn", "benchmarks")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -5,10 +5,11 @@ other causal language model, a folder or a hub name, takes its place with --mode
 """
 
 import copy
-import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -18,10 +19,10 @@ from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.models import load_teacher
 from hf_linear_attn.distill.settings import RECOMMENDED
-from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
 from hf_linear_attn.evaluation.report import headlines
-from hf_linear_attn.loading import load_tokenizer, make_folder
+from hf_linear_attn.files import output_folder, remove
+from hf_linear_attn.loading import load_tokenizer
 from hf_linear_attn.shell import next_step, shell
 
 TEACHER = Path(__file__).parent / "teacher"
@@ -38,7 +39,7 @@ class Arguments:
     Args:
         model: Softmax checkpoint: a folder or a hub name.
         output_dir: Where report, results and student go.
-        overwrite: Replace what an earlier run left there.
+        overwrite: Replace what an earlier run left there; files of other names stay.
         feature_map: One of those that `hf-linear-attn maps` lists.
         window: Last tokens that are attended to exactly.
         sinks: First tokens that are attended to exactly.
@@ -76,10 +77,24 @@ def read_arguments() -> Arguments:
 
 
 def main() -> None:
-    """Run the three steps: distil, distil the baseline, evaluate."""
+    """Make student and report, and put them where they are to be."""
     arguments = read_arguments()
     logging.disable_progress_bar()
-    folder = output_folder(arguments)
+    folder = output_folder(arguments.output_dir, inputs={"model": [arguments.model]}, overwrite=arguments.overwrite)
+    # The earlier report is whole until this one is ready to take its place.
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as fresh:
+        results = run(arguments, Path(fresh))
+        for path in Path(fresh).iterdir():
+            remove(folder, [path.name])
+            path.rename(folder / path.name)
+    for one in headlines(results):
+        print(one)
+    print(f"Report: {folder / 'report.html'}\nStudent: {folder / 'student'}")
+    next_step("open the report; `python examples/long_context_eval.py` measures the student at longer context.")
+
+
+def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
+    """Run the three steps: distil, distil the baseline, evaluate; return the results."""
     settings = DistillationSettings(
         feature_map=arguments.feature_map,
         window=arguments.window,
@@ -97,10 +112,7 @@ def main() -> None:
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
     patched = settings.convert(copy.deepcopy(teacher))
-    # The earlier report is whole until this one is ready to take its place.
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    evaluation = evaluation_settings(arguments, fresh)
+    evaluation = evaluation_settings(arguments, folder)
     check_evaluation(evaluation, model=patched, tokenizer=tokenizer, teacher=teacher)
     data = load_data(settings, tokenizer)
 
@@ -128,23 +140,10 @@ def main() -> None:
             "linear_branch_off_nats": measured["linear_off"]["late_loss_nats"] - measured["late_loss_nats"],
         },
     )
-    write_report(results, fresh)
-    student.save_pretrained(fresh / "student")
-    tokenizer.save_pretrained(fresh / "student")
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
-    for one in headlines(results):
-        print(one)
-    print(f"Report: {folder / 'report.html'}\nStudent: {folder / 'student'}")
-    next_step("open the report; `python examples/long_context_eval.py` measures the student at longer context.")
-
-
-def output_folder(arguments: Arguments) -> Path:
-    """Return the folder to write, made if need be."""
-    folder = make_folder(arguments.output_dir)
-    if any(folder.iterdir()) and not arguments.overwrite:
-        raise ArgumentError("output_dir", "be new or empty", str(folder), "Choose another, or pass --overwrite.")
-    return folder
+    write_report(results, folder)
+    student.save_pretrained(folder / "student")
+    tokenizer.save_pretrained(folder / "student")
+    return results
 
 
 def evaluation_settings(arguments: Arguments, folder: Path) -> EvaluationSettings:

@@ -1,14 +1,147 @@
-"""Files written so that a kill, or a full disk, never leaves a part of one."""
+"""Files written so that no file of the user's is lost, and that a kill or a full disk never leaves a part of one."""
 
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hf_linear_attn.errors import CheckpointError
+from hf_linear_attn.errors import ArgumentError, CheckpointError
+
+LOCK = ".lock"
+"""What keeps other runs out of a folder; a folder that holds nothing else is empty."""
+
+_MOST_NAMES = 5
+"""Entries of a folder that a message lists."""
+
+
+def output_folder(
+    path: str | Path,
+    argument: str = "output_dir",
+    *,
+    inputs: Mapping[str, Iterable[object]],
+    marks: Iterable[str] = (),
+    overwrite: bool = False,
+) -> Path:
+    """Make a folder to write to, and see that no file of the user's is lost there.
+
+    It is refused where it is the folder of an input, lies inside of one, or holds one, by whatever path or link; and
+    where it has files that are no earlier run's. What is refused is left as it was.
+
+    Args:
+        path: The folder.
+        argument: Its name in messages.
+        inputs: Paths that the run reads, by argument; what is no path that exists, such as a hub name or None, is
+            passed over.
+        marks: Patterns of files by which a run tells its own folder, so that it goes on there.
+        overwrite: Whether files of others may be there; those of other names than a run's stay. Inputs may not.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ArgumentError: If it is refused, or cannot be written.
+    """
+    folder = Path(path)
+    for name, sources in inputs.items():
+        for source in sources:
+            if isinstance(source, str | Path) and source != "" and _shares(folder, Path(source)):
+                raise ArgumentError(
+                    argument,
+                    f"be apart from `{name}`, {str(source)!r}",
+                    str(path),
+                    "Choose another folder: no run writes to what it reads.",
+                )
+    if not overwrite:
+        _check_empty(folder, argument, marks)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ArgumentError(
+            argument, "be a folder that can be written", str(path), f"Choose another: {error.strerror}."
+        ) from error
+    return folder
+
+
+def paths_read(settings: object, names: Iterable[str], **loaded: object) -> dict[str, list[object]]:
+    """Return what a run reads, by argument, for :func:`output_folder`.
+
+    Args:
+        settings: The run's.
+        names: Those of them that name a path or several.
+        **loaded: Models and tokenizers in memory, by argument: what they were loaded from is read, too.
+    """
+    found: dict[str, list[object]] = {}
+    for name in names:
+        given = getattr(settings, name, None)
+        found[name] = [*given] if isinstance(given, list | tuple) else [given]
+    for name, one in loaded.items():
+        found.setdefault(name, []).append(getattr(one, "name_or_path", None))
+    return found
+
+
+def _shares(folder: Path, source: Path) -> bool:
+    """Tell whether a folder is an input, lies inside of it, holds it, or has a link to a file of it."""
+    own = _inode(source)
+    if own is None:
+        return False
+    real_folder, real_source = Path(os.path.realpath(folder)), Path(os.path.realpath(source))
+    above = {_inode(place) for place in (real_folder, *real_folder.parents)}
+    below = {_inode(place) for place in (real_source, *real_source.parents)}
+    read = {own, *_entries(source)}
+    return own in above or _inode(folder) in below - {None} or not read.isdisjoint(_entries(folder))
+
+
+def _entries(folder: Path) -> set[tuple[int, int] | None]:
+    """Return what a folder's entries are, through links."""
+    try:
+        return {_inode(entry) for entry in folder.iterdir()} - {None}
+    except OSError:
+        return set()
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or folder from all others, by whatever path; None where there is none."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _check_empty(folder: Path, argument: str, marks: Iterable[str]) -> None:
+    """Refuse a folder with files that are no run's.
+
+    Raises:
+        ArgumentError: If it has any.
+    """
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
+    except OSError:  # there is none, or it is none: making it says so
+        return
+    if names and not any(True for mark in marks for _ in folder.glob(mark)):
+        listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        raise ArgumentError(
+            argument,
+            "be new, empty or of a run that goes on" if marks else "be new or empty",
+            str(folder),
+            "Choose another, or pass --overwrite (overwrite=True), which replaces files of the same names.",
+            where=f"it holds {listed}",
+        )
+
+
+def remove(folder: Path, patterns: Iterable[str]) -> None:
+    """Remove what a run has made in a folder, by patterns of names."""
+    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def write_atomic(path: str | Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,24 +200,6 @@ def find_device(name: str, argument: str = "device") -> torch.device:
             argument, "be a device that can be used here", name, "Use one of those", available=usable
         ) from error
     return device
-
-
-def make_folder(path: str | Path, argument: str = "output_dir") -> Path:
-    """Make a folder if need be, and see that it can be written.
-
-    Raises:
-        ArgumentError: If it cannot.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ArgumentError(
-            argument, "be a folder that can be written", str(path), f"Choose another: {error.strerror}."
-        ) from error
-    return folder
 
 
 def read_text(path: str | Path, argument: str = "text_file") -> str:

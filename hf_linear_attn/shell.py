@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from hf_linear_attn.errors import HFLinearAttnError, TrainingError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: what ran has failed; what was asked cannot be done; Ctrl-C."""
+
+WITHOUT_OVERWRITE = "The same command without --overwrite goes on where it was."
+"""What is said after Ctrl-C of a run that began anew."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -48,6 +52,11 @@ def _end(program: str, message: str, status: int, error: BaseException) -> None:
     start = "\n" if status == INTERRUPTED and sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{program}: {' '.join(message.split())}\n")
     raise SystemExit(status) from error
+
+
+def command(*words: str) -> str:
+    """Return a command of this package for copying: words that a shell would take apart are quoted."""
+    return shlex.join(["hf-linear-attn", *words])
 
 
 def next_step(text: str) -> None:

@@ -12,7 +12,6 @@ import copy
 import json
 import math
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 made = made.with_changes(stages=["embed"], distill_steps=steps)
             runs.append(kept(key, lambda made=made: distilled(made, teacher, tokenizer, figures, heldout)))
     result = {
-        "provenance": provenance("encoders", list(map(shlex.quote, sys.argv[1:] if argv is None else argv)))
+        "provenance": provenance("encoders", list(sys.argv[1:] if argv is None else argv))
         | {"teacher": json.loads((folder / "training.json").read_text()), "distillation": settings.to_dict()},
         "students": students,
         "speed": kept("speed", lambda: speed(teacher, arguments.lengths, arguments.repeats)),

@@ -13,16 +13,16 @@ from hf_linear_attn.diagnostics.inspection import inspect_model
 from hf_linear_attn.diagnostics.report import can_draw, summary_table
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import available_feature_maps
+from hf_linear_attn.files import output_folder, paths_read
 from hf_linear_attn.loading import (
     find_device,
     load_model,
     load_tokenizer,
     load_users_maps,
-    make_folder,
     read_text,
 )
 from hf_linear_attn.patching import is_patched
-from hf_linear_attn.shell import next_step
+from hf_linear_attn.shell import command, next_step
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class InspectSettings:
         model: Folder or hub name of a causal language model, softmax or patched.
         text_file: UTF-8 text to look at.
         output_dir: Where the report goes.
+        overwrite: Replace an earlier report there.
         maps: Feature maps to compare; all where it is left out.
         feature_map_file: Python file that registers feature maps of your own.
         max_tokens: Most tokens of the text; 1024, or the model's positions where they are fewer, where it is left out.
@@ -45,6 +46,7 @@ class InspectSettings:
     model: str | None = None
     text_file: str | None = None
     output_dir: str = "inspection"
+    overwrite: bool = False
     maps: tuple[str, ...] | None = None
     feature_map_file: str | None = None
     max_tokens: int | None = None
@@ -76,7 +78,8 @@ def main(argv: Sequence[str]) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError("dtype", "be a floating dtype of torch", settings.dtype, "Use 'bfloat16'.")
     device = find_device(settings.device)
-    folder = make_folder(settings.output_dir)
+    read = paths_read(settings, ("model", "text_file", "feature_map_file"))
+    folder = output_folder(settings.output_dir, inputs=read, overwrite=settings.overwrite)
     name = str(settings.model)
     model = load_model(name, dtype=dtype)
     results = inspect_model(
@@ -85,6 +88,7 @@ def main(argv: Sequence[str]) -> None:
         text,
         folder,
         maps=settings.maps,
+        overwrite=settings.overwrite,
         max_tokens=settings.max_tokens,
         settings=ApproximationSettings(window=settings.window, sinks=settings.sinks),
     )
@@ -92,12 +96,13 @@ def main(argv: Sequence[str]) -> None:
     if not can_draw():
         sys.stderr.write("The report has tables alone: pip install 'hf_linear_attn[report]' brings its pictures.\n")
     if is_patched(model):
-        next_step(f"`hf-linear-attn evaluate --model {name}` measures what that is worth at long context.")
+        evaluation = command("evaluate", "--model", name, "--output-dir", "FOLDER")
+        next_step(f"`{evaluation}` measures what that is worth at long context.")
     else:
         best = next(iter(results["summary"]["maps"]))
+        distillation = command("distill", "--model", name, "--feature-map", "MAP", "--output-dir", "FOLDER")
         next_step(
-            f"`hf-linear-attn distill --model {name} --feature-map MAP --output-dir FOLDER` trains one; {best} is "
-            "nearest to softmax before training, learned maps get nearer."
+            f"`{distillation}` trains one; {best} is nearest to softmax before training, learned maps get nearer."
         )
 
 

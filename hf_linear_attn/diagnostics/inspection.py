@@ -18,7 +18,7 @@ from hf_linear_attn.diagnostics.report import EXACT, Pictures, summary_table, wr
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
-from hf_linear_attn.files import write_atomic
+from hf_linear_attn.files import output_folder, paths_read, write_atomic
 from hf_linear_attn.loading import position_limit
 from hf_linear_attn.patching import attention_layers, is_patched
 
@@ -36,6 +36,7 @@ def inspect_model(
     text: str,
     output_dir: str | Path | None = None,
     *,
+    overwrite: bool = False,
     maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     max_tokens: int | None = None,
     settings: ApproximationSettings | None = None,
@@ -50,6 +51,7 @@ def inspect_model(
         text: Text to look at; what goes beyond ``max_tokens`` is left out.
         output_dir: Where ``report.html``, ``inspection.json`` and ``table.md`` are written; None for nowhere. Without
             matplotlib the report has no pictures.
+        overwrite: Whether to replace an earlier report there.
         maps: Registered names, or names with the options of each; defaults to all maps. Softmax models only.
         max_tokens: Most tokens, >= 2; None for 1024, or the model's positions where they are fewer.
         settings: What is measured, and in how much memory; softmax models only.
@@ -60,13 +62,17 @@ def inspect_model(
         :func:`branch_usage`.
 
     Raises:
-        ArgumentError: If an argument is out of range, a map unknown, or the text too short.
+        ArgumentError: If an argument is out of range, a map unknown, the text too short, or the folder not empty, the
+            model's, or not to be written.
         UnsupportedError: If the model's attention cannot be observed.
 
     Example:
         >>> from hf_linear_attn.diagnostics import inspect_model
         >>> report = inspect_model(model, tokenizer, text, "inspection", maps=["elu", "hedgehog"])  # doctest: +SKIP
     """
+    if output_dir is not None:
+        read = paths_read(None, (), model=model, tokenizer=tokenizer)
+        output_folder(output_dir, inputs=read, overwrite=overwrite)
     ids = _tokens(model, tokenizer, text, max_tokens)
     device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
     results: dict[str, Any] = {
@@ -125,7 +131,6 @@ def _tokens(
 
 
 def _write(results: Mapping[str, Any], pictures: Pictures, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
     write_atomic(folder / "table.md", summary_table(results))
     write_report(results, pictures, folder / "report.html")

@@ -14,6 +14,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.answers import MAX_DEPTH, shown
 from hf_linear_attn.distill.settings import CONVERSION
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
+from hf_linear_attn.files import write_atomic
 
 if TYPE_CHECKING:
     from hf_linear_attn.distill.run import DistillResult
@@ -115,8 +116,9 @@ def write_card(result: DistillResult, folder: Path) -> None:
     settings, student = result.settings, result.student
     if isinstance(student, PeftModel):
         student = student.get_base_model()
-    changed = {name: value for name, value in settings.to_dict().items() if name != "output_dir"}
-    (folder / "README.md").write_text(
+    changed = {name: value for name, value in settings.to_dict().items() if name not in ("output_dir", "overwrite")}
+    write_atomic(
+        folder / "README.md",
         CARD.format(
             name=type(student).__name__,
             teacher=f"`{settings.model}`" if settings.model else "a softmax model",
@@ -130,7 +132,7 @@ def write_card(result: DistillResult, folder: Path) -> None:
             data=", ".join(settings.dataset or ["the source text of Python's standard library"]),
             settings=json.dumps(changed, indent=2),
             **result.trainable_parameters,
-        )
+        ),
     )
 
 

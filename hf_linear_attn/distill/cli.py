@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,10 @@ from hf_linear_attn.distill.presets import available_presets, preset
 from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.run import DistillResult, distill
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings
-from hf_linear_attn.distill.teacher_logits import TOP_K, write_teacher_logits
+from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, load_tokenizer, process_state
-from hf_linear_attn.shell import next_step
+from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ EXAMPLE = (
     "hf-linear-attn distill recipe.yaml --model your/model --rows 8"
 )
 GROUPS = {
-    "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir"),
+    "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir", "overwrite"),
     "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by"),
     "data": (
         "data",
@@ -175,14 +176,16 @@ def main(
     recipe = {name: values[name] for name in sorted(settings.given)}
     if process_state().is_main_process:
         logger.info("settings that are not the defaults: %s", json.dumps(recipe, default=str))
-    result = distill(settings)
+    try:
+        result = distill(settings)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
         sys.stdout.write(f"Student: {settings.output_dir}\n")
-        beside = f" --teacher {settings.model}" if settings.model else ""
-        next_step(
-            f"`hf-linear-attn evaluate --model {settings.output_dir}{beside} --output-dir "
-            f"{Path(settings.output_dir, 'evaluation')}` measures what was kept and what was gained."
-        )
+        beside = ["--teacher", settings.model] if settings.model else []
+        report = f"{Path(settings.output_dir)}-evaluation"
+        words = ["evaluate", "--model", settings.output_dir, *beside, "--output-dir", report]
+        next_step(f"`{command(*words)}` measures what was kept and what was gained.")
     return result
 
 
@@ -213,12 +216,13 @@ def teacher_logits(arguments: Sequence[str]) -> None:
     folder = Path(settings.teacher_logits)
     if flags.processes < 1:
         raise ArgumentError("processes", "be at least 1", flags.processes, "Leave it out for one process.")
+    logits_folder(settings, folder)
     # One process: a teacher that is too large for one accelerator is spread over all.
     teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
     settings = fit_positions(settings, teacher)
     data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
     write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
-    next_step(f"`hf-linear-attn distill` with the same settings, --teacher-logits {folder} among them.")
+    next_step(f"`hf-linear-attn distill` with the same settings, `--teacher-logits {quote(str(folder))}` among them.")
 
 
 def plan(arguments: Sequence[str]) -> dict[str, Plan]:

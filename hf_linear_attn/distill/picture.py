@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from hf_linear_attn.files import write_atomic
+
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 360, 64, 44, 28, 16
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#b83280", "#4a5568")
 
@@ -56,4 +58,4 @@ def draw_losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
             f'<text x="{WIDTH - RIGHT}" y="{TOP + 14 * (index + 1)}" text-anchor="end" fill="{colour}">'
             f"{escape(name)}</text>"
         )
-    path.write_text("\n".join([*parts, "</svg>\n"]))
+    write_atomic(path, "\n".join([*parts, "</svg>\n"]))

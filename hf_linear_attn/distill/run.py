@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
+from hf_linear_attn.distill.folder import RECORD, begin, run_folder
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
@@ -102,7 +103,8 @@ def distill(
         The student, with history and figures.
 
     Raises:
-        ArgumentError: If models, tokenizer, data and settings do not fit together.
+        ArgumentError: If models, tokenizer, data and settings do not fit together, or the output folder holds what is
+            read, or files that are no run's.
         CheckpointError: If a model cannot be loaded, or the output folder is in use, full, or holds only damaged
             checkpoints.
         TrainingError: If the loss becomes infinite or NaN, or the data cannot be read.
@@ -113,7 +115,13 @@ def distill(
     if settings.feature_map_file is not None:
         load_users_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
+    if folder is not None and accelerator.is_main_process:
+        run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
     with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
+        if folder is not None and accelerator.is_main_process:
+            begin(settings, folder)
+        # Others look for checkpoints when those of an earlier run are gone.
+        accelerator.wait_for_everyone()
         models = load_models(settings, teacher, student, tokenizer, accelerator)
         settings = models.settings
         train, heldout = data or load_data(settings, models.tokenizer, processes=readers(settings, accelerator))
@@ -465,7 +473,7 @@ def save_result(
             copy_sentence_files(result.settings.model, temporary)
     draw_losses({"student": result.history}, folder / "loss.svg")
     write_atomic(
-        folder / "distillation.json",
+        folder / RECORD,
         json.dumps(
             {
                 "settings": result.settings.to_dict(),

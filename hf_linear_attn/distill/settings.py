@@ -75,6 +75,8 @@ class DistillationSettings:
             for the checkpoint's own.
         teacher_dtype: The same for the teacher alone; None for that of the student.
         output_dir: Where checkpoints, log and the student go; None keeps everything in memory.
+        overwrite: Start anew in an output folder that holds an earlier run, or files of others; those stay, but for
+            files of the same names.
         conversion: How attention is converted; where an option of the feature map is the word ``head_dim``, it stands
             for the model's.
         feature_map_file: Python file that registers feature maps of your own, so that ``feature_map`` can name one.
@@ -180,6 +182,7 @@ class DistillationSettings:
     model_dtype: str | None = None
     teacher_dtype: str | None = None
     output_dir: str | None = None
+    overwrite: bool = False
     conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
     softmax_budget: float = 0.0

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch, Data
+from hf_linear_attn.distill.folder import READ
 from hf_linear_attn.distill.forward import Predictor, counted, weighted
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.registry import stage_class
@@ -27,14 +28,24 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-from hf_linear_attn.files import sync, write_atomic
+from hf_linear_attn.files import output_folder, paths_read, remove, sync, write_atomic
 
 logger = getLogger(__name__)
 
-INDEX = "index.json"
+INDEX, ROWS = "index.json", "rows-*-*.safetensors"
 ROWS_PER_FILE = 256
 TOP_K = 64
 """Classes kept per token."""
+
+
+def logits_folder(settings: DistillationSettings, folder: Path, teacher: nn.Module | None = None) -> None:
+    """Make the folder that logits are written to, as :func:`hf_linear_attn.files.output_folder` does.
+
+    Raises:
+        ArgumentError: If it is refused.
+    """
+    inputs = paths_read(settings, READ, teacher=teacher)
+    output_folder(folder, "teacher_logits", inputs=inputs, marks=[ROWS], overwrite=settings.overwrite)
 
 
 def sequences(settings: DistillationSettings, rows_per_step: int) -> dict[int, range]:
@@ -72,7 +83,8 @@ def write_teacher_logits(
         processes: Number of processes of that distillation.
 
     Raises:
-        ArgumentError: If ``top_k`` is below 1, or another than that of the folder.
+        ArgumentError: If ``top_k`` is below 1, or another than that of the folder, or the folder holds what is read, or
+            files that are no logits.
         CheckpointError: If the folder holds logits of other data, is in use, or full.
     """
     if top_k < 1:
@@ -81,10 +93,13 @@ def write_teacher_logits(
     predictor = Predictor(teacher)
     wanted = sequences(settings, settings.rows * settings.accumulation * processes)
     total = sum(len(numbers) for numbers in wanted.values())
+    logits_folder(settings, folder, teacher)
     with (
         locked(folder, "teacher_logits"),
         tqdm(total=total, desc="teacher logits", disable=not settings.progress) as bar,
     ):
+        if settings.overwrite:
+            remove(folder, (ROWS, INDEX))
         for length, whole in wanted.items():
             # As many tokens per forward as the distillation has.
             rows = max(1, settings.rows * settings.block_tokens // length)

@@ -34,8 +34,7 @@ from hf_linear_attn.distill.sharding import (
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
-from hf_linear_attn.files import write_atomic
-from hf_linear_attn.loading import make_folder
+from hf_linear_attn.files import LOCK, write_atomic
 from hf_linear_attn.parallel import ContextParallel, context_parallel
 
 logger = logging.getLogger(__name__)
@@ -45,6 +44,7 @@ OnStep = Callable[[dict[str, Any]], None]
 FREE_TO_CHANGE = frozenset(
     {
         "output_dir",
+        "overwrite",
         "feature_map_file",
         "progress",
         "trackers",
@@ -433,19 +433,17 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
     """Keep other runs out of a folder; the lock goes with the process, however it ends.
 
     Args:
-        folder: The folder, which is made if need be; None for nothing to lock.
+        folder: The folder, which is there; None for nothing to lock.
         argument: Its name in messages.
 
     Raises:
-        ArgumentError: If the folder cannot be written.
         CheckpointError: If another run holds it.
     """
     if folder is None:
         with nullcontext():
             yield
         return
-    make_folder(folder, argument)
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:

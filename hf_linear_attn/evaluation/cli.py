@@ -19,7 +19,7 @@ from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.evaluation.suite import load_users_suites
 from hf_linear_attn.loading import process_state
-from hf_linear_attn.shell import next_step
+from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 
 def main(
@@ -48,12 +48,11 @@ def main(
     try:
         results = evaluate(settings)
     except KeyboardInterrupt:
-        if settings.overwrite:
-            raise KeyboardInterrupt("The same command without --overwrite goes on where it was.") from None
-        raise
+        raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
         _say(results, write_report(results, settings.output_dir, plots=settings.plots))
-        next_step(f"open the report; `hf-linear-attn compare {settings.output_dir} OTHER` lays runs side by side.")
+        words = ["compare", settings.output_dir, "OTHER", "--output-dir", "BOTH"]
+        next_step(f"open the report; `{command(*words)}` lays runs side by side.")
     return results
 
 
@@ -72,11 +71,13 @@ class CompareSettings:
     Args:
         results: results.json files, or the folders that hold one; the first one's model leads the report.
         output_dir: Folder for the combined report.
+        overwrite: Replace an earlier report in the output folder.
         plots: Draw the pictures.
     """
 
     results: tuple[str, ...]
     output_dir: str
+    overwrite: bool = False
     plots: bool = True
 
 
@@ -101,7 +102,7 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
         if name not in values:
             raise ArgumentError(name, "be given", None, f"`{line.example}` is an example.")
     settings = CompareSettings(**values)
-    results = compare_runs(settings.results, settings.output_dir, plots=settings.plots)
+    results = compare_runs(settings.results, settings.output_dir, plots=settings.plots, overwrite=settings.overwrite)
     _say(results, Path(settings.output_dir, "report.html"))
     next_step("open the report.")
     return results

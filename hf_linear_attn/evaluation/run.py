@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,23 +30,26 @@ from hf_linear_attn.evaluation.results import (
     write_results,
 )
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-from hf_linear_attn.evaluation.store import SampleStore
+from hf_linear_attn.evaluation.store import RUN_FILE, SampleStore
 from hf_linear_attn.evaluation.subjects import (
     Subject,
     check_tokenizer,
     gather_subjects,
 )
 from hf_linear_attn.evaluation.suite import Plan, Suite, suites_of
+from hf_linear_attn.files import output_folder, paths_read
 from hf_linear_attn.loading import (
     Kind,
     load_tokenizer,
     load_users_maps,
-    make_folder,
     process_state,
     trained_positions,
 )
 
 logger = logging.getLogger(__name__)
+
+_READ = ("model", "teacher", "text_file", "embedding_file", "feature_map_file", "suite_file")
+"""Settings that name what is read."""
 
 
 def evaluate(
@@ -72,13 +76,16 @@ def evaluate(
         The results, as written to `results.json`; see `results.schema.json`.
 
     Raises:
-        ArgumentError: If a setting cannot be used with these models or this tokenizer.
+        ArgumentError: If a setting cannot be used with these models or this tokenizer, or the output folder holds what
+            is read, or files that are no evaluation's.
         CheckpointError: If a path cannot be loaded, or the output folder holds another run.
         UnsupportedError: If a model cannot be evaluated as asked.
     """
     begin = time.perf_counter()
-    if settings.output_dir is not None:
-        make_folder(settings.output_dir)
+    if settings.output_dir is not None and process_state().is_main_process:
+        loaded = {"model": model, "tokenizer": tokenizer, "teacher": teacher, **(baselines or {})}
+        inputs = paths_read(settings, _READ, **loaded)
+        output_folder(settings.output_dir, inputs=inputs, marks=[RUN_FILE], overwrite=settings.overwrite)
     subjects, suites = _prepare(settings, model, tokenizer, teacher, baselines or {})
     state = process_state()
     rank = state.process_index
@@ -98,7 +105,7 @@ def evaluate(
         results |= suite.collect(store)
     results = add_comparisons({**results, "extras": dict(extras or {})})
     results["timing"] = {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "commit": source_commit(),
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "estimated_s": cost.seconds,
@@ -269,25 +276,29 @@ def estimate_cost(settings: EvaluationSettings, subjects: Sequence[Subject], sui
     return Cost({suite.name: suite.plan(paces) for suite in suites})
 
 
-def compare(paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool = True) -> dict[str, Any]:
+def compare(
+    paths: Sequence[str | Path], output_dir: str | Path, *, plots: bool = True, overwrite: bool = False
+) -> dict[str, Any]:
     """Make one report of several runs.
 
     Args:
         paths: `results.json` files, or the folders that hold one; the first one's model leads the report.
         output_dir: Where `results.json`, `report.html` and `report.md` go.
         plots: Whether to draw the pictures; default True.
+        overwrite: Whether to replace an earlier report there.
 
     Returns:
         The combined results.
 
     Raises:
-        ArgumentError: If fewer than two paths are given, or the folder cannot be written.
+        ArgumentError: If fewer than two paths are given, or the folder holds one of them, is not empty, or cannot be
+            written.
         CheckpointError: If a file is missing, damaged or of another schema version.
     """
     if len(paths) < 2:
         raise ArgumentError("paths", "be at least two results", list(map(str, paths)), "Name another run.")
-    make_folder(output_dir)
     results = combine([(_label(Path(path)), read_results(Path(path))) for path in paths])
+    output_folder(output_dir, inputs={"results": paths}, overwrite=overwrite)
     write_results(results, Path(output_dir))
     write_report(results, output_dir, plots=plots)
     return results

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linear_attn.errors import CheckpointError
-from hf_linear_attn.files import write_atomic
+from hf_linear_attn.files import remove, write_atomic
 
 RUN_FILE = "run.json"
 _MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
@@ -59,9 +59,7 @@ class SampleStore:
 
     def _open_run(self, folder: Path, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         if overwrite:
-            for pattern in _MADE_BY_US:
-                for path in folder.glob(pattern):
-                    path.unlink()
+            remove(folder, _MADE_BY_US)
         run_path = folder / RUN_FILE
         if run_path.exists():
             if not resume and (folder / "results.json").exists():

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_results_follow_the_published_schema(uninterrupted):
 
 def test_results_say_what_was_measured(uninterrupted):
     _, results = uninterrupted
-    assert results["timing"]["command"] == " ".join(sys.argv)
+    assert results["timing"]["command"] == shlex.join(sys.argv)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     # None where the tests do not run from a checkout.
     assert commit.startswith((results["timing"]["commit"] or "").removesuffix("-dirty"))

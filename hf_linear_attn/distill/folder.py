@@ -1,0 +1,39 @@
+"""The folder of a run: what it may be, how a run knows its own, and what starting anew removes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.files import output_folder, paths_read, remove, write_atomic
+
+RECORD = "distillation.json"
+"""Settings and figures; begun with the run, so that it is known as one."""
+
+READ = ("model", "student", "dataset", "feature_map_file", "chat_template")
+"""Settings that name what is read, beside the teacher's logits."""
+
+_MARKS = (RECORD, "checkpoints/step-*/meta.json")  # the latter of runs before there was a record at their start
+_MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "layers.json", "loss.svg")
+
+
+def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
+    """Make the folder of a run, as :func:`hf_linear_attn.files.output_folder` does.
+
+    Args:
+        settings: The run's.
+        **loaded: Models and tokenizer in memory, by argument.
+
+    Raises:
+        ArgumentError: If it is refused.
+    """
+    inputs = paths_read(settings, [*READ, "teacher_logits"], **loaded)
+    return output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
+
+
+def begin(settings: DistillationSettings, folder: Path) -> None:
+    """Mark a locked folder as a run's; remove an earlier one where it is to be overwritten."""
+    if settings.overwrite:
+        remove(folder, _MADE)
+    if not (folder / RECORD).exists():
+        write_atomic(folder / RECORD, json.dumps({"settings": settings.to_dict()}, indent=2))
