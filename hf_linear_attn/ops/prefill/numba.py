@@ -168,41 +168,41 @@ def lay_across(across, features, counts, first, count, number):
 
 @within
 def fade_block(fades, gone, gone_v, counts, first, count, bias, of_key, of_value, dim, value_dim):
-    """Write what is left of the sums after each of a block's leaving keys, as logarithms to the base 2."""
-    total = np.float32(0.0)
+    """Write what each of a block's leaving keys leaves of the sums."""
     for i in range(BLOCK):
+        fades[i] = ONE
         if i < count and first + i >= 0 and is_at(counts, first + i):
             of_token = ahead(gone, i * dim), ahead(gone_v, i * value_dim)
-            total += log2_fade(*of_token, bias, of_key, of_value, dim, value_dim)
-        fades[i] = total
+            fades[i] = exp2(log2_fade(*of_token, bias, of_key, of_value, dim, value_dim))
 
 
 @within
 def fade_reads(far, within_block, fades, rows, value_dim):
     """Let what a block's queries read fade: of the sums before the block, and of its own keys."""
     for r in range(rows):
-        i = r % BLOCK
-        left = exp2(fades[i])
+        # A product of what each key leaves: one that leaves nothing is a factor of 0, and no term of a sum.
+        left = ONE
+        for j in range(r % BLOCK, -1, -1):
+            within_block[r * BLOCK + j] *= left
+            left *= fades[j]
         for j in range(value_dim):
             far[r * value_dim + j] *= left
-        for j in range(i):
-            within_block[r * BLOCK + j] *= exp2(fades[i] - fades[j])
 
 
 @within
 def fade_sums(sums, norm, features, across, fades, number, value_dim):
     """Let the sums before a block fade until its end, and its own keys' features, which lie twice."""
-    end = fades[BLOCK - 1]
-    left = exp2(end)
+    left = ONE
+    for i in range(BLOCK - 1, -1, -1):
+        row = ahead(features, i * number)
+        for f in range(number):
+            row[f] *= left
+            across[f * BLOCK + i] *= left
+        left *= fades[i]
     for i in range(number * value_dim):
         sums[i] *= left
     for f in range(number):
         norm[f] *= left
-    for i in range(BLOCK):
-        left, row = exp2(end - fades[i]), ahead(features, i * number)
-        for f in range(number):
-            row[f] *= left
-            across[f * BLOCK + i] *= left
 
 
 @within
@@ -346,10 +346,13 @@ def read(first, last, token, numbers):
                 if decay_bias != 0:
                     fade_reads(far, within_block, fades, rows, V)
                 multiply(far, V, within_block, BLOCK, gone_v, V, rows, V, BLOCK, True)
+            left = ONE
             for i in range(count):
                 if leaves:
                     for d in range(D):
                         keys_sum[d] += raw[i * D + d]
+                    if decay_bias != 0:
+                        left *= fades[i]
                 beyond = zero if mix == WINDOW else np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
                 log_number = np.log2(beyond) if beyond > 0 else zero
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
@@ -368,7 +371,6 @@ def read(first, last, token, numbers):
                     )
                     mass = zero
                     if started:
-                        left = exp2(fades[i]) if leaves and decay_bias != 0 else ONE
                         mass += inner(ahead(phi_q, r * F), norm, F) * left
                     if leaves:
                         for j in range(i + 1):
