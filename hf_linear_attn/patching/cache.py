@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
     StaticLayer,
@@ -16,6 +15,7 @@ from transformers.cache_utils import (
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Common, State
+from hf_linear_attn.patching.call_cache import own_cache
 
 
 class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -246,7 +246,7 @@ def _token_dim(name: str) -> int:
 
 
 def cache_layer(
-    cache: Cache | EncoderDecoderCache, index: int, name: str, *, shares_keys: bool = False
+    cache: Cache, index: int, name: str, *, shares_keys: bool = False
 ) -> LinearAttentionCacheLayer:
     """Return the cache's layer for a converted attention layer, putting ours in place of a fresh softmax one.
 
@@ -259,8 +259,7 @@ def cache_layer(
     Raises:
         ArgumentError: If the cache holds tokens that an unpatched model read.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = own_cache(cache)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 NAMES = ("cache", "past_key_values", "cache_params")
 """Names of the argument and of the output, the newest first; code kept beside weights may know an older one alone."""
@@ -33,6 +33,11 @@ def returned_cache(output: Any) -> Any:
     # Asked for an attribute by its older name, a newer output warns.
     held = vars(output)
     return next((held[name] for name in NAMES if held.get(name) is not None), None)
+
+
+def own_cache(cache: Cache) -> Cache:
+    """Return the cache of a decoder's own tokens, which an encoder-decoder's holds beside that of the encoder's."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 from hf_linear_attn.patching.scope import Seen, current, part_of
@@ -48,7 +49,7 @@ def is_mixed(part: LinearAttention) -> bool:
 
 def convert_cache(model: nn.Module, cache: Cache) -> None:
     """Put our layers into a fresh cache, for every patched layer that has a place there."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = own_cache(cache)
     for module in model.modules():
         part, index = part_of(module), getattr(module, "layer_idx", None)
         # Encoder layers are numbered too, but have no place in a cache.

@@ -10,7 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
-from hf_linear_attn.patching.call_cache import cache_of
+from hf_linear_attn.patching.call_cache import cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
 
 
@@ -45,11 +45,13 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     current.model = ModelScope(mask, cache, outer, one_sequence=one)
 
 
-def _refuse_forgetting(mask: Tensor, cache: Any, where: str) -> None:
+def _refuse_forgetting(mask: Tensor, cache: Cache | None, where: str) -> None:
     """Raise where a mask hides tokens that were read as real: they are in sums, which cannot forget them."""
-    if not isinstance(cache, Cache) or mask.is_meta:
+    if cache is None or mask.is_meta:
         return
-    layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayer) and layer.tensors)
+    layers = (
+        layer for layer in own_cache(cache).layers if isinstance(layer, LinearAttentionCacheLayer) and layer.tensors
+    )
     layer = next(layers, None)
     if layer is None or layer.unread:
         return

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError
@@ -37,6 +37,19 @@ def test_a_mask_that_hides_what_was_read_is_refused_however_the_cache_is_passed(
     args, kwargs = ((mask, None, cache), {}) if name is None else ((mask,), {name: cache})
     with torch.no_grad(), pytest.raises(ArgumentError, match=r"`attention_mask` must show"):
         model(ids[:, 8:], *args, **kwargs)
+
+
+def test_a_decoders_cache_beside_an_encoders_is_looked_at_too():
+    model, ids = patch_model(tiny_model("seq2seq", "bart"), "elu"), prompt(6, 0)
+    decoder, mask = model.get_decoder(), torch.ones(1, 9, dtype=torch.long)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        hidden = model.get_encoder()(ids).last_hidden_state
+        more = {"encoder_hidden_states": hidden, "use_cache": True, NAME: cache}
+        decoder(input_ids=ids, attention_mask=mask[:, :6], **more)
+        mask[:, 2] = 0
+        with pytest.raises(ArgumentError, match=r"`attention_mask` must show the \[6\] real tokens"):
+            decoder(input_ids=ids[:, :3], attention_mask=mask, **more)
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
