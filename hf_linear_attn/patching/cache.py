@@ -245,9 +245,7 @@ def _token_dim(name: str) -> int:
     return 2 if name in ("k", "v") else 1
 
 
-def cache_layer(
-    cache: Cache, index: int, name: str, *, shares_keys: bool = False
-) -> LinearAttentionCacheLayer:
+def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = False) -> LinearAttentionCacheLayer:
     """Return the cache's layer for a converted attention layer, putting ours in place of a fresh softmax one.
 
     Args:
