@@ -8,7 +8,6 @@ a flag means what the same words mean in a YAML or JSON file: ``--lengths 512,10
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import re
@@ -24,6 +23,7 @@ import yaml
 
 from hf_linear_attn.checks import NAMES, PLURALS, check_type
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.flags import flag_name, meant, unknown_flag
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 NOTE = "A list takes commas or spaces. Names take dashes or underscores."
@@ -213,7 +213,7 @@ def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[st
     values = read_file(path)
     for name in values:
         if name not in known:
-            remedy = _meant(name, known) or "Remove it, or use one of those"
+            remedy = meant(name, known) or "Remove it, or use one of those"
             raise ArgumentError("config", "hold known settings only", name, remedy, available=known)
     return {name: known[name].read(value) for name, value in values.items()}
 
@@ -287,16 +287,14 @@ class CommandLine:
             if not word.startswith("--") or word == "--":
                 loose.append(word)
                 continue
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
+            name, (_, equals, value) = flag_name(word), word.partition("=")
             negated = (
                 settings.get(name.removeprefix("no_")) if name.startswith("no_") and name not in settings else None
             )
             if negated is not None and negated.is_switch and not equals:
                 found[negated.name] = "false"
             elif name not in settings:
-                remedy = _meant(name, settings, "--") or f"`{self.program} --help` lists them."
-                raise ArgumentError("arguments", "be known flags", word.partition("=")[0], remedy)
+                raise unknown_flag(name, settings, self.program)
             else:
                 found[name] = value if equals else _take(settings[name], left)
         return found | self._loose(loose, found)
@@ -342,12 +340,6 @@ def _take(setting: Setting, left: list[str]) -> Any:
     if not words:
         raise ArgumentError(setting.name, "be followed by a value", setting.flag, f"Write {setting.flag} VALUE.")
     return words if setting.is_list else words[0]
-
-
-def _meant(name: str, known: Iterable[str], prefix: str = "") -> str | None:
-    near = difflib.get_close_matches(name, list(known), 1)
-    written = near[0].replace("_", "-") if near and prefix else near[0] if near else ""
-    return f"Did you mean {prefix}{written}?" if near else None
 
 
 def _entry(setting: Setting, width: int) -> str:

@@ -8,47 +8,67 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.flags import check_flags
 from hf_linear_attn.shell import next_step, shell
 
 PROGRAM = "hf-linear-attn"
 
 
 class Command(NamedTuple):
-    """A subcommand; its module is imported when it is called."""
+    """A subcommand; its module is imported when it is called, and ``settings`` are the files that declare its flags."""
 
     module: str
     function: str
     help: str
+    settings: tuple[str, ...]
     goes_on: bool = True
 
 
+_OF_DISTILLATION = ("config.py", "distill/settings.py", "distill/cli.py")
+
+
 COMMANDS = {
-    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps", goes_on=False),
+    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps", ("cli.py",), goes_on=False),
     "check": Command(
         "hf_linear_attn.diagnostics.check",
         "main",
         "check what this machine runs, and that it computes right",
+        ("diagnostics/check.py",),
         goes_on=False,
     ),
     "inspect": Command(
         "hf_linear_attn.diagnostics.cli",
         "main",
         "see how well feature maps stand in for a model's softmax",
+        ("diagnostics/cli.py",),
         goes_on=False,
     ),
     "plan": Command(
         "hf_linear_attn.distill.cli",
         "plan",
         "compute what distilling a model needs, from its config alone",
+        _OF_DISTILLATION,
         goes_on=False,
     ),
     "teacher-logits": Command(
-        "hf_linear_attn.distill.cli", "teacher_logits", "run a teacher once and keep its logits on disk"
+        "hf_linear_attn.distill.cli",
+        "teacher_logits",
+        "run a teacher once and keep its logits on disk",
+        _OF_DISTILLATION,
     ),
-    "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it"),
-    "evaluate": Command("hf_linear_attn.evaluation.cli", "main", "evaluate a model at long context"),
+    "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it", _OF_DISTILLATION),
+    "evaluate": Command(
+        "hf_linear_attn.evaluation.cli",
+        "main",
+        "evaluate a model at long context",
+        ("evaluation/settings.py", "evaluation/suites/*.py"),
+    ),
     "compare": Command(
-        "hf_linear_attn.evaluation.cli", "compare", "lay several evaluations side by side", goes_on=False
+        "hf_linear_attn.evaluation.cli",
+        "compare",
+        "lay several evaluations side by side",
+        ("evaluation/cli.py",),
+        goes_on=False,
     ),
 }
 
@@ -130,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = _named(argv)
     command = COMMANDS[chosen]
     with shell(f"{PROGRAM} {chosen}", **({} if command.goes_on else {"interrupted": ""})):
+        if not {"-h", "--help"} & set(argv):
+            check_flags(argv[1:], f"{PROGRAM} {chosen}", command.settings)
         module = importlib.import_module(command.module)
         function: Callable[[Sequence[str]], object] = getattr(module, command.function)
         function(argv[1:])

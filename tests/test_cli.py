@@ -1,6 +1,8 @@
 """The command line, as a user would call it."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,7 @@ from hf_linear_attn.cli import COMMANDS, main
 from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
+from hf_linear_attn.flags import check_flags
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 
@@ -56,6 +59,28 @@ def test_every_command_explains_itself(command, capsys):
         main([command, "--help"])
     assert stop.value.code == 0
     assert f"usage: hf-linear-attn {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_flag_is_known_before_its_command_is_imported(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    flags = re.findall(r"^ +--(?:\[(no-)\])?([a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags
+    words = [word for no, name in flags for word in (f"--{name}=x", *([f"--{no}{name}"] if no else []))]
+    check_flags(words, command, COMMANDS[command].settings)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_typo_in_a_flag_is_answered_at_once(command):
+    script = "import sys, hf_linear_attn.cli as cli\ntry: cli.main(sys.argv[1:])\nfinally: print(*sys.modules)"
+    words = [sys.executable, "-c", script, command, "--fature-map-file", "x", "--no-progres"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert len(found.stderr.splitlines()) == 1
+    assert "`arguments` must be known flags, got '--fature-map-file'" in found.stderr
+    # What takes seconds to import.
+    assert not {"torch", "transformers", "numpy"} & set(found.stdout.split())
 
 
 def test_help_lists_the_commands(capsys):
