@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, get_t
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
@@ -150,8 +151,9 @@ class FeatureMap(nn.Module, ABC):
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody listens to the map's calls, which there are none of where kernels compute its features."""
-        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+        """Whether hooks listen to the map's calls, its own or global ones; kernels call no map."""
+        own = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return bool(own or _has_any_global_hook())
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""
@@ -336,6 +338,11 @@ def feature_map_class(name: str) -> type[FeatureMap]:
             available=available_feature_maps(),
         )
     return _REGISTRY[name]
+
+
+def registered_as(name: str) -> type[FeatureMap] | None:
+    """Return the class registered under ``name``; None where there is none."""
+    return _REGISTRY.get(name)
 
 
 def get_feature_map(

@@ -172,9 +172,8 @@ class Identity(ElementwiseMap):
         return torch.ones_like(features)
 
 
-@cache
 def elementwise_map(kernel: str) -> ElementwiseMap:
-    """Return the elementwise map of that kernel name, one instance for all callers.
+    """Return the elementwise map that has that kernel name now, one instance for all callers.
 
     Example:
         >>> elementwise_map("relu").name
@@ -183,4 +182,9 @@ def elementwise_map(kernel: str) -> ElementwiseMap:
     cls = feature_map_class(kernel)
     if not issubclass(cls, ElementwiseMap):
         raise TypeError(f"{kernel!r} is no elementwise map")
+    return _instance(cls)
+
+
+@cache
+def _instance(cls: type[ElementwiseMap]) -> ElementwiseMap:
     return cls(head_dim=1)

@@ -1,12 +1,13 @@
-"""Numbers of tokens and places of keys: they depend on lengths and masks alone, and are the same for all layers.
+"""Numbers of tokens and places of keys, which depend on lengths and masks alone.
 
-Computed in each layer they would be some twenty small launches of a prompt. Nobody may change them in place.
+What depends on lengths alone is made once for all layers and calls, and nobody may change it in place. What depends on
+a mask is computed in every layer: nothing tells whether a mask's memory has been written in between.
 """
 
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.remember import shared_by_layers, shared_by_texts
+from hf_linear_attn.ops.triton.remember import shared_by_texts
 from hf_linear_attn.ops.window.api import running_sum
 
 
@@ -18,30 +19,27 @@ def positions_of(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Ten
         key_mask: ``[B, T]`` bool, True = a real token; None where all are.
         seen: Real tokens of each text that came before ``[B]``; None where none did.
     """
-    positions = _numbered(q.device, q.shape[0], q.shape[2]) if key_mask is None else _real(key_mask)
+    if key_mask is None:
+        positions = numbered(q.device, q.shape[0], q.shape[2])
+    else:
+        positions = (key_mask.cumsum(1) - 1).clamp(min=0)
     return positions if seen is None else positions + seen[:, None]
 
 
 @shared_by_texts
-def _numbered(device: torch.device, rows: int, tokens: int) -> Tensor:
+def numbered(device: torch.device, rows: int, tokens: int) -> Tensor:
+    """Return the numbers of the tokens of texts without padding, ``[rows, tokens]`` int64."""
     return torch.arange(tokens, device=device).expand(rows, -1)
 
 
-@shared_by_layers
-def _real(key_mask: Tensor) -> Tensor:
-    return (key_mask.cumsum(1) - 1).clamp(min=0)
+@shared_by_texts
+def _queries(device: torch.device, start: int, end: int) -> Tensor:
+    return torch.arange(start, end, device=device)
 
 
-@shared_by_layers
-def first_tokens(numbers: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
-    """Return which tokens of whole texts without padding are no sinks ``[B, T]``, and the places of the sinks."""
-    return numbers >= sinks, torch.arange(sinks, device=numbers.device).expand(len(numbers), -1)
-
-
-@shared_by_layers
 def sinks_in_sight(place: Tensor, start: int, end: int, window: int) -> Tensor:
     """Return which query of ``[start, end)`` sees which sink beside its window ``[B, T, N]``, by their places."""
-    queries, place = torch.arange(start, end, device=place.device), place[:, None]
+    queries, place = _queries(place.device, start, end), place[:, None]
     return (place < 0) | (place <= queries[None, :, None] - window)
 
 
@@ -54,14 +52,7 @@ def gone_before(counts: Tensor, left: int, lag: int, before: Tensor | None) -> T
         lag: Queries before the first leaves.
         before: Keys that left before those ``[B]``; None where none did.
     """
-    if before is None:
-        return _gone(counts, left, lag)
     return running_sum(counts[:, :left].long(), lag, before)
-
-
-@shared_by_layers
-def _gone(counts: Tensor, left: int, lag: int) -> Tensor:
-    return running_sum(counts[:, :left].long(), lag, None)
 
 
 @shared_by_texts

@@ -73,9 +73,10 @@ class Ready:
         )
 
     def _found(self) -> list[Any]:
-        """Return where lies what the layer has learned, how it lies there, and the numbers beside it."""
+        """Return where lies what the layer has learned, how it lies there, the numbers beside it, and the state."""
+        state = [x.data_ptr() for x in self._tensors]
         learned = [(x.data_ptr(), x.stride()) for table in self._learned for x in table.values() if x is not None]
-        return [*learned, self._map.scale, self._map.scaling, self._layer.rule.eps]
+        return [*state, *learned, self._map.scale, self._map.scaling, self._layer.rule.eps]
 
     def step_(self, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: "State") -> Tensor:
         """Take the step, and count its token; arguments as of :meth:`LinearAttention.forward`."""

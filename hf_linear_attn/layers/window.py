@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.numbers import first_tokens, last_slots, sinks_in_sight
+from hf_linear_attn.layers.numbers import last_slots, numbered, sinks_in_sight
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
 
@@ -113,7 +113,7 @@ class Window:
                 whole = mask is None and held is None and not isinstance(k.shape[2], torch.SymInt)
                 if whole and k.shape[2] > self.sinks:
                     # A text's first tokens are the first ones here.
-                    counts, place = first_tokens(numbers, self.sinks)
+                    counts, place = numbers >= self.sinks, numbered(k.device, len(numbers), self.sinks)
                     sinks = (k[:, :, : self.sinks], v[:, :, : self.sinks], place)
                 else:
                     is_sink = numbers < self.sinks
@@ -176,12 +176,12 @@ class Window:
 
     def _turns(self, rotation: Rotation, k: Tensor, kept: int, places: Tensor, new: int, state: State) -> Tensor:
         """Return the circle of angles of the last tokens; layers that turn alike get the same one."""
-        shape = len(k), self.sinks + self.size + 1, k.shape[3]
+        shape = k.shape[0], self.sinks + self.size + 1, k.shape[3]
 
         def circle() -> Tensor:
             turns = rotation.turns[:, rotation.turns.shape[1] - kept :].detach()
             found = k.new_zeros(shape)
-            found[..., : turns.shape[2]].index_copy_(1, places, turns.to(k.dtype).expand(len(k), -1, -1))
+            found[..., : turns.shape[2]].index_copy_(1, places, turns.to(k.dtype).expand(k.shape[0], -1, -1))
             return found
 
         if rotation.source is None or state.common is None:

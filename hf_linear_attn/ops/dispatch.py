@@ -21,7 +21,7 @@ from torch._C import _is_any_autocast_enabled
 
 from hf_linear_attn.errors import ArgumentError, BackendError
 from hf_linear_attn.ops.triton.plan import target_of
-from hf_linear_attn.ops.triton.record import recording
+from hf_linear_attn.ops.triton.record import give_up
 from hf_linear_attn.ops.triton.remember import remembered
 
 P = ParamSpec("P")
@@ -99,10 +99,8 @@ def choose_backend(
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
     # Asked for by name they are refused where they cannot run; what they have no loop for is PyTorch's.
     wants_loops(backend, device)
-    recorder = recording()
-    if recorder is not None:
-        # Its operations are many, and what they allocate is to be freed.
-        recorder.give_up()
+    # Its operations are many, and what they allocate is to be freed.
+    give_up()
     return "reference" if backend == "reference" else "torch"
 
 

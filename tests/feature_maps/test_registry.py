@@ -17,6 +17,7 @@ from hf_linear_attn.feature_maps import (
     register_feature_map,
 )
 from hf_linear_attn.feature_maps import base as registry
+from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, Elu
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 
 PUBLISHED = {
@@ -60,6 +61,44 @@ def test_a_map_that_changes_its_parents_features_has_none_of_its_shortcuts(paren
             found.append(torch.cat([layer(*(x[:, :, a:b] for x in text), call) for a, b in ((0, 23), (23, 24))], 2))
     for o in found[:2]:
         torch.testing.assert_close(o, found[2], rtol=1e-4, atol=1e-5)
+
+
+def relu_squared(self, x):
+    return torch.relu(x) ** 2
+
+
+def relu_cubed(self, x):
+    return torch.relu(x) ** 3
+
+
+@pytest.mark.parametrize(
+    ("parent", "backend"),
+    # Kernels know no elementwise map of somebody's own.
+    [(ElementwiseMap, "torch"), *[(x, y) for x in (FeatureMap, Elu) for y in ("torch", "triton", "reference")]],
+)
+def test_a_map_that_is_registered_again_computes_its_new_formula(parent, backend, users_map):
+    """As where a cell of a notebook runs again."""
+
+    def register(phi):
+        own = {"name": "mine", "formula": "mine", "paper": "none", "feature_dim": property(lambda self: self.head_dim)}
+        if parent is ElementwiseMap:
+            own |= {"kernel": "mine", "derivative": lambda self, x, features: torch.zeros_like(x)}
+        return register_feature_map(type("Mine", (parent,), own if phi is None else own | {"phi": phi}))
+
+    q, k, v = (torch.randn(1, 2, 12, 8) for _ in range(3))
+    # Elu's child first keeps the formula that kernels know.
+    for phi in (None if parent is Elu else relu_squared, relu_cubed):
+        register(phi)
+        phi = phi or (lambda _, x: torch.nn.functional.elu(x) + 1)
+        expected = linear_attention(phi(None, q), phi(None, k), v, None, return_state=False, backend="torch")
+        layer = LinearAttention(
+            LinearAttentionConfig(feature_map="mine", backend=backend), Sizes(8, 2, 2, 8**-0.5, 8), "layer"
+        )
+        for _ in range(2):
+            with torch.no_grad():
+                found = linear_attention(q, k, v, "mine", return_state=False, backend=backend)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(layer(q, k, v), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

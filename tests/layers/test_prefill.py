@@ -154,6 +154,22 @@ def skip_fp16(case: Case, backend: str) -> None:
         pytest.skip("loops take no fp16")
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
+def test_masks_are_read_at_every_call(backend: str) -> None:
+    """Also where their memory is written by what PyTorch does not see, as a graph's replay or NumPy."""
+    case = Case(masked=True)
+    layer, (given, call) = case.layer(backend), case.call(36, 0)
+    mask = call.key_mask
+    assert mask is not None
+    with torch.no_grad():
+        before = layer(*given, call)
+        mask.data[0] = True
+        mask.data[0, :20] = False
+        found, expected = layer(*given, call), layer(*given, call._replace(key_mask=mask.clone()))
+    torch.testing.assert_close(found[:, :, 20:], expected[:, :, 20:])
+    assert (found - before)[:, :, 20:].abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("name", "backend"), [*product(CASES | LOOPS, ["numba"]), *spread(product(CASES, ["triton"]), 2)]
 )
@@ -246,6 +262,21 @@ def test_who_asks_for_gradients_gets_them() -> None:
     layer, (text, call) = case.layer("triton"), case.call(20, 0)
     layer(*text, call).sum().backward()
     assert all(x.grad is not None for x in layer.parameters())
+
+
+def test_loops_lose_nothing_behind_keys_that_leave_nothing() -> None:
+    """A log decay of -10000 for one key in three, and of a twentieth for the others."""
+    found = []
+    for backend in ("torch", "numba"):
+        case = Case(rule="decay", layout=None, lengths=(60,))
+        layer, ((q, k, v), call) = case.layer(backend), case.call(60, 0)
+        k[..., 0] = (torch.arange(60) % 3 == 0).float()
+        with torch.no_grad():
+            layer.rule_decay_bias.fill_(-3)
+            layer.rule_decay_value.zero_()
+            layer.rule_decay_key.zero_()[:, 0] = 1e4
+            found.append(layer(q, k, v, call))
+    assert_close(*found[::-1], 2e-6)
 
 
 @pytest.mark.parametrize("value_dim", [8, 24])

@@ -187,12 +187,13 @@ def test_table_survives_its_file() -> None:
         (torch.bfloat16, 128, "highest", "ieee"),
     ],
 )
-def test_precision_of_products(
-    dtype: torch.dtype, D: int, setting: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
+def test_precision_of_products(dtype: torch.dtype, D: int, setting: str, precision: str) -> None:
     x = torch.empty(1, 1, 64, D, dtype=dtype, device="meta")
     p = Problem(H200, x, x, x, None, None, None, None, "elu", True, 0)
-    assert p.sizes()["PRECISION"] == precision
-    # AMD has no tf32.
-    assert p._replace(target=Target("gfx942", 304)).sizes()["PRECISION"] == "ieee"
+    try:
+        torch.set_float32_matmul_precision(setting)
+        assert p.sizes()["PRECISION"] == precision
+        # AMD has no tf32.
+        assert p._replace(target=Target("gfx942", 304)).sizes()["PRECISION"] == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_linear_attn import linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps import get_feature_map
+from hf_linear_attn.ops.delta_rule import delta_rule
 from hf_linear_attn.ops.dispatch import choose_backend
 from hf_linear_attn.ops.linear_attention.triton import op as linear
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.step import decode_state, decode_step_, hybrid_step_
-from hf_linear_attn.ops.triton import plan as plans
 from hf_linear_attn.ops.triton import remember
 from hf_linear_attn.ops.triton.plan import Target
 from hf_linear_attn.ops.triton.record import recording
-from hf_linear_attn.ops.triton.remember import launch, remembered, shared_by_layers, shared_by_texts
-from hf_linear_attn.ops.triton.run import as_int64, directly
+from hf_linear_attn.ops.triton.remember import launch, remembered, shared_by_texts
+from hf_linear_attn.ops.triton.run import directly
 from hf_linear_attn.ops.triton.start import Start
 
 from .oracle import DEVICE
@@ -126,10 +125,14 @@ def test_a_tensor_in_two_roles_is_not_taken_for_one() -> None:
         out = torch.empty_like(x)
         return out, [Start(KERNEL, 1, {"x": x + y, "out": out, "n": 0})]
 
-    run, _ = counted(total)
+    run, times = counted(total)
     x, y = torch.randn(2, 2), torch.randn(2, 2)
     assert torch.equal(run(x, x), x + x)
-    assert torch.equal(run(x, y), x + y)
+    for _ in range(3):
+        assert torch.equal(run(x, y), x + y)
+    # Nor is one that was given so first planned anew for ever.
+    assert len(times) == 2
+    assert torch.equal(run(y, y), y + y)
 
 
 def test_one_thread_does_not_disturb_another() -> None:
@@ -161,60 +164,6 @@ def test_remembers_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(times) == 5
 
 
-def test_layers_share_what_is_computed_of_one_tensor() -> None:
-    times = []
-
-    @shared_by_layers
-    def double(x: Tensor, n: int) -> tuple[Tensor, None]:
-        times.append(1)
-        return 2 * x + n, None
-
-    x = torch.arange(3)
-    assert double(x, 0)[0] is double(x, 0)[0]
-    assert len(times) == 1
-    double(x, 1)
-    assert len(times) == 2
-    # Another tensor of the same numbers, and the same with others.
-    double(x.clone(), 0)
-    assert len(times) == 3
-    x += 1
-    assert torch.equal(double(x, 0)[0], 2 * x)
-    assert len(times) == 4
-    # Within a plan, too: the next call's tensor is its own.
-    run, planned = counted(lambda x: (double(x, 0)[0] + 1, []))
-    for _ in range(2):
-        y = torch.arange(4)
-        for _ in range(3):
-            assert torch.equal(run(y), 2 * y + 1)
-    assert len(planned) == 1
-    assert len(times) == 6
-    with torch.inference_mode():
-        z = torch.arange(3)
-        double(z, 0)
-        double(z, 0)
-    assert len(times) == 8
-
-
-def test_packed_tables_are_built_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched, search = [], torch.searchsorted
-    monkeypatch.setattr(torch, "searchsorted", lambda *a, **k: searched.append(1) or search(*a, **k))
-
-    def plan(bounds: Tensor) -> Any:
-        segments = plans.cut(80, 2, 16, as_int64(bounds))
-        return segments.table, segments.bounds
-
-    run = remembered(plan)
-    for lengths in ((10, 70), (60, 20)):
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        expected = plans.cut(80, 2, 16, bounds.to(torch.int64))
-        searched.clear()
-        for _ in range(3):
-            table, first = run(bounds)
-            assert torch.equal(table, expected.table)
-            assert torch.equal(first, expected.bounds)
-        assert len(searched) == 1
-
-
 def test_what_watches_gets_the_op() -> None:
     told = []
     call = directly(lambda x: told.append("op") or x, lambda x: told.append("run") or x)
@@ -231,6 +180,32 @@ def test_what_watches_gets_the_op() -> None:
     # Gradients, where what runs has none of its own.
     call(x.clone().requires_grad_())
     assert told[2:] == ["op"] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rule", ["additive", "delta"])
+def test_boundaries_are_read_at_every_call(rule: str, backend: str, dtype: torch.dtype) -> None:
+    """Also where their memory is written by what PyTorch does not see, as a graph's replay or NumPy."""
+    q, k, v = drawn_tokens(*[(1, 2, 80, 16)] * 3)
+    beta, bounds = torch.rand(1, 2, 80), torch.tensor([0, 10, 80], dtype=dtype)
+
+    def read(**settings: Any) -> Tensor:
+        given = q, k / 4, v
+        if rule == "delta":
+            return delta_rule(*given, beta, return_state=False, backend=backend, **settings)
+        return linear_attention(*given, return_state=False, backend=backend, **settings)
+
+    for boundary in (10, 60, 33):
+        version = bounds._version
+        bounds.data[1] = boundary
+        assert bounds._version == version
+        expected = read(cu_seqlens=torch.tensor([0, boundary, 80], dtype=dtype))
+        assert torch.equal(read(cu_seqlens=bounds), expected)
+        v.requires_grad_()
+        found, expected = (torch.autograd.grad(read(cu_seqlens=x).square().sum(), v) for x in (bounds, bounds.clone()))
+        v.requires_grad_(False)
+        assert torch.equal(found[0], expected[0])
 
 
 def drawn_tokens(*sizes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
@@ -340,21 +315,6 @@ def test_what_autocast_casts_is_not_repeated(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(x, outside) for x in within)
     # Written down as a whole call once, and as a kernel's call by itself.
     assert len(times) == 2
-
-
-def test_what_is_computed_of_a_tensor_goes_with_it() -> None:
-    results: list[Any] = []
-
-    @shared_by_layers
-    def double(x: Tensor) -> Tensor:
-        results.append(weakref.ref(y := 2 * x))
-        return y
-
-    x = torch.arange(3)
-    double(x)
-    assert results[0]() is not None
-    del x
-    assert results[0]() is None
 
 
 def test_texts_of_one_shape_share_what_depends_on_that_alone() -> None:

@@ -21,3 +21,12 @@ def test_what_was_turned_comes_back_and_has_gradients(layout: Layout, width: int
     assert not torch.allclose(rotation.undo(x), x)
     assert torch.autograd.gradcheck(rotation.undo, x)
     assert torch.autograd.gradgradcheck(rotation.undo, x)
+
+
+def test_angles_are_read_at_every_call() -> None:
+    """Also where their memory is written by what PyTorch does not see, as a graph's replay or NumPy."""
+    cos, sin, x = torch.ones(1, 5, 8), torch.zeros(1, 5, 8), torch.randn(1, 2, 5, 8)
+    assert torch.equal(Rotation.of(cos, sin, Layout("half")).do(x), x)
+    cos.data.zero_()
+    sin.data.fill_(1)
+    assert torch.equal(Rotation.of(cos, sin, Layout("half")).do(x)[..., :4], -x[..., 4:])

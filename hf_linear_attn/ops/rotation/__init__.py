@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import is_watched, upcast
 from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
-from hf_linear_attn.ops.triton.remember import shared_by_layers
 
 
 class Layout(NamedTuple):
@@ -80,7 +79,7 @@ class Rotation(NamedTuple):
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor, layout: Layout, source: Tensor | None = None) -> "Rotation":
         """Take cosines and sines ``[B or 1, T, *]`` as a model hands them to its layers."""
-        return cls(_turns(cos, sin, layout), layout, source)
+        return cls(torch.cat([layout.by_pair(cos), layout.by_pair(sin)], -1), layout, source)
 
     def of_others(self, turns: Tensor) -> "Rotation":
         """Return the rotation of other tokens."""
@@ -149,11 +148,6 @@ class Rotation(NamedTuple):
         if not still:
             return turned
         return torch.cat([x[..., :still], turned] if self.layout.at_end else [turned, x[..., width:]], -1)
-
-
-@shared_by_layers
-def _turns(cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    return torch.cat([layout.by_pair(cos), layout.by_pair(sin)], -1)
 
 
 class _Turn(torch.autograd.Function):

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.remember import shared_by_layers
-
 TABLE_VERSION = 2
 """Version of the tile table's format; a table of another version is refused."""
 
@@ -204,7 +202,7 @@ def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segme
         cu_seqlens: Boundaries of packed sequences, int64.
 
     Returns:
-        The segments; tables are built on the device, without waiting for it, once for all layers.
+        The segments; tables are built on the device, without waiting for it.
     """
     if cu_seqlens is None:
         per_row = -(-tokens // length)
@@ -214,7 +212,6 @@ def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segme
     return Segments(count, length, 1, split, *packed_tables(cu_seqlens, count, length if split else None))
 
 
-@shared_by_layers
 def packed_tables(cu_seqlens: Tensor, count: int, length: int | None) -> tuple[Tensor, Tensor | None]:
     """Return the table of ``count`` segments of packed sequences and the first one of each.
 
@@ -278,11 +275,21 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(2) < 2**24 else x.contiguous()
 
 
+def takes_tf32() -> bool:
+    """Tell whether products of fp32 may be taken in tf32, by any of PyTorch's switches, old or new.
+
+    The setting for products on NVIDIA's GPUs follows all of them. PyTorch's older questions raise where both kinds of
+    switches have been used.
+    """
+    found: bool = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return found
+
+
 def precision(target: Target, dtype: torch.dtype, dim: int) -> str:
     """Return how products are computed, in Triton's word, where the larger dimension of a tile is ``dim``."""
     if not target.arch.startswith("sm_") or dtype == torch.bfloat16:
         return "ieee"
-    if dtype == torch.float16 or torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float16 or takes_tf32():
         return "tf32"
     # Of three products of 256 columns the assembler makes kilobytes of stack; plain fp32 needs a few hundred.
     return "ieee" if bucket(dim) > 128 else "tf32x3"

@@ -276,6 +276,13 @@ def recording() -> Recorder | None:
     return mode if isinstance(mode, Recorder) else None
 
 
+def give_up() -> None:
+    """Write down nothing of the call that runs now: it is not repeated."""
+    recorder = recording()
+    if recorder is not None:
+        recorder.give_up()
+
+
 _ALLOCATING = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,

@@ -11,13 +11,12 @@ they run, with real ones.
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, get_float32_matmul_precision, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -25,14 +24,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.feature_maps.base import registered_as
+from hf_linear_attn.ops.triton.plan import takes_tf32
 from hf_linear_attn.ops.triton.record import Recorder, recording
 from hf_linear_attn.ops.triton.start import ALIGNMENT, PLAIN, Number, Start, told_apart
 
 MOST_CALLS = 1024
 """Calls that are remembered of one function; a run that meets more shapes forgets the oldest."""
-
-MOST_SHARED = 64
-"""Results of :func:`shared_by_layers` that are remembered, a few per step."""
 
 MOST_TEXTS = 8
 """Results of :func:`shared_by_texts` that are remembered of one function."""
@@ -69,10 +67,8 @@ _caches: list[dict[Any, Any]] = []
 def _keep(cache: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Put something into a cache, in place of the oldest where it is full."""
     with _lock:
-        beyond = len(cache) + 1 - most
-        # Listed first: what goes with its tensor may go at any time.
-        for oldest in list(cache)[:beyond] if beyond > 0 else ():
-            cache.pop(oldest, None)
+        while len(cache) >= most:
+            cache.pop(next(iter(cache)))
         cache[key] = value
 
 
@@ -126,7 +122,7 @@ def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None
         if is_seen() or (only is not None and not only(arguments, settings)):
             return function(*arguments, **settings)
         given: list[Any] = []
-        key: list[Any] = [get_float32_matmul_precision(), *settings]
+        key: list[Any] = [takes_tf32(), *settings]
         values = (*arguments, *settings.values()) if settings else arguments
         if not _tell(values, given, key) or (is_grad_enabled() and any(map(_requires_grad, given))):
             return function(*arguments, **settings)
@@ -136,7 +132,11 @@ def remembered(function: Callable[P, R], only: Callable[..., bool] | None = None
             return known(*given)  # type: ignore[no-any-return]
         if named in calls:
             return function(*arguments, **settings)
-        with Recorder(given) as recorder:
+        recorder = Recorder(given)
+        if not recorder.repeatable:
+            # It is given one tensor twice: the next call like it may not be.
+            return function(*arguments, **settings)
+        with recorder:
             result = function(*arguments, **settings)
         _keep(calls, named, _there(recorder.plan(result), given[0].device), MOST_CALLS)
         return result
@@ -156,6 +156,9 @@ def _tell(values: Any, given: list[Any], key: list[Any]) -> bool:
             given.append(x)
             # Triton compiles for addresses, too.
             key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT)
+        elif kind is str:
+            # A map that is registered anew under its name is another one.
+            key += (x, registered_as(x))
         elif kind in PLAIN:
             # 1 is True, and equal to it.
             key += (kind, x)
@@ -224,45 +227,5 @@ def shared_by_texts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 known = compute(device, *settings)
             _keep(results, key, known, MOST_TEXTS)
         return known
-
-    return shared
-
-
-def shared_by_layers(compute: Callable[..., R]) -> Callable[..., R]:
-    """Compute something of a tensor once for all layers of a step, which pass the same tensor.
-
-    Args:
-        compute: Takes a tensor and settings that hash; returns a tensor, or a tuple of tensors and Nones.
-
-    Returns:
-        The same function. It computes anew where the tensor is another or has changed, on another stream, and while a
-        graph is captured, whose replays have to compute it themselves.
-    """
-    results: dict[Any, tuple[Any, int, R]] = {}
-    _caches.append(results)
-
-    def found(x: Tensor, *settings: Any) -> R:
-        # Versions of inference tensors are not counted.
-        if type(x) is not Tensor or x.is_inference():
-            return compute(x, *settings)
-        stream = _stream(x.device)
-        if stream is None:
-            return compute(x, *settings)
-        key = id(x), stream, settings
-        known = results.get(key)
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
-        value = compute(x, *settings)
-        # Nobody can ask for what was computed of a tensor that is gone.
-        reference = weakref.ref(x, lambda _: results.pop(key, None))
-        _keep(results, key, (reference, x._version, value), MOST_SHARED)
-        return value
-
-    @functools.wraps(compute)
-    def shared(x: Tensor, *settings: Any) -> R:
-        if recording() is None and is_seen():
-            return compute(x, *settings)
-        # What repeats a call takes what is known by then.
-        return aside(found, x, *settings)
 
     return shared

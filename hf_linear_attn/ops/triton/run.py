@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target, target_of
 from hf_linear_attn.ops.triton.record import recording
-from hf_linear_attn.ops.triton.remember import aside, is_seen, launch, remembered, shared_by_layers
+from hf_linear_attn.ops.triton.remember import aside, is_seen, launch, remembered
 from hf_linear_attn.ops.triton.start import PLAIN, Start
 
 P = ParamSpec("P")
@@ -36,12 +36,6 @@ def target_for(device: torch.device) -> Target:
 def contiguous(x: Tensor | None) -> Tensor | None:
     """Return ``x`` contiguous, where there is one."""
     return None if x is None else x.contiguous()
-
-
-@shared_by_layers
-def as_int64(x: Tensor) -> Tensor:
-    """Return ``x`` as int64."""
-    return x.to(torch.int64)
 
 
 def has_changed(*tensors: Tensor | None) -> None:

@@ -91,10 +91,10 @@ def inverse_kernel(
     sums_1 = None
     sums_2 = None
     if GATED:
-        x = log2_decay(tl.load(g + oh * g_t, mask=counts_1, other=0.0)).to(tl.float64)
-        y = log2_decay(tl.load(g + (BH + oh) * g_t, mask=counts_2, other=0.0)).to(tl.float64)
-        sums_1 = in_two(tl.cumsum(x, 0))
-        sums_2 = in_two(tl.cumsum(y, 0) + tl.sum(x))
+        g_1 = log2_decay(tl.load(g + oh * g_t, mask=counts_1, other=0.0)).to(tl.float64)
+        g_2 = log2_decay(tl.load(g + (BH + oh) * g_t, mask=counts_2, other=0.0)).to(tl.float64)
+        sums_1 = in_two(tl.cumsum(g_1, 0))
+        sums_2 = in_two(tl.cumsum(g_2, 0) + tl.sum(g_1))
         store_sums(b, at + oh, sums_1, rows_1)
         store_sums(b, at + BH + oh, sums_2, rows_2)
     p = tl.zeros([BH, BH], tl.float32)

@@ -14,7 +14,7 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, has_changed, planned, target_for
+from hf_linear_attn.ops.triton.run import contiguous, directly, has_changed, planned, target_for
 
 
 def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
@@ -42,7 +42,7 @@ def _problem(*inputs: Any) -> DeltaProblem:
         call.beta,
         call.log_decay,
         None if mask is None else mask.contiguous().view(torch.uint8),
-        None if bounds is None else as_int64(bounds),
+        None if bounds is None else bounds.to(torch.int64),
         contiguous(call.kv0),
         call.delay,
         call.l2norm,

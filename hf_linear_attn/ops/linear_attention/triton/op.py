@@ -18,7 +18,7 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
-from hf_linear_attn.ops.triton.run import as_int64, contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
 
 
 def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
@@ -35,7 +35,7 @@ def _problem(call: LinearCall) -> Problem:
         readable(call.k),
         readable(call.v),
         None if call.key_mask is None else call.key_mask.contiguous().view(torch.uint8),
-        None if call.cu_seqlens is None else as_int64(call.cu_seqlens),
+        None if call.cu_seqlens is None else call.cu_seqlens.to(torch.int64),
         contiguous(call.kv0),
         contiguous(call.z0),
         call.phi,

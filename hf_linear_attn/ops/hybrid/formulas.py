@@ -1,0 +1,118 @@
+"""What each update rule and each mix computes, of one key and of one token's queries, in float64.
+
+A rule says how a key is folded into the state and how queries read it; a mix joins what they read of the state with
+what they read exactly. The file of a new one adds its own to :data:`RULES`, :data:`MIXES` and :data:`GATES`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from hf_linear_attn.ops.delta_rule.reference import unit
+from hf_linear_attn.ops.hybrid.problem import Key, Sums
+from hf_linear_attn.ops.linear_attention.reference import guarded
+
+Weights = Mapping[str, Tensor]
+
+
+class Query(NamedTuple):
+    """The queries of one token and one group of G heads, and what they read.
+
+    Attributes:
+        q: The queries ``[G, D]``, as the model gives them.
+        scores: ``scaling q.k`` of the P keys of sinks and ring ``[G, P]``.
+        values: Their values ``[P, V]``.
+        num: What the state gives ``[G, V]``.
+        den: Its normaliser ``[G]``; None of a rule without one.
+        n: Keys that the state holds.
+        key_sum: Their sum ``[D]``.
+        scaling: Factor on ``q.k``.
+        eps: Added to normalisers, away from 0.
+    """
+
+    q: Tensor
+    scores: Tensor
+    values: Tensor
+    num: Tensor
+    den: Tensor | None
+    n: int
+    key_sum: Tensor
+    scaling: float
+    eps: float
+
+    def near(self) -> Tensor:
+        """Return softmax attention to sinks and ring."""
+        return self.scores.softmax(-1) @ self.values
+
+    def far(self) -> Tensor:
+        """Return what the state gives, normalised."""
+        return self.num if self.den is None else self.num / guarded(self.den, self.eps)[:, None]
+
+
+def fold_sum(sums: Sums, key: Key) -> Sums:
+    """Fold by ``S = a S + phi v^T`` and ``z = a z + phi``, where a = 1 without a decay."""
+    a = key.gates.get("decay", 1)
+    return {"kv": a * sums["kv"] + torch.outer(key.phi, key.v), "z": a * sums["z"] + key.phi}
+
+
+def read_sum(sums: Sums, phi_q: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    """Return ``phi_q^T S`` and ``phi_q^T z``."""
+    return phi_q @ sums["kv"], phi_q @ sums["z"]
+
+
+def fold_delta(sums: Sums, key: Key) -> Sums:
+    """Fold by ``S = a S`` and then ``S += beta k (v - S^T k)^T``, with ``k = phi / |phi|``."""
+    k, kv = unit(key.phi), key.gates.get("decay", 1) * sums["kv"]
+    return {"kv": kv + key.gates["beta"] * torch.outer(k, key.v - k @ kv)}
+
+
+def read_delta(sums: Sums, phi_q: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    """Return ``c S^T q`` with ``q = phi_q / |phi_q|``."""
+    return weights["scale"][:, None] * (unit(phi_q) @ sums["kv"]), None
+
+
+def join_key(x: Query, weights: Weights) -> Tensor:
+    """Let the state's output be the value of one more key, whose score is ``log n + scaling q.m + a + u.q``."""
+    n, mean = x.key_sum.new_tensor(float(x.n)), x.key_sum / max(x.n, 1)
+    own = n.log() + x.scaling * x.q @ mean + weights["bias"] + (x.q * weights["weight"]).sum(-1)
+    shares = torch.cat([x.scores, own[:, None]], 1).softmax(-1)
+    return shares[:, :-1] @ x.values + shares[:, -1:] * x.far()
+
+
+def join_gate(x: Query, weights: Weights) -> Tensor:
+    """Return ``(1 - g) near + g far`` with ``g = sigmoid(a + u.q)``, 0 where the state holds no key."""
+    g = (weights["bias"] + (x.q * weights["weight"]).sum(-1)).sigmoid()[:, None] * (x.n > 0)
+    return (1 - g) * x.near() + g * x.far()
+
+
+def join_shared(x: Query, weights: Weights) -> Tensor:
+    """Divide by one denominator: exact weights are relative to the largest, and count ``sigmoid(a)`` times."""
+    if x.den is None:
+        raise RuntimeError("the rule has no normaliser to share")
+    exact = weights["bias"].sigmoid()[:, None] * (x.scores - x.scores.amax(-1, keepdim=True)).exp()
+    return (exact @ x.values + x.num) / guarded(exact.sum(-1) + x.den, x.eps)[:, None]
+
+
+Fold, Read = Callable[[Sums, Key], Sums], Callable[[Sums, Tensor, Weights], tuple[Tensor, Tensor | None]]
+
+RULES: dict[str, tuple[Fold, Read]] = {
+    "additive": (fold_sum, read_sum),
+    "decay": (fold_sum, read_sum),
+    "delta": (fold_delta, read_delta),
+    "gated_delta": (fold_delta, read_delta),
+}
+"""How a rule folds a key, and how queries read the state."""
+
+MIXES: dict[str, Callable[[Query, Weights], Tensor]] = {
+    "key": join_key,
+    "gate": join_gate,
+    "shared": join_shared,
+    "window": lambda x, weights: x.near(),
+}
+"""How both branches become one output."""
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"decay": lambda x: (-softplus(x)).exp(), "beta": torch.sigmoid}
+"""What becomes of a key's score ``b + u.k + w.v``: what the key leaves of the state, and how much it replaces."""
