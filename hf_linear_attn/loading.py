@@ -177,9 +177,10 @@ def process_state() -> PartialState:
         if asked > 1 or (launched and "RANK" not in os.environ):
             raise ArgumentError(
                 "num_processes",
-                "be what the launcher starts",
-                asked if asked > 1 else "several, and one runs",
-                "Start them with `torchrun --nproc-per-node N`, or with `accelerate launch` and a config file.",
+                "be 1, as the launcher has started one process that knows of no other",
+                asked if asked > 1 else "several",
+                "Start N with `accelerate launch --config_file examples/accelerate/cpu.yaml --num_processes N` and "
+                "without --cpu, or with `torchrun --nproc-per-node N`.",
             )
     return state
 

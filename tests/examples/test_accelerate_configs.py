@@ -1,5 +1,9 @@
 """The launcher's configs that ship with the examples say what their comments say; no GPU is needed to read them."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,32 @@ def test_the_config_for_distillation_leaves_sharding_and_precision_to_the_script
     assert arguments.multi_gpu
     assert not arguments.use_fsdp
     assert arguments.mixed_precision == "no"
+
+
+def started(tmp_path, *flags):
+    """Run a script by the launcher, which says what process it is; without a GPU, whatever the machine has."""
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from hf_linear_attn.loading import process_state\n"
+        "from hf_linear_attn.shell import shell\n"
+        "with shell('who.py'):\n    state = process_state()\n"
+        "print(state.process_index, 'of', state.num_processes, state.device.type, flush=True)\n"
+    )
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *flags, script]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(launcher, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_config_for_cpus_starts_several_processes(tmp_path):
+    found = started(tmp_path, "--config_file", CONFIGS / "cpu.yaml", "--main_process_port", "0")
+    assert sorted(found.stdout.splitlines()) == ["0 of 2 cpu", "1 of 2 cpu"], found.stderr[-2000:]
+
+
+def test_a_launch_on_cpus_without_it_is_told_of_it(tmp_path):
+    found = started(tmp_path, "--cpu", "--num_processes", "2")
+    line = next(line for line in found.stderr.splitlines() if line.startswith("who.py: "))
+    assert "`num_processes` must be 1" in line
+    assert (CONFIGS.parents[1] / re.search(r"--config_file (\S+)", line)[1]).samefile(CONFIGS / "cpu.yaml")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
