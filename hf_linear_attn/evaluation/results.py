@@ -9,6 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
 from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.evaluation.suite import suites, with_parts
 from hf_linear_attn.evaluation.summary import summarise
@@ -17,6 +19,7 @@ from hf_linear_attn.files import write_atomic
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
+_LONGEST_REASON = 200
 
 
 def schema() -> dict[str, Any]:
@@ -56,22 +59,38 @@ def write_results(results: Mapping[str, Any], folder: Path) -> Path:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a `results.json`, or the one in a folder.
+    """Read a `results.json`, or the one in a folder, and hold it against the schema.
 
     Raises:
-        CheckpointError: If it is missing, damaged or of another schema version.
+        CheckpointError: If it is missing, damaged, changed or of another schema version.
     """
     path = path / RESULTS_FILE if path.is_dir() else path
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         version = results["schema_version"]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(
             "paths", "be results of an evaluation", str(path), f"Check the file: {error!r}."
         ) from error
     if version != SCHEMA_VERSION:
         raise CheckpointError("schema_version", f"be {SCHEMA_VERSION}", version, "Evaluate again.", where=str(path))
+    # Parts of suites that are not here are left as they are.
+    validator = jsonschema.Draft202012Validator(schema() | {"additionalProperties": True})
+    error = jsonschema.exceptions.best_match(validator.iter_errors(results))
+    if error is not None:
+        said = error.message if len(error.message) < _LONGEST_REASON else f"... {error.message[-_LONGEST_REASON:]}"
+        raise CheckpointError(
+            "paths",
+            "be results of an evaluation",
+            str(path),
+            f"{said}: restore the file, or evaluate again.",
+            where=error.json_path.removeprefix("$."),
+        )
     return dict(results)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of a result")
 
 
 def combine(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.files import remove, write_atomic
 
 RUN_FILE = "run.json"
+_SUM = "crc32"
 _MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
 
 
@@ -106,13 +108,26 @@ class SampleStore:
                 )
 
     def reload(self) -> None:
-        """Read the records that all processes have written."""
+        """Read the records that all processes have written.
+
+        Raises:
+            CheckpointError: If a line is damaged.
+        """
         if self._folder is None:
             return
         for path in sorted(self._folder.glob("samples*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                self._records[record["key"]] = record
+            for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+                try:
+                    record = _record(line)
+                    self._records[record["key"]] = record
+                except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+                    raise CheckpointError(
+                        "output_dir",
+                        "hold a run that can be gone on with",
+                        str(path),
+                        f"It is damaged ({error!r}): remove that line, which is measured anew, or pass overwrite.",
+                        where=f"line {number}",
+                    ) from error
 
     def key(self, fingerprint: str, sample_id: str) -> str:
         """Return the key of a sample under this run's settings."""
@@ -129,16 +144,34 @@ class SampleStore:
             self._records[record["key"]] = record
         if self._folder is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in records))
+                file.write("".join(map(_line, records)))
 
     def merge_files(self) -> None:
         """Put the records of all processes into `samples.jsonl`."""
         if self._folder is None or not list(self._folder.glob("samples.*.jsonl")):
             return
         self.reload()
-        write_atomic(self._path, "".join(json.dumps(record) + "\n" for record in self._records.values()))
+        write_atomic(self._path, "".join(map(_line, self._records.values())))
         for path in self._folder.glob("samples.*.jsonl"):
             path.unlink()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Return a record as a line, under a checksum."""
+    return json.dumps({**record, _SUM: zlib.crc32(json.dumps(record).encode())}) + "\n"
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; those of earlier versions have no checksum.
+
+    Raises:
+        ValueError: If it is no JSON, or not what was written. What is JSON and no record raises others.
+    """
+    record: dict[str, Any] = json.loads(line)
+    expected = record.pop(_SUM, None)
+    if expected is not None and expected != zlib.crc32(json.dumps(record).encode()):
+        raise ValueError("its checksum differs")
+    return record
 
 
 def _drop_torn_line(path: Path) -> None:

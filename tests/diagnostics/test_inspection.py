@@ -72,7 +72,7 @@ def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer
     assert "| hedgehog |" in capsys.readouterr().out
     patch_model(llama, window=8).save_pretrained(tmp_path / "patched")
     tokenizer.save_pretrained(tmp_path / "patched")
-    main(["inspect", str(tmp_path / "patched"), *arguments])
+    main(["inspect", str(tmp_path / "patched"), *arguments, "--overwrite"])
     assert "| linear |" in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 import torch
 
+from hf_linear_attn.cli import main as run_command
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError
 from hf_linear_attn.evaluation import (
     EvaluationSettings,
@@ -400,3 +402,89 @@ def test_compare_refuses_what_is_not_a_result(uninterrupted, tmp_path, content, 
         compare([uninterrupted[0], tmp_path], tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"`paths` must be at least two results"):
         compare([uninterrupted[0]], tmp_path / "out")
+
+
+GONE = object()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("cells", 0, "score"), 7.5),
+        (("cells", 1, "score"), "abc"),
+        (("cells", 0, "score"), None),
+        (("cells", 0, "score"), math.nan),
+        (("cells", 3, "length"), -3),
+        (("cells", 2, "scores", 1), -1),
+        (("cells", 0, "n"), GONE),
+        (("cells",), GONE),
+        (("cells",), "abc"),
+        (("model", "name"), GONE),
+        (("references", 0, "role"), "abc"),
+        (("perplexity", "windows", 0, "nll_nats"), "abc"),
+        (("latency", 0, "ttft_ms"), -1.0),
+        (("summary",), GONE),
+    ],
+)
+def test_compare_names_file_and_place_of_a_result_that_cannot_be(uninterrupted, tmp_path, capsys, place, value):
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
+    results = json.loads((uninterrupted[0] / "results.json").read_text())
+    for folder in (whole, changed):
+        folder.mkdir()
+    (whole / "results.json").write_text(json.dumps(results))
+    owner = results
+    for name in place[:-1]:
+        owner = owner[name]
+    if value is GONE:
+        del owner[place[-1]]
+    else:
+        owner[place[-1]] = value
+    (changed / "results.json").write_text(json.dumps(results))
+    for pair in ([whole, changed], [changed, whole]):
+        with pytest.raises(SystemExit) as stop:
+            run_command(["compare", *map(str, pair), "--output-dir", str(tmp_path / "out"), "--no-plots"])
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"`paths` must be results of an evaluation, got {str(changed / 'results.json')!r}" in line
+        where = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in place)[1:]
+        if value is GONE:
+            assert f"{place[-1]!r} is a required property" in line
+        elif value == value:
+            assert f"({where})" in line
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[: len(line) // 2] + "\n",
+        lambda line: line.replace('"key"', '"kez"'),
+        lambda line: line.replace("1", "7", 1),
+        lambda line: "[1]\n",
+        lambda line: "\n",
+        lambda line: "\udcff" + line,
+    ],
+    ids=["cut", "key", "digit", "list", "empty", "bytes"],
+)
+def test_a_damaged_line_inside_the_samples_is_named(uninterrupted, tmp_path, damage):
+    for name in ("run.json", "samples.jsonl"):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
+    lines[2] = damage(lines[2])
+    damaged = "".join(lines).encode(errors="surrogateescape")
+    (tmp_path / "samples.jsonl").write_bytes(damaged)
+    with pytest.raises(
+        CheckpointError, match=r"`output_dir` must hold a run .*samples.jsonl' \(line 3\)\. It is damaged"
+    ):
+        run(tmp_path, resume=True)
+    assert (tmp_path / "samples.jsonl").read_bytes() == damaged
+
+
+def test_samples_of_earlier_versions_have_no_checksum(uninterrupted, tmp_path):
+    (tmp_path / "run.json").write_bytes((uninterrupted[0] / "run.json").read_bytes())
+    records = [json.loads(line) for line in (uninterrupted[0] / "samples.jsonl").read_text().splitlines()]
+    old = "".join(json.dumps({name: x for name, x in one.items() if name != "crc32"}) + "\n" for one in records)
+    (tmp_path / "samples.jsonl").write_text(old)
+    run(tmp_path)
+    assert comparable(tmp_path) == comparable(uninterrupted[0])
+    assert (tmp_path / "samples.jsonl").read_text() == old
