@@ -153,7 +153,7 @@ class FeatureMap(nn.Module, ABC):
     def hooked(self) -> bool:
         """Whether hooks listen to the map's calls, its own or global ones; kernels call no map."""
         own = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return bool(own or _has_any_global_hook())
+        return bool(own or _has_any_global_hook())  # type: ignore[no-untyped-call]
 
     def pair(self, side: Literal["q", "k"]) -> Pair | None:
         """Return what a kernel needs to compute the features of one side; None where there is none."""
