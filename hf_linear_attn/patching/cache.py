@@ -206,7 +206,7 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether both parts can go back."""
         return self.record_past and bool(super().is_croppable)
 

@@ -122,6 +122,8 @@ def linear_attention_mask(
         ArgumentError: If the mask does not cover earlier and new tokens.
         UnsupportedError: If the model asks for a pattern that a sum over keys cannot express.
     """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise _no_padding_mask(attention_mask, q_length, type(config).__name__)
     # `generate` may build the mask ahead of the forward, which then asks again with the new tokens' part of it.
     length = q_length if attention_mask is None else attention_mask.shape[-1]
     if length < q_length or (isinstance(q_offset, int) and length not in (q_length, q_offset + q_length)):
@@ -243,12 +245,16 @@ def padding_of(
         return None, _boundaries(attention_mask)
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
         return attention_mask[:, -tokens:].bool(), None
-    raise UnsupportedError(
+    raise _no_padding_mask(attention_mask, tokens, name)
+
+
+def _no_padding_mask(mask: Tensor, tokens: int, where: str) -> UnsupportedError:
+    return UnsupportedError(
         "attention_mask",
         f"be a padding mask [B, T >= {tokens}]",
-        tuple(attention_mask.shape),
+        tuple(mask.shape),
         "A mask of its own for each query cannot be expressed by a sum over keys.",
-        where=name,
+        where=where,
     )
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaForSequenceClassification, MambaConfig, MambaForCausalLM
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import disable_branch
 from hf_linear_attn.patching.call_cache import NAME
 
@@ -58,6 +58,19 @@ def test_settings(settings, message):
     assert model.config._attn_implementation != "hf_linear_attn"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
+def test_a_backend_that_runs_nowhere_here_is_refused_when_it_is_asked_for(monkeypatch):
+    model = llama()
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match=r"`backend` must be able to run here, got 'triton'\. .*use backend='torch'"):
+        patch_model(model, backend="triton")
+    monkeypatch.setattr("hf_linear_attn.ops.dispatch.HAS_NUMBA", False)
+    with pytest.raises(BackendError, match=r"`backend` must be able to run here, got 'numba'\. Numba is not installed"):
+        patch_model(model, backend="numba")
+    assert model.config._attn_implementation != "hf_linear_attn"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, where it compiles
 def test_models(plain):
     with pytest.raises(ArgumentTypeError, match=r"`model` must be a Transformers .*, got 'Linear'\. .*get_base_model"):
         patch_model(torch.nn.Linear(2, 2))
@@ -89,14 +102,13 @@ def test_masks(plain, mixed):
         ArgumentError, match=r"`attention_mask` must cover the 0 earlier and 6 new tokens, got \(2, 4\)"
     ):
         plain.logits(ids, attention_mask=torch.ones(2, 4, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match=r"`attention_mask` must be a padding mask \[B, T >= 6\], got \(2, 6, 6"):
+        plain.logits(ids, attention_mask=torch.ones(2, 6, 6, dtype=torch.long))
     custom = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     custom[:, :, :3, :3] = True
-    with pytest.raises(
-        UnsupportedError, match=r"`attention_mask` must be a padding mask \[B, T >= 6\], got \(2, 1, 6, 6"
-    ):
-        plain.logits(ids, attention_mask=custom)
-    with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .*\(model.layers.1"):
-        mixed.logits(ids, attention_mask=custom)
+    for subject, layer in ((plain, 0), (mixed, 1)):
+        with pytest.raises(UnsupportedError, match=rf"`attention_mask` must be causal or .*\(model.layers.{layer}"):
+            subject.logits(ids, attention_mask=custom)
 
 
 def test_attention_weights_do_not_exist(plain):
