@@ -144,6 +144,20 @@ def wants_loops(backend: str, device: torch.device) -> bool:
     return reason is None
 
 
+def check_backend(backend: str) -> None:
+    """Refuse a backend that runs nowhere on this machine, whatever device a model is moved to.
+
+    Raises:
+        BackendError: If that is so.
+    """
+    wants_loops(backend, torch.device("cpu"))
+    if backend != "triton":
+        return
+    reason = device_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if reason is not None:
+        raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+
+
 def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Say why no kernel can take these tensors here, or None where they can."""
     reason: str | None = device_obstacle(q.device)

@@ -18,6 +18,7 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedE
 from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.layers import LinearAttention, check_parts
 from hf_linear_attn.layers.rules import RULES
+from hf_linear_attn.ops.dispatch import check_backend
 from hf_linear_attn.patching.discover import (
     AttentionLayer,
     LayerChoice,
@@ -91,6 +92,7 @@ def patch_model(
         ArgumentTypeError: If ``model`` is no Transformers model.
         ArgumentError: If a setting is out of range, a name unknown, or the model is patched already.
         UnsupportedError: If nothing can be converted, or a layer has what linear attention cannot honour.
+        BackendError: If the backend is asked for by name and runs nowhere on this machine.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -120,6 +122,7 @@ def patch_model(
         backend=backend,
         allow_approximate=allow_approximate,
     )
+    check_backend(config.backend)
     return apply_config(model, config, layers)
 
 
