@@ -38,7 +38,7 @@ newest:
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
 
 # What to run before every commit: the linters, and tests of each part that take a second or two. Under 90 seconds.
-QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py tests/docs/test_prose.py \
+QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py \
 	tests/docs/test_front.py tests/docs/test_files.py tests/feature_maps/test_registry.py \
 	tests/patching/test_saved.py tests/patching/test_errors.py tests/golden \
 	tests/distill/test_settings.py tests/distill/test_losses.py tests/evaluation/test_settings.py \

@@ -130,6 +130,9 @@ def test_optional_extras_are_pinned():
 
 def test_links_of_root_pages_lead_somewhere():
     for page in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", page.read_text()):
             if not target.startswith(("http", "mailto")):
                 assert Path(ROOT, target).exists(), f"{page.name}: {target}"
+                heads = re.findall(r"^#+ (.+)$", Path(ROOT, target).read_text(), re.MULTILINE) if anchor else []
+                anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
+                assert not anchor or anchor in anchors, f"{page.name}: {target}#{anchor}"
