@@ -81,6 +81,7 @@ def main() -> None:
     arguments = read_arguments()
     logging.disable_progress_bar()
     folder = output_folder(arguments.output_dir, inputs={"model": [arguments.model]}, overwrite=arguments.overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
     # The earlier report is whole until this one is ready to take its place.
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as fresh:
         results = run(arguments, Path(fresh))

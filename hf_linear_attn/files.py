@@ -26,10 +26,10 @@ def output_folder(
     marks: Iterable[str] = (),
     overwrite: bool = False,
 ) -> Path:
-    """Make a folder to write to, and see that no file of the user's is lost there.
+    """See that a folder can be written, and that no file of the user's is lost there; nothing on disk changes.
 
     It is refused where it is the folder of an input, lies inside of one, or holds one, by whatever path or link; and
-    where it has files that are no earlier run's. What is refused is left as it was.
+    where it has files that are no earlier run's. Whoever writes makes it, once nothing else is to be refused.
 
     Args:
         path: The folder.
@@ -58,8 +58,7 @@ def output_folder(
     if not overwrite:
         _check_empty(folder, argument, marks)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=next(place for place in (folder, *folder.parents) if os.path.lexists(place))):
             pass
     except OSError as error:
         raise ArgumentError(

@@ -1,6 +1,8 @@
 """The command line, as a user would call it."""
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -239,3 +241,21 @@ def test_help_says_which_flags_take_none(capsys):
         with pytest.raises(SystemExit):
             main([*command.split(), "wide"])
         assert "wide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0", {"out", "model"}),
+        (f"{EVALUATE} --no-plots --final-windows 0", {"out"}),
+        (f"{INSPECT} --maps elu --max-tokens 16", {"model"}),
+        ("teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --stages distill "
+        "--distill-steps 1 --teacher-logits {out}", {"out"}),
+    ],
+)  # fmt: skip
+def test_a_command_to_copy_is_quoted_for_a_shell(command, named, files, tmp_path, capsys):
+    folder = tmp_path / "it's $one; a folder"
+    shutil.copytree(files, folder)
+    main([re.sub(r"{([\w.]+)}", lambda match: str(folder / match[1]), word) for word in command.split()])
+    words = shlex.split(re.findall("`([^`]*)`", capsys.readouterr().err.splitlines()[-1])[-1])
+    assert {str(folder / name) for name in named} <= set(words)

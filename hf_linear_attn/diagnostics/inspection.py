@@ -131,6 +131,7 @@ def _tokens(
 
 
 def _write(results: Mapping[str, Any], pictures: Pictures, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
     write_atomic(folder / "table.md", summary_table(results))
     write_report(results, pictures, folder / "report.html")

@@ -18,7 +18,7 @@ _MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "laye
 
 
 def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
-    """Make the folder of a run, as :func:`hf_linear_attn.files.output_folder` does.
+    """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`.
 
     Args:
         settings: The run's.

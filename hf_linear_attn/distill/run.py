@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,14 +118,16 @@ def distill(
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     if folder is not None and accelerator.is_main_process:
         run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
-    with locked(folder if accelerator.is_main_process else None), torch.random.fork_rng():
+    with torch.random.fork_rng(), ExitStack() as held:
+        models = load_models(settings, teacher, student, tokenizer, accelerator)
+        settings = models.settings
+        train, heldout = data or load_data(settings, models.tokenizer, processes=readers(settings, accelerator))
+        # Nothing is written before all that can be refused was.
+        held.enter_context(locked(folder if accelerator.is_main_process else None))
         if folder is not None and accelerator.is_main_process:
             begin(settings, folder)
         # Others look for checkpoints when those of an earlier run are gone.
         accelerator.wait_for_everyone()
-        models = load_models(settings, teacher, student, tokenizer, accelerator)
-        settings = models.settings
-        train, heldout = data or load_data(settings, models.tokenizer, processes=readers(settings, accelerator))
         if settings.trackers:
             accelerator.init_trackers("hf_linear_attn")
         dtypes = prepare_models(models, (train, heldout), accelerator)

@@ -39,7 +39,7 @@ TOP_K = 64
 
 
 def logits_folder(settings: DistillationSettings, folder: Path, teacher: nn.Module | None = None) -> None:
-    """Make the folder that logits are written to, as :func:`hf_linear_attn.files.output_folder` does.
+    """Check the folder that logits are written to, by :func:`hf_linear_attn.files.output_folder`.
 
     Raises:
         ArgumentError: If it is refused.

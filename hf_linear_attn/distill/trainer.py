@@ -433,7 +433,7 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
     """Keep other runs out of a folder; the lock goes with the process, however it ends.
 
     Args:
-        folder: The folder, which is there; None for nothing to lock.
+        folder: The folder, made if need be; None for nothing to lock.
         argument: Its name in messages.
 
     Raises:
@@ -443,6 +443,7 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
         with nullcontext():
             yield
         return
+    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)

@@ -94,9 +94,11 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
     ],
 )
 def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
+    out = tmp_path / "out"
     with pytest.raises(SystemExit, match="2"):
-        main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), *change])
+        main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), "--output-dir", str(out), *change])
     assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_arguments_that_do_not_fit_are_named(llama, tokenizer):

@@ -171,6 +171,15 @@ def test_what_python_loads_is_not_written_to(files):
     assert tree(files) == before
 
 
-def test_a_refused_folder_is_not_made(files, capsys):
-    assert "apart from" in refused(capsys, files, "distill", "model/new")
-    assert not (files / "model" / "new").exists()
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_refused_for_another_reason_leaves_no_folder(name, files, capsys):
+    argument = {"compare": "--no-such", "inspect": "--max-tokens=1", "evaluate": "--lengths=1000000"}.get(
+        name, "--dataset=no"
+    )
+    assert refused(capsys, files, name, "new/folder", argument)
+
+
+def test_a_link_to_nothing_is_no_folder(files, capsys):
+    (files / "dangling").symlink_to("nothing")
+    assert "must be a folder that can be written" in refused(capsys, files, "distill", "dangling")
+    assert "must be a folder that can be written" in refused(capsys, files, "distill", "words/text.txt/new")

@@ -62,7 +62,7 @@ def test_a_student_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
                 CheckpointError, match=r"`output_dir` must have room for the model, .*make room and run"
             ):
                 run(folder)
-        assert {path.name for path in folder.iterdir()} <= {".lock", "checkpoints", "log.jsonl"}
+        assert {path.name for path in folder.iterdir()} <= {".lock", "checkpoints", "distillation.json", "log.jsonl"}
         # What was learned is in the checkpoints: the same command goes on.
         found = run(folder).student.state_dict()
         assert all(torch.equal(found[key], whole[key]) for key in whole)
