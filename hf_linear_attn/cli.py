@@ -70,6 +70,13 @@ COMMANDS = {
         ("evaluation/cli.py",),
         goes_on=False,
     ),
+    "export": Command(
+        "hf_linear_attn.export.cli",
+        "main",
+        "write a model as a file that runs without this package",
+        ("export/run.py",),
+        goes_on=False,
+    ),
 }
 
 

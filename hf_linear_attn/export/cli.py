@@ -1,0 +1,38 @@
+"""The command line of exports: `hf-linear-attn export`."""
+
+import sys
+from collections.abc import Sequence
+
+from hf_linear_attn.arguments import CommandLine, settings_of
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.export.run import Exported, ExportSettings, export_model
+from hf_linear_attn.shell import next_step
+
+
+def main(argv: Sequence[str]) -> Exported:
+    """Write a converted model as a graph that runs without this package, with its tokenizer and an example.
+
+    Args:
+        argv: Flags, and the model's folder, without the program's name.
+
+    Returns:
+        What was written.
+    """
+    line = CommandLine(
+        "hf-linear-attn export",
+        "Write a converted model as a graph that runs without this package, with its tokenizer and an example.",
+        example="hf-linear-attn export runs/student --format onnx",
+        positional="model",
+    )
+    line.add("settings", settings_of(ExportSettings))
+    values = line.read(argv).values
+    if "model" not in values:
+        raise ArgumentError("model", "be given", None, f"`{line.example}` is an example.")
+    found = export_model(ExportSettings(**values))
+    sys.stdout.write(
+        f"{found.folder}: {found.size_mib:.1f} MiB, logits of {found.tokens} tokens within {found.difference:.1e} of "
+        "the model's\n"
+    )
+    prompt = "'a prompt'" if found.tokenizer else "1 2 3"
+    next_step(f"`python {found.folder / 'example.py'} {prompt}` writes on from it.")
+    return found

@@ -1,0 +1,137 @@
+"""The package's operations in ordinary operators, for texts of any length: what takes their place in an exported graph.
+
+A graph for every length has no walk over chunks, whose number depends on the length. All pairs of the tokens of one
+call are scored at once, so that memory grows with the square of a call's tokens and not at all with the context: long
+prompts are read in pieces. The delta rule, in which each key needs the state that the one before it left, is a scan
+over tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._higher_order_ops.scan import scan
+
+from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.delta_rule.problem import DeltaCall
+from hf_linear_attn.ops.delta_rule.reference import unit
+from hf_linear_attn.ops.linear_attention.problem import LinearCall
+from hf_linear_attn.ops.linear_attention.reference import guarded
+from hf_linear_attn.ops.window.problem import WindowCall
+
+
+def linear(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute ``hf_linear_attn::chunked_forward``: o, the guarded normaliser, and the final ``kv`` and ``z``."""
+    call = LinearCall.of(*inputs)
+    _refuse(call.delay, call.cu_seqlens, causal=call.causal)
+    phi = elementwise_map(call.phi)
+    phi_q, phi_k, v = grouped(phi.phi(upcast(call.q)), call.k.shape[1]), phi.phi(upcast(call.k)), upcast(call.v)
+    if call.key_mask is not None:
+        phi_k = phi_k * call.key_mask[:, None, :, None]
+    scores = phi_q @ phi_k[:, :, None].mT
+    # The normaliser is one more column of the values.
+    v1 = F.pad(v, (0, 1), value=1.0)
+    rows, heads, _, width = phi_k.shape
+    before = phi_k.new_zeros(rows, heads, width, v1.shape[3])
+    if call.state is not None:
+        before = torch.cat([call.state.kv, call.state.z[..., None]], -1)
+    kept, read = phi_k, phi_q
+    if call.log_decay is not None:
+        # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
+        b = call.log_decay.double().cumsum(-1)
+        scores = scores * (b[..., None] - b[..., None, :]).clamp(max=0).exp().to(v.dtype)[:, :, None]
+        read = phi_q * b.exp().to(v.dtype)[:, :, None, :, None]
+        kept = phi_k * (b[..., -1:] - b).exp().to(v.dtype)[..., None]
+        state = before * b[..., -1:].exp().to(v.dtype)[..., None]
+    else:
+        state = before
+    o1 = scores.tril() @ v1[:, :, None] + read @ before[:, :, None]
+    den = o1[..., -1:] + call.eps if phi.non_negative else guarded(o1[..., -1:], call.eps)
+    state = state + kept.mT @ v1
+    o = (o1[..., :-1] / den).flatten(1, 2).to(call.q.dtype)
+    return o, den[..., 0].flatten(1, 2), state[..., :-1].clone(), state[..., -1].clone()
+
+
+def window(*inputs: Any) -> Tensor:
+    """Compute ``hf_linear_attn::window_forward``: softmax over a window, the sinks and a key of each query's own."""
+    call = WindowCall.of(*inputs)
+    q, k, v = call.q, call.k, upcast(call.v)
+    queries, keys = q.shape[2], k.shape[2]
+    i = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
+    j = torch.arange(keys, device=q.device)[None]
+    visible = ((j <= i) & (j > i - call.window))[None]
+    if call.key_mask is not None:
+        visible = (visible & call.key_mask[:, None]) | (j == i)
+    if call.sinks is not None:
+        sink_k, sink_v, seen = call.sinks
+        k, v = torch.cat([sink_k.to(k.dtype), k], 2), torch.cat([sink_v.to(v.dtype), v], 2)
+        visible = torch.cat([seen, visible.expand(seen.shape[0], -1, -1)], -1)
+    scores = upcast(grouped(q, k.shape[1]) @ k[:, :, None].mT) * call.scaling
+    hidden = torch.finfo(scores.dtype).min
+    scores = torch.where(visible[:, None, None], scores, hidden)
+    if call.own is None:
+        o = scores.softmax(-1) @ v[:, :, None]
+    else:
+        own_score, own_seen, own_value = call.own
+        own = torch.where(own_seen[:, None, None], grouped(upcast(own_score), k.shape[1]), hidden)[..., None]
+        shares = torch.cat([scores, own], -1).softmax(-1)
+        o = shares[..., :-1] @ v[:, :, None] + shares[..., -1:] * grouped(upcast(own_value), k.shape[1])
+    return o.flatten(1, 2).to(call.v.dtype)
+
+
+def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute ``hf_linear_attn::delta_forward``: o and the final ``kv``."""
+    call = DeltaCall.of(*inputs)
+    _refuse(call.delay, call.cu_seqlens)
+    q, k, v, beta = grouped(upcast(call.q), call.k.shape[1]), upcast(call.k), upcast(call.v), upcast(call.beta)
+    decay = torch.ones_like(beta) if call.log_decay is None else upcast(call.log_decay).exp()
+    if call.l2norm:
+        q, k = unit(q), unit(k)
+    if call.key_mask is not None:
+        real = call.key_mask[:, None]
+        k, v = k * real[..., None], v * real[..., None]
+        beta, decay = beta * real, torch.where(real, decay, 1.0)
+    start = call.kv0 if call.kv0 is not None else k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+
+    def take(state: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        q_t, k_t, v_t, beta_t, decay_t = token
+        state = state * decay_t
+        missing = v_t - torch.bmm(k_t, state)
+        state = state + torch.bmm(k_t.mT, beta_t * missing)
+        return state, torch.bmm(q_t, state)
+
+    # Tokens first; what one brings to a head of a row is a matrix: of one line, but for the queries of a group.
+    tokens = (q.movedim(3, 0), *(x.movedim(2, 0)[..., None, :] for x in (k, v, beta[..., None], decay[..., None])))
+    state, o = scan(take, start.flatten(0, 1), tuple(x.flatten(1, 2).contiguous() for x in tokens))
+    o = o.unflatten(1, k.shape[:2]).movedim(0, 3).flatten(1, 2)
+    return o.to(call.q.dtype), state.unflatten(0, k.shape[:2])
+
+
+def grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """View ``x [B, H, ...]`` as ``[B, HKV, G, ...]``, the heads that share keys side by side."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+def _refuse(delay: Any, cu_seqlens: Tensor | None, *, causal: bool = True) -> None:
+    """Raise for what a model that is read with states never asks for."""
+    if delay != 0 or cu_seqlens is not None or not causal:
+        raise UnsupportedError(
+            "model",
+            "attend causally, in texts that are not packed",
+            {"delay": str(delay), "packed": cu_seqlens is not None, "causal": causal},
+            "Export a causal language model.",
+        )
+
+
+def plain_forms() -> dict[Any, Callable[..., Any]]:
+    """Return the ordinary form of each of the package's operators."""
+    ours = torch.ops.hf_linear_attn
+    return {
+        ours.chunked_forward.default: linear,
+        ours.window_forward.default: window,
+        ours.delta_forward.default: delta,
+    }
