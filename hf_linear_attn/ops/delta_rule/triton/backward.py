@@ -376,7 +376,9 @@ def dk_kernel(
         # [BT, BD]
         y = load_operand(q + i_h * q_h, ot[:, None] * q_t + od[None, :], rows, od < F, F == BD, PRECISION)
         of_q = length_scale(tl.sum(y.to(tl.float32) * y.to(tl.float32), 1), NORM)
-        dp = dp * decay_since(sums, ot[:, None] <= ot[None, :], GATED) * weight[:, None] * of_q[None, :]
+        # Loaded once more: registers do not hold them all along.
+        again, _after, _all = load_decay(b, at, c, end, ot, GATED)
+        dp = dp * decay_since(again, ot[:, None] <= ot[None, :], GATED) * weight[:, None] * of_q[None, :]
         acc = dot(operand(dp, y.dtype, PRECISION), y, acc, PRECISION)
         if GATED:
             decay += tl.load(dg_q + (row * HKV * G + i_h) * T + c + ot, mask=rows, other=0.0)
