@@ -76,15 +76,14 @@ def read_results(path: Path) -> dict[str, Any]:
         raise CheckpointError("schema_version", f"be {SCHEMA_VERSION}", version, "Evaluate again.", where=str(path))
     # Parts of suites that are not here are left as they are.
     validator = jsonschema.Draft202012Validator(schema() | {"additionalProperties": True})
-    error = jsonschema.exceptions.best_match(validator.iter_errors(results))
-    if error is not None:
-        said = error.message if len(error.message) < _LONGEST_REASON else f"... {error.message[-_LONGEST_REASON:]}"
+    wrong = jsonschema.exceptions.best_match(validator.iter_errors(results))
+    if wrong is not None:
         raise CheckpointError(
             "paths",
             "be results of an evaluation",
             str(path),
-            f"{said}: restore the file, or evaluate again.",
-            where=error.json_path.removeprefix("$."),
+            f"{wrong.message[-_LONGEST_REASON:]}: restore the file, or evaluate again.",
+            where=wrong.json_path.removeprefix("$."),
         )
     return dict(results)
 
