@@ -517,16 +517,6 @@ def _claims(results: Mapping[str, Any]) -> list[str]:
                     if seed in recipes[other]
                 ]
                 lines.append(f"- Held-out nats by which it beats {what}, {where}: {_mean(gains, 4)}.")
-    for name in ("elu alone", ELU_LONG):
-        if name in recipes:
-            shares = [
-                gap_closed(run["figures"]["loss_nats"], teacher["loss_nats"], results["patched"][name]["loss_nats"])
-                for run in recipes[name].values()
-            ]
-            lines.append(
-                "- Gap in held-out nats between the merely patched elu model and the teacher that distillation closes, "
-                f"*{name}*: {_mean([share for share in shares if share is not None], 2)}."
-            )
     return lines
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from harness import Parser, by_turns, once, provenance
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     def data_of(seed: int) -> tuple[Data, Data]:
         return load_data(settings_of(arguments, BLIND, seed), tokenizer)
 
-    fingerprint = weights_hash(teacher)
+    fingerprint = hashlib.sha256(
+        b"".join(x.numpy().tobytes() for _, x in sorted(teacher.state_dict().items()))
+    ).hexdigest()
     facts = json.dumps([fingerprint, base.to_dict(), arguments.heldout_rows, arguments.transfer_steps])
     recipe = hashlib.sha256(facts.encode()).hexdigest()[:12]
     folder = arguments.work_dir / recipe
@@ -96,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {
         "provenance": {
             **provenance("maps", list(sys.argv[1:] if argv is None else argv)),
-            "transformers": transformers.__version__,
             "teacher": arguments.teacher,
             "teacher_sha256": fingerprint,
             "heldout_rows": arguments.heldout_rows,
@@ -205,14 +205,6 @@ def times(names: Sequence[str], repeats: int) -> dict[str, Any]:
 def timed_options(name: str) -> dict[str, int]:
     """Return the options without which a map refuses the longest timed sequence."""
     return {"max_length": max(TIMED_LENGTHS)} if name == "cosformer" else {}
-
-
-def weights_hash(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of a model's weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 TEXT = """\

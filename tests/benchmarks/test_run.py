@@ -244,44 +244,6 @@ def test_traffic_is_less_with_kernels(run: Run, tmp_path: Path) -> None:
     assert "| norm_preserving, window 64, rotation undone (recommended) |" in output.with_suffix(".md").read_text()
 
 
-def test_compiled_kernels_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    suite = load("suites/compiled")
-    ours = [
-        {"part": "forward", "kernel": "state", "clocks": 4.0, "stack, B": 0, "bytes, U": 1.5},
-        {"part": "forward", "kernel": "forward", "clocks": 19.2, "stack, B": 16, "bytes, U": 4.25},
-        {"part": "backward", "kernel": "dq", "clocks": 17.0, "stack, B": 0, "bytes, U": 5.0},
-    ]
-    theirs = [
-        {"part": "forward", "kernel": "outputs", "clocks": 10.0, "stack, B": 0, "bytes, U": 5.0},
-        {"part": "forward", "kernel": "feature map, PyTorch", "operations": 4, "bytes, U": 8.0},
-    ]
-    facts = load("harness").provenance("compiled", []) | {"triton": "3.9.0", "fla": "0.6.0"}
-    tables = {"ours": ours, "flash-linear-attention": theirs}
-    page = suite.page({"provenance": facts, "arch": "sm_90", "sizes": {64: tables}})
-    assert "| forward | ours | 2 | 23.2 | 5.75 | 16 |" in page
-    assert "| backward | ours | 1 | 17 | 5 | 0 |" in page
-    assert "| forward | flash-linear-attention | 5 | 10 | 13 | 0 |" in page
-    assert "What it cannot: time." in page
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
-def test_interpreted_kernels_are_not_compiled(run: Run) -> None:
-    found = run("--suite", "compiled")
-    assert found.returncode == 1
-    assert "unset TRITON_INTERPRET" in found.stderr
-
-
-def test_predicted_times_are_named_so(run: Run, tmp_path: Path) -> None:
-    found = run("--suite", "predicted", "--output", str(tmp_path / "predicted.json"))
-    assert found.returncode == 0, found.stderr
-    rows = json.loads((tmp_path / "predicted.json").read_text())["rows"]
-    for row in rows:
-        assert 0 < row["forward, us"] <= 1.01 * row["forward, segments of 1024"] + 1
-        assert 0 < row["backward, us"] <= 1.01 * row["backward, segments of 1024"] + 1
-    assert "**Predictions, not measurements**" in (tmp_path / "predicted.md").read_text()
-
-
 @pytest.mark.slow
 def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "models.json"

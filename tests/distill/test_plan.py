@@ -1,7 +1,4 @@
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from hf_linear_attn.distill.cli import plan as main
 from hf_linear_attn.distill.plan import GIB, plan
 from hf_linear_attn.distill.recipes import RECIPES, recipes
 from hf_linear_attn.errors import ArgumentError
+from tests.distill.peaks import measured_bytes, two_steps
 from tests.distill.tiny import tiny_multimodal, tiny_teacher
 from tests.spread import spread
 
@@ -33,26 +31,21 @@ LLAMA_8B = {
 WIDE = LlamaConfig(**LLAMA_8B | {"vocab_size": 4096, "num_hidden_layers": 1})
 
 
-@pytest.fixture(scope="module")
-def suite():
-    """The benchmark that measures what is planned."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        spec = importlib.util.spec_from_file_location("benchmarks_plan", folder / "suites/plan.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 704}
+LLAMA = LlamaConfig(**SMALL, vocab_size=4096, num_hidden_layers=4)
+GPT2 = GPT2Config(vocab_size=8192, n_embd=256, n_head=8, n_layer=6, bos_token_id=0, eos_token_id=0)
+MEASURED = (
+    (LLAMA, "float32", two_steps("recommended", stages=["transfer"])),
+    (GPT2, "float32", two_steps("recommended", stages=["distill"], gradient_checkpointing=True)),
+    (LLAMA, "bfloat16", two_steps("single_gpu", stages=["distill"])),
+)
 
 
-@pytest.mark.parametrize("recipe", spread(["transfer", "distill, recomputed", "distill, single_gpu"], 3))
-def test_what_is_counted_is_what_a_run_holds(suite, recipe):
-    shape, dtype, preset, changes = suite.RECIPES[recipe]
-    config = next(config for name, config in suite.MODELS.items() if name.startswith(shape))
-    settings = suite.settings_of(preset, changes | {"block_tokens": 128, "window": 32})
-    measured = suite.measured_bytes(config, dtype, settings)
-    assert suite.planned(config, dtype, settings).total_gib * GIB == pytest.approx(measured, rel=0.05)
+@pytest.mark.parametrize(("config", "dtype", "settings"), spread(MEASURED, 3))
+def test_what_is_counted_is_what_a_run_holds(config, dtype, settings):
+    measured = measured_bytes(config, getattr(torch, dtype), settings)
+    sized = type(config).from_dict(config.to_dict() | {"dtype": dtype})
+    assert plan(sized, settings, gpus=1, device="cpu").total_gib * GIB == pytest.approx(measured, rel=0.05)
 
 
 def test_what_kernels_allocate_is_counted_and_nothing_is_changed():
