@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "recall_share": 0.0,
     },
     # An encoder by its hidden states and embeddings. It has no window, since it sees both sides. Its attention starts
-    # near the teacher's, so gentle steps are enough (docs/results/encoders.md).
+    # near the teacher's, so gentle steps are enough (docs/results/notebook.md).
     "encoder": {
         "lr_factor": 0.25,
         "window": None,

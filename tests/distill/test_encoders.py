@@ -102,7 +102,7 @@ def test_hidden_states_are_those_of_each_layer(make):
 
 
 def test_a_student_of_six_layers_comes_near_its_teacher(sentences):
-    """The small version of docs/results/encoders.md."""
+    """The small version of what docs/results/notebook.md tells of encoders."""
     teacher, tokenizer = tiny_bert(layers=6, hidden_size=32, initializer_range=0.3), framing_tokenizer()
     settings = encoder_settings(
         dataset=sentences, transfer_steps=15, distill_steps=60, distill_lr=2e-3, heldout_rows=48

@@ -2,7 +2,7 @@
 
 A walk is bound by its instructions or by memory, whichever takes longer. Programs here have all the registers that a
 processor gives out to eight warps, which are too few to fill its issue slots: a warp waits for memory, for products and
-for its own last result before it goes on. See docs/results/predicted.md for what that gives. The figures here are few
+for its own last result before it goes on. The figures here are few
 and rough: they are to tell a good cut from a bad one. Compiled instruction counts lie within a factor of 1.7 of them,
 and times that were measured on an H100 within one of 1.4 (both tested).
 """
