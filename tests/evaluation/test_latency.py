@@ -101,10 +101,10 @@ def test_peak_memory_and_cache_repeat_exactly():
 
 def test_cells_beyond_the_positions_or_the_memory_are_marked():
     class Small(ScriptedModel):
-        def forward(self, input_ids, **options):
+        def forward(self, input_ids, past_key_values=None, **options):
             if input_ids.shape[1] > 40:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-            return super().forward(input_ids, **options)
+            return super().forward(input_ids, past_key_values, **options)
 
     subjects = [subject(tiny_gpt2(positions=40)), subject(Small(lambda ids: 1), "small", "baseline")]
     chosen = settings()
