@@ -59,6 +59,27 @@ def linear(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def window(*inputs: Any) -> Tensor:
     """Compute ``hf_linear_attn::window_forward``: softmax over a window, the sinks and a key of each query's own."""
     call = WindowCall.of(*inputs)
+    scores, v = _scores(call)
+    if call.own is None:
+        o = scores.softmax(-1) @ v
+    else:
+        own_score, own_seen, own_value = call.own
+        own = grouped(upcast(own_score), call.k.shape[1])
+        own = torch.where(own_seen[:, None, None], own, torch.finfo(own.dtype).min)[..., None]
+        shares = torch.cat([scores, own], -1).softmax(-1)
+        o = shares[..., :-1] @ v + shares[..., -1:] * grouped(upcast(own_value), call.k.shape[1])
+    return o.flatten(1, 2).to(call.v.dtype)
+
+
+def window_sums(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Compute ``hf_linear_attn::sums_forward``: what softmax over the window and the sinks divides."""
+    scores, v = _scores(WindowCall.of(*inputs))
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return (weights @ v).flatten(1, 2), weights.sum(-1).flatten(1, 2)
+
+
+def _scores(call: WindowCall) -> tuple[Tensor, Tensor]:
+    """Return the scores of the sinks and all keys ``[B, HKV, G, T, *]``, least where hidden, and their values."""
     q, k, v = call.q, call.k, upcast(call.v)
     queries, keys = q.shape[2], k.shape[2]
     i = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
@@ -71,16 +92,7 @@ def window(*inputs: Any) -> Tensor:
         k, v = torch.cat([sink_k.to(k.dtype), k], 2), torch.cat([sink_v.to(v.dtype), v], 2)
         visible = torch.cat([seen, visible.expand(seen.shape[0], -1, -1)], -1)
     scores = upcast(grouped(q, k.shape[1]) @ k[:, :, None].mT) * call.scaling
-    hidden = torch.finfo(scores.dtype).min
-    scores = torch.where(visible[:, None, None], scores, hidden)
-    if call.own is None:
-        o = scores.softmax(-1) @ v[:, :, None]
-    else:
-        own_score, own_seen, own_value = call.own
-        own = torch.where(own_seen[:, None, None], grouped(upcast(own_score), k.shape[1]), hidden)[..., None]
-        shares = torch.cat([scores, own], -1).softmax(-1)
-        o = shares[..., :-1] @ v[:, :, None] + shares[..., -1:] * grouped(upcast(own_value), k.shape[1])
-    return o.flatten(1, 2).to(call.v.dtype)
+    return torch.where(visible[:, None, None], scores, torch.finfo(scores.dtype).min), v[:, :, None]
 
 
 def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -133,5 +145,6 @@ def plain_forms() -> dict[Any, Callable[..., Any]]:
     return {
         ours.chunked_forward.default: linear,
         ours.window_forward.default: window,
+        ours.sums_forward.default: window_sums,
         ours.delta_forward.default: delta,
     }

@@ -185,6 +185,9 @@ def _anonymous(program: ExportedProgram) -> ExportedProgram:
 def _onnx(graph: Graph, opset: int) -> Any:
     """Return a graph as torch's ``ONNXProgram``, without the paths of the source files that it was traced from."""
     names = list(graph.states)
+    # By which sizes that are free go in the file.
+    sizes = {0: "rows", 1: "tokens"}
+    of_states = tuple({0: "rows"} if x.ndim else {} for x in graph.states.values())
     try:
         program: Any = torch.onnx.export(
             graph.program,
@@ -192,6 +195,7 @@ def _onnx(graph: Graph, opset: int) -> Any:
             input_names=["input_ids", "attention_mask", *(f"past.{name}" for name in names)],
             output_names=["logits", *(f"present.{name}" for name in names)],
             opset_version=opset,
+            dynamic_shapes=(sizes, sizes, of_states),
             verbose=False,
         )
     except Exception as error:  # whatever the exporter raises of an operator that it does not know

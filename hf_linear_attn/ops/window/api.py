@@ -11,7 +11,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
 from hf_linear_attn.ops.finite import see
 from hf_linear_attn.ops.window.finite import take_out
-from hf_linear_attn.ops.window.opaque import window_attention_opaque
+from hf_linear_attn.ops.window.opaque import window_attention_opaque, window_sums_opaque
 from hf_linear_attn.ops.window.problem import Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
@@ -151,7 +151,10 @@ def window_sums(
     Returns:
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
-    call, seen = take_out(WindowCall(q, k, v, key_mask, sinks, None, window, scaling))
+    call = WindowCall(q, k, v, key_mask, sinks, None, window, scaling)
+    if torch.compiler.is_exporting():
+        return window_sums_opaque(call)
+    call, seen = take_out(call)
     num, den = window_sums_torch(call)
     return num if seen is None else see(num, seen), den
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.finite import see
 from hf_linear_attn.ops.library import refuse_vmap
 from hf_linear_attn.ops.window.finite import take_out
 from hf_linear_attn.ops.window.problem import INPUTS, WindowCall
-from hf_linear_attn.ops.window.torch import window_attention_torch
+from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
 
 
 def window_attention_opaque(call: WindowCall) -> Tensor:
@@ -37,11 +38,32 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 
+def window_sums_opaque(call: WindowCall) -> tuple[Tensor, Tensor]:
+    """Compute :func:`hf_linear_attn.ops.window.window_sums`."""
+    num, den = sums_forward(*call.inputs())
+    return num, den
+
+
+@torch.library.custom_op("hf_linear_attn::sums_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+def sums_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return the numerator ``[B, H, T, V]`` and the denominator ``[B, H, T]``."""
+    call, seen = take_out(WindowCall.of(*inputs))
+    num, den = window_sums_torch(call)
+    return (num if seen is None else see(num, seen)).contiguous(), den.contiguous()
+
+
+@sums_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    dtype = upcast(q[:0]).dtype
+    return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
 def _backward(ctx: Any, do: Tensor) -> NoReturn:
     raise BackendError(
         "backend", "be able to run here", "torch", "An exported window has no gradients; train with torch.compile."
     )
 
 
-torch.library.register_autograd(window_forward, _backward)
-refuse_vmap("torch", window_forward)
+for op in (window_forward, sums_forward):
+    torch.library.register_autograd(op, _backward)
+    refuse_vmap("torch", op)
