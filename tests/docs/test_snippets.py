@@ -134,6 +134,8 @@ def adapted(name, words):
     """Leave out what a machine without an accelerator refuses; the tiny model has no half precision to win by."""
     if name in ("distill", "teacher-logits") and "recipes/8b-lora-one-gpu.yaml" in words:
         words += ["--mixed-precision", "no"]
+    if name == "distill":
+        words += ["--overwrite"]  # `runs/student` is there, for the pages that only read it
     if "encoder" in words:
         words += ["--length-factors", "1"]
     if "embedding" in words:
