@@ -48,7 +48,8 @@ def trace(model: PreTrainedModel) -> Graph:
         UnsupportedError: If a layer of it keeps something that grows with the context, or an operation of it cannot be
             traced.
     """
-    parts = {module.layer_idx: part for module in model.modules() if (part := part_of(module)) is not None}
+    found = [(getattr(module, "layer_idx", None), part_of(module)) for module in model.modules()]
+    parts = {index: part for index, part in found if isinstance(index, int) and part is not None}
     for part in parts.values():
         # Loops and kernels are no operators.
         part.settings = replace(part.settings, backend="torch")
@@ -79,8 +80,8 @@ class Reader(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Return the logits and the states after the tokens."""
         held = dict(zip(self.names, states, strict=True))
-        cache = DynamicCache()
-        cache.layers = [self._layer(index, held) for index in sorted(self.parts)]
+        cache, layers = DynamicCache(), [self._layer(index, held) for index in sorted(self.parts)]
+        cache.layers = [*layers]
         positions = (held["seen"][:, None] + attention_mask.cumsum(1) - 1).clamp(min=0)
         output = self.model(
             input_ids=input_ids,
@@ -89,8 +90,8 @@ class Reader(nn.Module):
             use_cache=True,
             **cache_argument(self.model, cache),
         )
-        left = {}
-        for index, layer in zip(sorted(self.parts), cache.layers, strict=True):
+        left: dict[str, Tensor] = {}
+        for index, layer in zip(sorted(self.parts), layers, strict=True):
             left |= _named(index, layer.state)
         return output.logits, *(left[name] for name in self.names)
 
@@ -132,7 +133,7 @@ def _states(model: PreTrainedModel, parts: dict[int, LinearAttention]) -> dict[s
     model(input_ids=one, use_cache=True, **cache_argument(model, cache))
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
-        if layer.others or index not in parts:
+        if not isinstance(layer, LinearAttentionCacheLayer) or layer.others or index not in parts:
             raise UnsupportedError(
                 "model",
                 "call attention once in each layer",

@@ -119,13 +119,13 @@ def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
     # Tokens first; what one brings to a head of a row is a matrix: of one line, but for the queries of a group.
     tokens = (q.movedim(3, 0), *(x.movedim(2, 0)[..., None, :] for x in (k, v, beta[..., None], decay[..., None])))
     state, o = scan(take, start.flatten(0, 1), tuple(x.flatten(1, 2).contiguous() for x in tokens))
-    o = o.unflatten(1, k.shape[:2]).movedim(0, 3).flatten(1, 2)
-    return o.to(call.q.dtype), state.unflatten(0, k.shape[:2])
+    o = torch.unflatten(o, 1, k.shape[:2]).movedim(0, 3).flatten(1, 2)
+    return o.to(call.q.dtype), torch.unflatten(state, 0, k.shape[:2])
 
 
 def grouped(x: Tensor, kv_heads: int) -> Tensor:
     """View ``x [B, H, ...]`` as ``[B, HKV, G, ...]``, the heads that share keys side by side."""
-    return x.unflatten(1, (kv_heads, -1))
+    return torch.unflatten(x, 1, (kv_heads, -1))
 
 
 def _refuse(delay: Any, cu_seqlens: Tensor | None, *, causal: bool = True) -> None:

@@ -21,6 +21,7 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedErr
 from hf_linear_attn.export.example import Format, example
 from hf_linear_attn.export.graph import Graph, trace
 from hf_linear_attn.files import output_folder, paths_read, whole_folder
+from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.loading import load_model, load_tokenizer, load_users_maps, position_limit
 
 OLDEST_OPSET = 18
@@ -98,7 +99,7 @@ def export_model(settings: ExportSettings) -> Exported:
         remedy="Convert it first: `hf-linear-attn distill`, or patch_model and save_pretrained.",
         dtype=torch.float32,
     )
-    model = model.eval().requires_grad_(False)
+    model.requires_grad_(False)
     with _quiet():
         graph = trace(model)
         onnx = None if opset is None else _onnx(graph, opset)
@@ -217,9 +218,9 @@ def _compare(model: PreTrainedModel, graph: Graph, path: Path, settings: ExportS
         Its number of tokens, and the largest difference of a logit.
     """
     config = model.config.get_text_config()
-    held = [part.settings for part in model.modules() if hasattr(part, "look_for_sinks")]
+    held = [part.settings for part in model.modules() if isinstance(part, LinearAttention)]
     beyond = max((one.window or 0) + one.sinks for one in held) + 16
-    tokens = min(beyond, position_limit(model) or beyond)
+    tokens: int = min(beyond, position_limit(model) or beyond)
     ids = torch.arange(tokens)[None] * 7919 % config.vocab_size
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits
