@@ -150,7 +150,9 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
 def evaluation_settings(arguments: Arguments, folder: Path) -> EvaluationSettings:
     """Return what is measured: quality in batches at lengths that the teacher knows, speed one prompt at a time."""
     return EvaluationSettings(
-        tasks=("passkey", "kv_recall"),
+        # A form that training never has, in real text; then two that it has, in noise.
+        tasks=("capital", "kv_recall:haystack=noise", "passkey:haystack=noise"),
+        capacity=(4, 8, 16, 32, 64),
         lengths=arguments.lengths,
         num_samples=arguments.samples,
         batch_size=8,

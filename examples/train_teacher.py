@@ -50,6 +50,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_linear_attn.distill.data.recall import training_task
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
@@ -112,8 +113,8 @@ def task_text(rng: random.Random) -> str:
     """Return task sentences for the tokenizer to learn from, so that prompts do not fall apart into letters."""
     plain = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer())
     parts = []
-    for name in available_tasks():
-        task = get_task(name)
+    for name in available_tasks(held_out=False):
+        task = training_task(name)
         for _ in range(150):
             length = task.min_length(plain) + 256
             parts.append(plain.decode(task.build(plain, length, rng.uniform(0, 100), rng).input_ids))
@@ -368,7 +369,7 @@ class Data:
         """Return a sample of a retrieval task with its answer; of key-value recall with several questions."""
         name = rng.choices(tuple(TRAINED_TASKS), tuple(TRAINED_TASKS.values()))[0]
         pairs = rng.randint(2, max(2, min(16, length // QUESTION_TOKENS // 2 - 2)))
-        task = get_task(name, pairs=pairs) if name == "kv_recall" else get_task(name)
+        task = training_task(name, pairs=pairs) if name == "kv_recall" else training_task(name)
         # The budget that a sample keeps free for generation is filled with the answer here, and with questions.
         room = QUESTION_TOKENS * pairs if name == "kv_recall" else QUESTION_TOKENS
         longest = length - room + task.max_new_tokens(self.tokenizer)

@@ -422,8 +422,11 @@ def _answers(results: Mapping[str, Any]) -> list[str]:
         f"{MAX_DEPTH:.0f}% of them, {results['provenance']['answer_samples']} per seed, the same for all. With "
         "Wilson's 95% interval of all seeds together.",
     ]
+    # In results of before forms were held out, every form is a trained one, in noise.
     for task in dict.fromkeys(row["task"] for row in teacher):
-        lines += ["", f"| {task} | " + " | ".join(f"{factor}x" for factor in FACTORS) + " |"]
+        one = next(row for row in teacher if row["task"] == task)
+        form = "held out of training" if one.get("held_out") else "a trained form"
+        lines += ["", f"| {task} ({form}) | " + " | ".join(f"{factor}x" for factor in FACTORS) + " |"]
         lines.append("| --- " * (len(FACTORS) + 1) + "|")
         for name, seeds in models.items():
             rows = zip(*([row for row in seed if row["task"] == task] for seed in seeds), strict=True)

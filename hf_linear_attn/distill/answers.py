@@ -17,13 +17,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor
 from hf_linear_attn.evaluation.generation import PrefixReader, end_tokens, forward, greedy
+from hf_linear_attn.evaluation.scores import at_chance
 from hf_linear_attn.evaluation.statistics import wilson_interval
-from hf_linear_attn.evaluation.tasks import Sample, get_task, is_exact, sample_rng, true_answer
-from hf_linear_attn.evaluation.tasks.base import encode_once
+from hf_linear_attn.evaluation.tasks import Sample, Task, available_tasks, is_exact, parse_task, sample_rng, true_answer
+from hf_linear_attn.evaluation.tasks.haystack import encode_once
 from hf_linear_attn.loading import position_limit
 
-TASKS = ("passkey", "kv_recall", "niah_multikey", "copying")
-"""What is asked: a number, the value of a key, the same among long keys, and a list of words to repeat."""
+TASKS = (
+    *(f"{name}:haystack=text" for name in available_tasks(held_out=True)),
+    *("passkey", "kv_recall", "niah_multikey", "copying"),
+)
+"""What is asked: facts of forms that training never has, in real text; then, of forms that it has and in noise, a
+number, the value of a key, the same among long keys, and a list of words to repeat."""
 
 FACTORS = (1, 2, 4, 8)
 """Lengths, as multiples of the shortest sequences of the training."""
@@ -38,6 +43,7 @@ Answer = tuple[str, list[float]]
 """What greedy decoding writes, and the nats of each token of the true answer."""
 
 TOO_SHORT, NO_POSITIONS = "the task does not fit", "the model has no such positions"
+NO_TEXT, NOT_ASKED = "the text is too short", "not asked: the teacher fails"
 
 
 @torch.no_grad()
@@ -63,7 +69,7 @@ def measure_answers(
         length: Tokens of the shortest prompts, their answers included.
         samples: Prompts per task and length, at least 1.
         seed: Of the prompts.
-        tasks: Names of registered tasks.
+        tasks: Tasks, described as settings do; those that name no haystack are in noise.
         factors: Lengths as multiples of ``length``.
         cached: Whether answers are generated token by token from the cache, as ``generate`` does. Otherwise one forward
             over prompt and true answer tells whether greedy decoding would write it: for softmax attention that has no
@@ -71,7 +77,8 @@ def measure_answers(
         progress: Show a progress bar.
 
     Returns:
-        For every task and length ``task``, ``length``, ``n``, ``exact`` (share of prompts for which greedy decoding
+        For every task and length ``task``, ``length``, whether it is ``held_out`` of training, its ``haystack`` and
+        ``chance``, ``n``, ``exact`` (share of prompts for which greedy decoding
         writes the true answer), ``ci95`` (Wilson's 95% interval of it), ``answer_nats`` (mean negative log-likelihood
         per token of the true answers) and ``missing``: None, or why nothing was measured, with the figures None.
     """
@@ -79,16 +86,19 @@ def measure_answers(
     limit = position_limit(whole)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(tasks) * len(factors), desc="answers", disable=not progress) as bar:
-        for name in tasks:
+        for task in map(parse_task, tasks):
             for factor in factors:
-                found: dict[str, Any] = {"task": name, "length": factor * length, "n": 0, "missing": None}
+                found: dict[str, Any] = {"task": task.label, "length": factor * length, "n": 0, "missing": None}
+                found |= task.facts()
                 found |= {"exact": None, "ci95": None, "answer_nats": None}
                 if limit is not None and limit < factor * length:
                     found["missing"] = NO_POSITIONS
-                elif get_task(name).min_length(tokenizer) > factor * length:
+                elif task.min_length(tokenizer) > factor * length:
                     found["missing"] = TOO_SHORT
+                elif task.haystack.size(tokenizer) < factor * length:
+                    found["missing"] = NO_TEXT
                 else:
-                    asked = prompts(tokenizer, name, factor * length, samples, seed)
+                    asked = prompts(tokenizer, task, factor * length, samples, seed)
                     ask = written if cached else foretold
                     found |= figures(asked, ask(whole, tokenizer, asked, max(1, ROWS // factor)))
                 rows.append(found)
@@ -96,20 +106,26 @@ def measure_answers(
     return rows
 
 
-def prompts(tokenizer: PreTrainedTokenizerBase, name: str, length: int, samples: int, seed: int) -> list[Sample]:
+def prompts(tokenizer: PreTrainedTokenizerBase, task: Task, length: int, samples: int, seed: int) -> list[Sample]:
     """Build the samples of a task and length, by depth."""
-    task = get_task(name)
     depths = [MAX_DEPTH * (index + 0.5) / samples for index in range(samples)]
     return [
-        task.build(tokenizer, length, depth, sample_rng(seed, name, length, 0, index))
+        task.build(tokenizer, length, depth, sample_rng(seed, task.spec, length, 0, index))
         for index, depth in enumerate(depths)
     ]
 
 
-def shown(row: dict[str, Any]) -> str:
-    """Return a row's figures in words: the share of right answers with its interval, and the likelihood."""
+def shown(row: dict[str, Any], teacher: dict[str, Any] | None = None) -> str:
+    """Return a row's figures in words: the share of right answers with its interval, and the likelihood.
+
+    Args:
+        row: A model's.
+        teacher: The teacher's of the same questions: where it does no better than chance, nothing is asked of others.
+    """
     if row["missing"]:
         return str(row["missing"])
+    if teacher is not None and teacher["ci95"] and at_chance(teacher["ci95"], teacher.get("chance", 0.0)):
+        return NOT_ASKED
     low, high = row["ci95"]
     return f"{row['exact']:.2f} ({low:.2f} to {high:.2f}), {row['answer_nats']:.2f} nats"
 

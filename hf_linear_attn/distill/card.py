@@ -150,7 +150,7 @@ def figures_table(metrics: dict[str, Any]) -> str:
         ("the same, second half of the context", lambda m: f"{m['late_loss_nats']:.4f}"),
     ]
     for pairs in metrics["student"]["recall"]:
-        rows.append((f"recall of one of {pairs} pairs", partial(_recall, pairs=pairs)))
+        rows.append((f"recall of one of {pairs} pairs, a trained form in noise", partial(_recall, pairs=pairs)))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(show(m) for m in columns.values()) + " |" for name, show in rows]
     return "\n".join(lines)
@@ -167,23 +167,38 @@ def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
     counts = sorted({row["n"] for rows in asked.values() for row in rows} - {0})
     if not counts:
         return ""
-    rows = next(iter(asked.values()))
-    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    lengths = list(dict.fromkeys(row["length"] for row in next(iter(asked.values()))))
     lines = [
         "",
         "",
         f"What they write: the share of {counts[-1]} questions per field that greedy decoding answers word for word, "
         "with Wilson's 95% interval, beside the nats per token of the true answer. What is asked for stands in the "
         f"first {MAX_DEPTH:.0f}% of the context. The longest sequences of the training had {trained_length:,} tokens.",
-        "",
-        "| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |",
-        "| --- " * (len(lengths) + 1) + "|",
     ]
-    for task in dict.fromkeys(row["task"] for row in rows):
-        for name, found in asked.items():
-            cells = [shown(row) for row in found if row["task"] == task]
-            lines.append(f"| {task}, {name} | " + " | ".join(cells) + " |")
+    for held_out, title in ((True, HELD_OUT), (False, TRAINED)):
+        chosen = {
+            name: [row for row in found if row.get("held_out", False) is held_out] for name, found in asked.items()
+        }
+        if any(chosen.values()):
+            lines += ["", title, "", "| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |"]
+            lines += ["| --- " * (len(lengths) + 1) + "|", *_answer_rows(chosen)]
     return "\n".join(lines)
+
+
+HELD_OUT = "**Forms that are held out of training**, in real text that is held out too:"
+TRAINED = "**Forms that training had** or may have, in noise:"
+
+
+def _answer_rows(asked: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the rows of a table of answers, by task and model."""
+    teacher = {(row["task"], row["length"]): row for row in asked.get("teacher", ())}
+    lines = []
+    for task in dict.fromkeys(row["task"] for found in asked.values() for row in found):
+        for name, found in asked.items():
+            beside = {} if name == "teacher" else teacher
+            cells = [shown(row, beside.get((task, row["length"]))) for row in found if row["task"] == task]
+            lines.append(f"| {task}, {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def embedding_table(metrics: dict[str, Any]) -> str:

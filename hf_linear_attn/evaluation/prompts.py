@@ -35,16 +35,17 @@ class Group:
     """The samples of one task and length, by depth: what can share prefixes.
 
     Args:
-        spec: The task as the settings name it.
+        task: The task.
         length: Asked length in tokens.
         depths: Depths in percent, ascending; `(None,)` where the task has none.
-        floor: Whether the asked needles are cut out, to see what can be guessed without them.
+        part: The part of the results that its cells belong to: `cells`, `capacity`, or `floors`, where the asked
+            needles are cut out, to see what can be guessed without them.
     """
 
-    spec: str
+    task: Task
     length: int
     depths: tuple[float | None, ...]
-    floor: bool = False
+    part: str = "cells"
 
     def slots(self, samples: int) -> list[Slot]:
         """Return depth and index of every sample, in order, where each depth has so many."""
@@ -52,8 +53,7 @@ class Group:
 
     def sample_id(self, subject: str, depth: float | None, index: int) -> str:
         """Return the name of a sample, unique within a run."""
-        kind = "floor" if self.floor else "cell"
-        return f"retrieval/{kind}/{subject}/{self.spec}/{self.length}/{depth}/{index}"
+        return f"retrieval/{self.part.removesuffix('s')}/{subject}/{self.task.label}/{self.length}/{depth}/{index}"
 
 
 def make_template(tokenizer: PreTrainedTokenizerBase) -> Template:
@@ -81,7 +81,6 @@ def make_template(tokenizer: PreTrainedTokenizerBase) -> Template:
 
 
 def build_prompt(
-    task: Task,
     group: Group,
     depth: float | None,
     index: int,
@@ -91,10 +90,10 @@ def build_prompt(
 ) -> tuple[Sample, Tensor]:
     """Build a sample and its prompt as a 1-D tensor of token ids."""
     at = 0.0 if depth is None else depth
-    rng = sample_rng(seed, group.spec, group.length, at, index)
-    sample = task.build(tokenizer, group.length - template.cost(tokenizer), at, rng)
+    rng = sample_rng(seed, group.task.spec, group.length, at, index)
+    sample = group.task.build(tokenizer, group.length - template.cost(tokenizer), at, rng)
     ids = list(sample.input_ids)
-    if group.floor:
+    if group.part == "floors":
         for start, stop in sorted(sample.meta["needle_spans"], reverse=True):
             del ids[start:stop]
     if template.before:

@@ -48,7 +48,7 @@ from hf_linear_attn.loading import (
 
 logger = logging.getLogger(__name__)
 
-_READ = ("model", "teacher", "text_file", "embedding_file", "feature_map_file", "suite_file")
+_READ = ("model", "teacher", "haystack_files", "text_file", "embedding_file", "feature_map_file", "suite_file")
 """Settings that name what is read."""
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from hf_linear_attn.evaluation.statistics import effective_length, paired_difference, wilson_interval
 
+# Of a task that cannot be guessed.
+_NEAR_NOTHING = 0.02
+
 
 def by_length(cells: Sequence[dict[str, Any]], model: str, task: str) -> list[dict[str, Any]]:
     """Pool the depths of a task: one row per length in which every depth was measured."""
@@ -28,6 +31,21 @@ def by_length(cells: Sequence[dict[str, Any]], model: str, task: str) -> list[di
                 }
             )
     return rows
+
+
+def out_of_reach(cells: Sequence[dict[str, Any]], teacher: str) -> dict[str, list[int]]:
+    """Return the lengths at which a teacher's score is no better than chance, by task: 95% intervals tell."""
+    found: dict[str, list[int]] = {}
+    for task, chance in {cell["task"]: cell.get("chance", 0.0) for cell in cells}.items():
+        for row in by_length(cells, teacher, task):
+            if at_chance(row["ci95"], chance):
+                found.setdefault(task, []).append(row["length"])
+    return found
+
+
+def at_chance(interval: Sequence[float], chance: float) -> bool:
+    """Tell whether a score with this 95% interval is at or near what guessing finds."""
+    return interval[0] <= max(chance, _NEAR_NOTHING)
 
 
 def effective_lengths(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,10 +7,20 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import distill
-from hf_linear_attn.distill.answers import FACTORS, NO_POSITIONS, TASKS, TOO_SHORT, measure_answers, prompts
-from hf_linear_attn.distill.card import answers_table
+from hf_linear_attn.distill.answers import (
+    FACTORS,
+    NO_POSITIONS,
+    NO_TEXT,
+    NOT_ASKED,
+    TASKS,
+    TOO_SHORT,
+    measure_answers,
+    prompts,
+)
+from hf_linear_attn.distill.card import HELD_OUT, TRAINED, answers_table
 from hf_linear_attn.distill.measure import measure, recall_accuracy
 from hf_linear_attn.evaluation.statistics import wilson_interval
+from hf_linear_attn.evaluation.tasks import parse_task
 from tests.distill.tiny import tiny_gpt2, tiny_teacher
 from tests.evaluation.helpers import ScriptedModel, answering, byte_tokenizer
 from tests.evaluation.test_tasks import oracle
@@ -34,10 +44,11 @@ def scripted(change):
 
     def answer(prompt):
         found = {"pass key": "passkey", "list of words": "copying", "magic": "niah_multikey", "code of": "kv_recall"}
+        found |= {"capital": "capital", "city": "json_record", "(mode=": "default_argument", " =": "assignment"}
         task = next(task for said, task in found.items() if said in prompt.split("\n")[-1])
         try:
             return change(oracle(prompt, task))
-        except KeyError:
+        except (KeyError, TypeError):
             # One forward asks at every token, before a pair has been read, too.
             return "nothing"
 
@@ -62,7 +73,7 @@ def ask(model, tokenizer=TOKENIZER, **options):
 def test_an_answer_counts_where_it_is_the_true_one_word_for_word(change, exact):
     rows = ask(scripted(change))
     assert [(row["task"], row["length"], row["n"], row["missing"]) for row in rows] == [
-        (task, 1100, 2, None) for task in TASKS
+        (parse_task(task).label, 1100, 2, None) for task in TASKS
     ]
     assert {row["exact"] for row in rows} == {exact}
     assert all(row["ci95"] == list(wilson_interval(2 * exact, 2)) for row in rows)
@@ -98,7 +109,7 @@ def test_recall_does_not_ask_how_a_word_goes_on_and_a_written_answer_does():
 
 
 def test_what_is_asked_for_stands_at_depths_from_the_start_to_75_percent():
-    depths = [sample.meta["measured_depth"] for sample in prompts(TOKENIZER, "passkey", 3000, 5, 0)]
+    depths = [sample.meta["measured_depth"] for sample in prompts(TOKENIZER, parse_task("passkey"), 3000, 5, 0)]
     assert depths == pytest.approx([7.5, 22.5, 37.5, 52.5, 67.5], abs=2)
 
 
@@ -112,6 +123,26 @@ def test_fields_that_cannot_be_measured_say_why(tokenizer):
     assert "| | 300 tokens | 1,200 tokens | 2,400 tokens |" in table
     assert f"| niah_multikey, student | {TOO_SHORT} | 0.00 (0.00 to 0.79), " in table
     assert table.count(NO_POSITIONS) == 2
+
+
+def test_a_length_that_the_held_out_text_does_not_have_says_so(tokenizer):
+    (row,) = ask(scripted(str), length=10**6, tasks=("capital:haystack=text",))
+    assert (row["missing"], row["n"], row["held_out"], row["haystack"]) == (NO_TEXT, 0, True, "text")
+
+
+def test_a_student_is_not_asked_where_its_teacher_fails():
+    told = {"length": 1100, "missing": None, "answer_nats": 0.1, "held_out": True, "chance": 0.25, "n": 20}
+    answers = {
+        "student": [told | {"task": name, "exact": 1.0, "ci95": [0.84, 1.0]} for name in ("easy", "hard")],
+        "teacher": [
+            told | {"task": "easy", "exact": 0.9, "ci95": [0.70, 0.97]},
+            told | {"task": "hard", "exact": 0.4, "ci95": [0.22, 0.61]},
+        ],
+    }
+    table = answers_table({name: {"answers": rows} for name, rows in answers.items()}, 300)
+    assert "| easy, student | 1.00 (0.84 to 1.00), 0.10 nats |" in table
+    assert f"| hard, student | {NOT_ASKED} |" in table
+    assert "| hard, teacher | 0.40 (0.22 to 0.61), 0.10 nats |" in table
 
 
 def test_a_model_without_a_cache_is_measured_all_the_same(settings, data, caplog):
@@ -134,12 +165,18 @@ def test_the_card_lays_written_answers_of_student_and_teacher_side_by_side(setti
     result = distill(settings, teacher=tiny_teacher(), tokenizer=tokenizer, data=data)
     card = (tmp_path / "README.md").read_text()
     rows = result.metrics["teacher"]["answers"]
-    assert [(row["task"], row["length"]) for row in rows] == [(task, 128 * n) for task in TASKS for n in FACTORS]
+    assert [(row["task"], row["length"]) for row in rows] == [
+        (parse_task(task).label, 128 * n) for task in TASKS for n in FACTORS
+    ]
     assert "| | 128 tokens | 256 tokens | 512 tokens | 1,024 tokens |" in card
     assert "The longest sequences of the training had 256 tokens." in card
-    for task in TASKS:
-        assert f"\n| {task}, student | " in card
-        assert f"\n| {task}, teacher | " in card
+    for task in map(parse_task, TASKS):
+        assert f"\n| {task.label}, student | " in card
+        assert f"\n| {task.label}, teacher | " in card
+        # Forms that are held out stand first.
+        assert task.held_out == (card.index(f"| {task.label}, student") < card.index(TRAINED))
+    assert card.index(HELD_OUT) < card.index(TRAINED)
+    assert f"| kv_recall, student | {TOO_SHORT}" in card or NOT_ASKED in card
     assert "the share of 1 questions per field" in card
 
 

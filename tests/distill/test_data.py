@@ -2,12 +2,16 @@ import copy
 import itertools
 import json
 import random
+import re
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 import torch
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill import data as data_package
 from hf_linear_attn.distill.data import (
     Data,
     Document,
@@ -18,11 +22,15 @@ from hf_linear_attn.distill.data import (
     load_data,
     tokens_read,
 )
+from hf_linear_attn.distill.data.recall import training_task
 from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.stages import stage_class
 from hf_linear_attn.distill.stages.transfer import teacher_forced
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.evaluation.tasks import Text, available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import bos_ids
+from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, COMMON, MADE_UP_KEYS, MADE_UP_VALUES, NOUNS
 
 DOCUMENTS = [Document(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2, 30), (3, 12), (4, 25))]
 
@@ -257,3 +265,53 @@ def test_empty_datasets_are_named(tmp_path, tokenizer, name, content, streaming)
     settings = DistillationSettings(dataset=str(tmp_path / name), streaming=streaming)
     with pytest.raises(ArgumentError, match=r"`dataset` must hold text, got '.*'\. It is empty"):
         load_data(settings, tokenizer)
+
+
+HELD_OUT = available_tasks(held_out=True)
+HELD_OUT_WORDS = {*MADE_UP_KEYS, *MADE_UP_VALUES}
+
+
+def row_makers():
+    """Return the classes of the package that generate rows."""
+    modules = [import_module(f"{data_package.__name__}.{one.name}") for one in iter_modules(data_package.__path__)]
+    found = {
+        one for module in modules for one in vars(module).values() if isinstance(one, type) and hasattr(one, "row")
+    }
+    return {one for one in found if one.__module__.startswith(data_package.__name__)}
+
+
+def test_no_generated_row_has_a_held_out_form_or_a_word_of_one(tokenizer):
+    # A new generator has to be looked at here, too.
+    assert row_makers() == {RecallRows}
+    rows = RecallRows(tokenizer, seed=0)
+    said = "\n".join(
+        tokenizer.decode(rows.row(number, length)[0]) for length in (256, 512, 1024) for number in range(150)
+    )
+    assert len(HELD_OUT) >= 4
+    for name in HELD_OUT:
+        pair = get_task(name).pair.format(key="KEY", value="VALUE").strip()
+        pattern = re.escape(pair).replace("KEY", r"\w+").replace("VALUE", r"\w+")
+        assert re.search(pattern, get_task(name).pair.format(key="Bine", value="Mure"))
+        assert not re.search(pattern, said), name
+    assert not HELD_OUT_WORDS & set(re.findall(r"[a-z]+", said.lower()))
+    assert not HELD_OUT_WORDS & {*NOUNS, *ADJECTIVES, *COMMON}
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_a_held_out_form_asked_for_in_training_is_refused_by_name(tokenizer, name):
+    message = rf"`task` must not be held out of training, got '{name}'.*available: copying, cwe, fwe, kv_recall"
+    with pytest.raises(ArgumentError, match=message):
+        training_task(name)
+    with pytest.raises(ArgumentError, match=message):
+        RecallRows(tokenizer, seed=0, needles=("passkey", name))
+
+
+def test_text_that_needles_are_hidden_in_is_never_read_in_training(tokenizer):
+    read, hidden = load_stdlib_documents("train"), Text().documents()
+    assert not set(read) & set(hidden)
+    assert not HELD_OUT_WORDS & set(re.findall(r"[a-z]+", "\n".join(read).lower()))
+    settings = DistillationSettings(block_tokens=64, transfer_steps=4, distill_steps=4, rows=1)
+    documents = load_data(settings, tokenizer)[0].blocks.documents
+    texts = {tokenizer.decode(document.ids, skip_special_tokens=True) for document in documents}
+    assert texts
+    assert texts <= set(read)

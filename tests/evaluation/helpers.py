@@ -25,7 +25,8 @@ BOS, EOS, PAD = 256, 257, 258
 VOCABULARY = 259
 QUESTION_END = re.compile(
     r"(pass key is|code of \w+ is|provided text (is|are)|they are:|in the list are:|list of words is:"
-    r"|appeared words are:)$"
+    r"|appeared words are:|capital of \w+ is|^\w+ =|^\w+\(mode=|\"city\":)$",
+    flags=re.MULTILINE,
 )
 
 

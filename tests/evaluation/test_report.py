@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hf_linear_attn.evaluation import read_results, schema, write_report
+from hf_linear_attn.evaluation import read_results, retrieval_view, schema, write_report
 from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, line_chart
 from hf_linear_attn.evaluation.report import headlines
 from hf_linear_attn.evaluation.results import add_comparisons, combine
@@ -156,7 +156,10 @@ def test_the_first_screen_says_in_figures_what_was_kept_and_what_was_gained(resu
     found = {one.label: one for one in headlines(results)}
     # The teacher has no score to keep beyond 2,048 tokens; of its vt the model keeps as much.
     kept = next(iter(found.values()))
-    assert (kept.figure, kept.label) == ("100%", "of the teacher's score kept at 2,048 tokens")
+    assert (kept.figure, kept.label) == (
+        "100%",
+        "of the teacher's score kept at 2,048 tokens: trained forms in noise",
+    )
     assert (
         kept.detail
         == "passkey 100% (teacher 100%), kv_recall:pairs=8 100% (teacher 100%), vt 100% (teacher 100%); n = 60 or 20"
@@ -176,6 +179,72 @@ def test_the_first_screen_says_in_figures_what_was_kept_and_what_was_gained(resu
     assert f"| **{kept.figure}** | {kept.label} |" in (report.parent / "report.md").read_text()
 
 
+def with_held_out(results):
+    """Return results with held-out forms in text beside the trained ones in noise, as an evaluation makes them."""
+    found = copy.deepcopy(results)
+    # By model, of 20: the teacher itself fails at the second of the tasks.
+    hits = {name: (16, 3) if name == "teacher" else (4 - m, 20) for m, (name, *_) in enumerate(MODELS)}
+    found["capacity"] = []
+    for name, scores in hits.items():
+        for task, right in zip(("capital in text", "assignment in text"), scores, strict=True):
+            facts = {"held_out": True, "haystack": "text", "chance": 0.25, "pairs": 4}
+            found["cells"] += [cell(name, task, length, 0, right) | facts for length in (512, 2048)]
+        for pairs in (4, 8, 16, 32, 64):
+            facts = {"held_out": True, "haystack": "text", "chance": 1 / pairs, "pairs": pairs}
+            right = 20 - pairs // 8 if name == "teacher" else 16 // pairs
+            found["capacity"].append(cell(name, f"capital:pairs={pairs} in text", 2048, 0, right) | facts)
+    return add_comparisons(found)
+
+
+def test_held_out_forms_in_text_come_first_and_apart_from_trained_ones_in_noise(results, tmp_path):
+    mixed = with_held_out(results)
+    jsonschema.validate(mixed, schema())
+    first, second, *_ = headlines(mixed)
+    assert (first.figure, first.label) == ("25%", "of the teacher's score kept at 2,048 tokens: held-out forms in text")
+    assert first.detail == (
+        "capital in text 20% (teacher 80%); n = 20; not asked, for the teacher fails: assignment in text"
+    )
+    assert second.label == "of the teacher's score kept at 2,048 tokens: trained forms in noise"
+    assert "assignment" not in second.detail
+    said = "assignment in text: teacher itself finds no more than by chance at 512, 2,048 tokens, so nothing is asked"
+    assert any(sentence.startswith(said) for sentence in mixed["summary"]["quality"])
+    path = write_report(mixed, tmp_path)
+    page, markdown = path.read_text(), (tmp_path / "report.md").read_text()
+    for text, heading in ((page, "<h2>{}</h2>"), (markdown, "## {}")):
+        places = [
+            text.index(heading.format(title))
+            for title in (
+                "Score by length: held-out forms in text",
+                "Score by length: trained forms in noise",
+                "Score by number of pairs",
+            )
+        ]
+        assert places == sorted(places)
+    assert "| model | capital in text | held out | text | 512 | 0% | 20 | 20.0% |" in markdown
+    assert "| model | capital:pairs=64 in text | held out | text | 2,048 | 0% | 20 | 0.0% |" in markdown
+    svg = (tmp_path / "figures" / "capacity-capital-in-text-2048.svg").read_text()
+    # A point for each number of pairs and model, whatever its marker.
+    assert svg.count('class="line') == len(MODELS)
+    assert re.findall(r'class="tick">(\d+)<', svg) == ["4", "8", "16", "32", "64"]
+
+
+def test_runs_in_noise_and_in_text_are_compared_without_being_mixed(results):
+    old, fresh = copy.deepcopy(results), with_held_out(results)
+    for run, shift in ((old, 0), (fresh, 1)):
+        for number, one in enumerate([run["model"], *run["references"]]):
+            one["fingerprint"] = str(number or 9 - shift) * 64
+    both = combine([("old", old), ("new", fresh)])
+    kinds = retrieval_view.kinds_of(both)
+    assert [str(kind) for kind in kinds] == ["held-out forms in text", "trained forms in noise"]
+    assert [len(tasks) for tasks in kinds.values()] == [2, 3]
+    assert len(both["capacity"]) == len(fresh["capacity"])
+    # What leads was never asked a held-out form, so none is claimed of it.
+    assert [one.label for one in headlines(both) if "forms" in one.label] == [
+        "of the teacher's score kept at 2,048 tokens: trained forms in noise"
+    ]
+    assert {row["task"] for row in both["cells"] if row["model"] == "old"} == {"passkey", "kv_recall:pairs=8", "vt"}
+
+
 def test_figures_that_are_no_gain_say_so(results):
     slow = copy.deepcopy(results)
     for row in slow["latency"]:
@@ -190,7 +259,10 @@ def test_figures_that_are_no_gain_say_so(results):
         alone[part] = [row for row in alone[part] if row["model"] == "model"]
     windows = alone["perplexity"]["windows"]
     alone["perplexity"]["windows"] = [row for row in windows if row["model"] == "model"]
-    assert [one.label for one in headlines(alone)] == ["score at 32,768 tokens", "perplexity at 32,768 tokens"]
+    assert [one.label for one in headlines(alone)] == [
+        "score at 32,768 tokens: trained forms in noise",
+        "perplexity at 32,768 tokens",
+    ]
 
 
 def test_saved_results_are_read_and_say_what_they_said():
@@ -241,7 +313,7 @@ def test_the_markdown_holds_every_cell(report, results):
     markdown = (report.parent / "report.md").read_text()
     table = markdown.split("## Retrieval cells")[1].split("\n## ")[0]
     assert len([line for line in table.splitlines() if line.startswith("|")]) == 2 + len(results["cells"]) + 4
-    assert "| teacher | passkey | 32,768 | 50% | 0 | unsupported |" in table
+    assert "| teacher | passkey | trained | noise | 32,768 | 50% | 0 | unsupported |" in table
 
 
 def test_large_numbers_are_written_out_and_speed_says_for_which_batch(report):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.scores import effective_lengths, paired_differences
+from hf_linear_attn.evaluation import retrieval_view
+from hf_linear_attn.evaluation.scores import effective_lengths, out_of_reach, paired_differences
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suites.retrieval import Retrieval
@@ -29,23 +30,23 @@ TOKENIZER = byte_tokenizer()
 
 
 def settings(**options):
-    return EvaluationSettings(
-        **{"suite": ("retrieval",), "num_samples": 2, "depths": (0, 50, 100), "progress": False, **options}
-    )
+    given = {"suite": ("retrieval",), "num_samples": 2, "depths": (0, 50, 100), "progress": False}
+    return EvaluationSettings(**given | {"haystack": "noise"} | options)
 
 
 def run(subjects, chosen, tokenizer=TOKENIZER, store=None):
     store = store or SampleStore(None, chosen.identity(), {})
     suite = Retrieval(chosen, subjects, tokenizer)
     suite.run(store, lambda tokens: None)
-    return (*suite.collect(store).values(), store)
+    found = suite.collect(store)
+    return found["cells"], found["floors"], store
 
 
 def parsing(task):
     def answer(prompt):
         try:
             return oracle(prompt, task)
-        except (KeyError, IndexError):
+        except (KeyError, IndexError, TypeError):
             # The needle was cut out of this prompt.
             return "nothing"
 
@@ -195,7 +196,7 @@ def test_the_chat_template_goes_around_the_prompt_and_counts():
 
 def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
     groups = Retrieval(settings(tasks=("passkey", "cwe"), lengths=(2000, 3000)), [], TOKENIZER).groups
-    assert [(g.spec, g.length) for g in groups if g.floor] == [("passkey", 2000)]
+    assert [(g.task.spec, g.length) for g in groups if g.part == "floors"] == [("passkey", 2000)]
 
 
 @pytest.mark.parametrize(
@@ -217,3 +218,93 @@ def test_floors_are_measured_for_tasks_with_a_needle_of_known_depth():
 def test_what_cannot_be_built_is_refused_at_once(tokenizer, options, message):
     with pytest.raises(ArgumentError, match=message):
         Retrieval(settings(tasks=("passkey",), **{"lengths": (400,), **options}), [], tokenizer).check()
+
+
+def test_text_is_the_haystack_unless_noise_is_asked_for():
+    model = [subject(ScriptedModel(lambda ids: 1))]
+    default = EvaluationSettings(suite=("retrieval",), tasks=("passkey",), lengths=(400,), depths=(50,), num_samples=1)
+    assert [cell["task"] for cell in run(model, default)[0]] == ["passkey in text"]
+    both = settings(tasks=("passkey:haystack=text", "passkey", "cwe"), lengths=(7200,), depths=(50,), num_samples=1)
+    cells, _, store = run(model, both)
+    assert [(cell["task"], cell["haystack"]) for cell in cells] == [
+        ("passkey in text", "text"),
+        ("passkey", "noise"),
+        ("cwe", None),
+    ]
+    assert len({record["prompt_sha256"] for record in store._records.values()}) == 5
+
+
+def test_an_oracle_scores_one_on_every_held_out_form_in_text_and_cells_say_what_they_are():
+    for task in available_tasks(held_out=True):
+        chosen = settings(tasks=(task,), lengths=(500,), num_samples=1, haystack="text", batch_size=3)
+        cells, floors, _ = run([parsing(task)], chosen)
+        assert [cell["score"] for cell in cells] == [1.0] * 3, task
+        for cell in cells:
+            assert (cell["task"], cell["held_out"], cell["haystack"]) == (f"{task} in text", True, "text")
+            assert (cell["chance"], cell["pairs"]) == (0.25, 4)
+        assert floors[0]["score"] < 1
+
+
+def test_capacity_asks_the_first_task_with_pairs_at_the_longest_length_as_far_as_they_fit():
+    chosen = settings(tasks=("passkey", "capital:pairs=2:haystack=text"), lengths=(400, 900), capacity=(4, 8, 64))
+    suite = Retrieval(chosen, [parsing("capital")], TOKENIZER)
+    store = SampleStore(None, chosen.identity(), {})
+    suite.run(store, lambda tokens: None)
+    found = suite.collect(store)
+    assert {(row["task"], row["length"], row["pairs"], row["score"]) for row in found["capacity"]} == {
+        ("capital:pairs=4 in text", 900, 4, 1.0),
+        ("capital:pairs=8 in text", 900, 8, 1.0),
+    }
+    assert {row["task"] for row in found["cells"]} == {"passkey", "capital:pairs=2 in text"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("vt", "vt:haystack=noise")}, r"`tasks` must hold no task twice, got \['vt', 'vt'\]"),
+        ({"haystack_files": ("a.txt",)}, "`haystack_files` must be left out with noise"),
+        ({"haystack": "hay"}, "`haystack` must be a known choice, got 'hay'"),
+        ({"tasks": ("vt:haystack=hay",)}, "`haystack` must be a known kind, got 'hay'"),
+    ],
+)
+def test_a_wrong_haystack_is_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        settings(**options)
+
+
+def test_a_length_that_the_text_does_not_have_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "mine.txt").write_text("It rains and snows.\n" * 100)
+    files = (str(tmp_path / "mine.txt"),)
+    chosen = settings(tasks=("capital",), lengths=(400, 3000), haystack="text", haystack_files=files)
+    message = r"`haystack` must hold at least 3000 tokens, got 2000 \(task 'capital in mine.txt'\)"
+    with pytest.raises(ArgumentError, match=message):
+        Retrieval(chosen, [], TOKENIZER).check()
+
+
+def test_where_the_teacher_does_no_better_than_chance_nothing_is_asked_of_others():
+    def cells(model, scores, task="capital in text", length=500, **more):
+        return {
+            "model": model, "task": task, "length": length, "depth": None, "status": "ok", "scores": scores,
+            "prompts_sha256": "1", "chance": 0.25, "held_out": True, "haystack": "text", "n": len(scores), **more,
+        }  # fmt: skip
+
+    measured = [
+        cells("model", [1.0] * 10),
+        cells("teacher", [1.0] * 10),
+        cells("model", [1.0] * 10, length=900),
+        cells("teacher", [1.0] * 4 + [0.0] * 6, length=900),
+    ]
+    assert out_of_reach(measured, "teacher") == {"capital in text": [900]}
+    results = {
+        "model": {"name": "model", "role": "model"}, "references": [{"name": "teacher", "role": "teacher"}],
+        "cells": measured, "floors": [], "effective_length": [],
+    }  # fmt: skip
+    assert retrieval_view.sentences(results) == [
+        "capital in text: teacher itself finds no more than by chance at 900 tokens, so nothing is asked of the others "
+        "there."
+    ]
+    (one,) = retrieval_view.headlines(results)
+    assert (one.figure, one.label) == ("100%", "of the teacher's score kept at 500 tokens: held-out forms in text")
+    results["cells"] = measured[2:]
+    (one,) = retrieval_view.headlines(results)
+    assert (one.figure, one.label) == ("-", "nothing asked: held-out forms in text")

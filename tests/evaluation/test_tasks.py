@@ -1,5 +1,6 @@
 """The retrieval tasks, proved by parsers that read the prompts and by models that cannot."""
 
+import hashlib
 import math
 import random
 import re
@@ -11,19 +12,27 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks import (
+    Noise,
     Task,
+    Text,
     available_tasks,
     get_task,
+    parse_task,
     register_task,
     sample_rng,
     score,
 )
-from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, COMMON, NOUNS
+from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, COMMON, MADE_UP_KEYS, MADE_UP_VALUES, NOUNS
 
+HELD_OUT = ("assignment", "capital", "default_argument", "json_record")
 ALL_TASKS = (
+    "assignment",
+    "capital",
     "copying",
     "cwe",
+    "default_argument",
     "fwe",
+    "json_record",
     "kv_recall",
     "niah_multikey",
     "niah_multiquery",
@@ -33,16 +42,23 @@ ALL_TASKS = (
     "vt",
 )
 NEEDLE_TASKS = tuple(name for name in ALL_TASKS if name not in ("cwe", "fwe"))
-DEPTH_TASKS = ("copying", "kv_recall", "niah_multikey", "niah_single", "passkey")
+DEPTH_TASKS = (*HELD_OUT, "copying", "kv_recall", "niah_multikey", "niah_single", "passkey")
 DEPTHS = (0, 25, 50, 75, 100)
 NEEDLE = re.compile(r"numbers for (\S+) is: (\d+)\.")
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose tokens are bytes (no BOS) or whole words, digits and bytes (with BOS)."""
+    """Make a tokenizer of bytes (no BOS), of whole words, digits and bytes (with BOS), or of bytes and indentation."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     if kind == "bytes":
         backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+    if kind == "indents":
+        merges = [("Ċ", "Ġ"), ("ĊĠ", "Ġ"), ("ĊĠĠ", "Ġ")]
+        vocab = {symbol: i for i, symbol in enumerate([*symbols, *("".join(pair) for pair in merges)])}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -66,6 +82,14 @@ def tokenizer(request):
     return make_tokenizer(request.param)
 
 
+FORMS = {
+    "assignment": (r"^(\w+) =$", r"^(\w+) = (\"\w+\")$"),
+    "capital": (r"capital of (\w+) is$", r"^The capital of (\w+) is (\w+)\.$"),
+    "default_argument": (r"^(\w+)\(mode=$", r"^def (\w+)\(mode=(\"\w+\")\)"),
+    "json_record": (r'^\{"name": "(\w+)", "city":$', r'^\{"name": "(\w+)", "city": (\"\w+\")\}$'),
+}
+
+
 def build(tokenizer, name, length, depth, index=0, **settings):
     return get_task(name, **settings).build(tokenizer, length, depth, sample_rng(7, name, length, depth, index))
 
@@ -82,6 +106,9 @@ def oracle(text, name):
         return re.findall(r"pass key is (\d+)\.", text)[-1]
     if name == "copying":
         return re.findall(r"list of words is: (.*)\.", text)[-1]
+    if name in FORMS:
+        asked, said = FORMS[name]
+        return dict(re.findall(said, text, flags=re.MULTILINE))[re.search(asked, question.strip())[1]]
     if name == "kv_recall":
         key = re.search(r"code of (\w+) is$", question)[1]
         return dict(re.findall(r"code of (\w+) is (\w+)\.", text))[key]
@@ -102,8 +129,10 @@ def oracle(text, name):
     return " ".join(word for word, _ in Counter(re.findall(r"[a-z]{6}", body)).most_common(3))
 
 
-def test_registry_holds_the_ten_tasks_sorted():
+def test_registry_holds_the_tasks_sorted_and_knows_which_are_held_out():
     assert available_tasks() == ALL_TASKS
+    assert available_tasks(held_out=True) == HELD_OUT
+    assert available_tasks(held_out=False) == tuple(name for name in ALL_TASKS if name not in HELD_OUT)
     assert {name for name in ALL_TASKS if get_task(name).needs_depth} == set(DEPTH_TASKS)
 
 
@@ -155,8 +184,8 @@ def test_the_needle_stands_once_and_where_it_was_asked(tokenizer, name, depth):
     assert prompt.count(reference) == 1
     assert abs(sample.meta["measured_depth"] - depth) < 2
     # From the prompt itself, not from what the sample says: characters stand in for tokens.
-    head, tail = prompt.index("\n") + 1, prompt.rindex("\n") + 1
-    at = prompt.rindex("\n", 0, prompt.index(reference)) + 1
+    head, tail = (0 if name in HELD_OUT else prompt.index("\n") + 1), prompt.rindex("\n") + 1
+    at = prompt.rfind("\n", 0, prompt.index(reference)) + 1
     assert abs(100 * (at - head) / (tail - head) - depth) < 4
 
 
@@ -250,37 +279,134 @@ def test_score_counts_references_without_regard_to_case(tokenizer):
     assert score(word, word.references[0].upper()) == 1.0
 
 
-@pytest.mark.parametrize("name", ["niah_single", "niah_multikey"])
-def test_a_haystack_of_needles_has_no_second_answer(tokenizer, name):
-    sample = build(tokenizer, name, 4000, 50, haystack="needles")
-    text = tokenizer.decode(sample.input_ids)
-    assert "grass" not in text
-    assert len(NEEDLE.findall(text)) > 20
-    assert [key for key, _ in NEEDLE.findall(text)].count(sample.meta["asked_keys"][0]) == 1
-    assert score(sample, oracle(text, name)) == 1.0
+# SHA-256 of prompts in noise as they were before there was any other haystack.
+AS_EVER = {
+    "copying": "97645887fd4735b7",
+    "cwe": "96ba797444255c97",
+    "fwe": "cc64e000d1d4b20a",
+    "kv_recall": "e0d6c639e3ae4760",
+    "niah_multikey": "14f7bf5d4246a46f",
+    "niah_multiquery": "e9bd050f74a2ac18",
+    "niah_multivalue": "0062e69c121cfcc9",
+    "niah_single": "2430ee3def800030",
+    "passkey": "acd76231ad6b4add",
+    "vt": "f9bc531e1ef74826",
+}
 
 
-def test_a_haystack_of_the_users_sentences_is_used(tokenizer):
-    sample = build(tokenizer, "niah_single", 3000, 50, haystack=["It rains.", "", "  It snows. "])
-    lines = set(tokenizer.decode(sample.input_ids).split("\n")[2:-1])
-    assert {"It rains.", "It snows."} < lines
-    assert len(lines) == 3
-    assert sample.meta["measured_tokens"] == 3000
+@pytest.mark.parametrize("name", AS_EVER)
+def test_prompts_in_noise_are_what_they_always_were(name):
+    tokenizer, digest = make_tokenizer("words"), hashlib.sha256()
+    task = parse_task(name, "noise")
+    for index, (more, depth) in enumerate(((0, 0), (700, 50), (1500, 83))):
+        length = task.min_length(tokenizer) + more
+        sample = task.build(tokenizer, length, depth, sample_rng(7, name, length, depth, index))
+        parts = (sample.input_ids, sample.references, sample.max_new_tokens, sorted(sample.meta.items()))
+        digest.update(repr(parts).encode())
+    assert digest.hexdigest()[:16] == AS_EVER[name]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"haystack": "hay"},
-            "`haystack` must be a kind or a sequence of sentences, got 'hay'.*available: needles, noise",
-        ),
-        ({"haystack": [" "]}, "`haystack` must hold a sentence"),
-    ],
-)
-def test_a_wrong_haystack_is_refused(settings, message):
+def in_text(tokenizer, name, length, depth, index=0, **settings):
+    task = get_task(name, haystack=Text(), **settings)
+    return task.build(tokenizer, length, depth, sample_rng(7, name, length, depth, index))
+
+
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_in_text_an_oracle_scores_one_and_the_length_is_exact(tokenizer, name):
+    shortest = get_task(name, haystack=Text()).min_length(tokenizer)
+    for length in (shortest, shortest + 1, 2 * shortest):
+        for index, depth in enumerate(DEPTHS):
+            sample = in_text(tokenizer, name, length, depth, index)
+            assert sample.meta["measured_tokens"] == len(sample.input_ids) + sample.max_new_tokens == length
+            assert score(sample, oracle(tokenizer.decode(sample.input_ids, skip_special_tokens=True), name)) == 1.0
+
+
+@pytest.mark.parametrize("name", DEPTH_TASKS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_in_text_a_needle_has_lines_of_its_own_and_stands_where_it_was_asked(tokenizer, name, depth):
+    sample = in_text(tokenizer, name, 4000, depth)
+    ids, (start, end) = sample.input_ids, sample.meta["needle_spans"][0]
+    assert abs(sample.meta["measured_depth"] - depth) < 2
+    needle = tokenizer.decode(ids[start:end])
+    assert needle[0] == needle[-1] == "\n"
+    assert sample.references[0] in needle
+    prompt = tokenizer.decode(ids, skip_special_tokens=True)
+    assert abs(100 * prompt.index(needle) / prompt.rindex("\n") - depth) < 10
+
+
+@pytest.mark.parametrize("name", ["copying", "niah_single", "passkey"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_around_a_needle_is_held_out_text_unchanged(tokenizer, name, depth):
+    source = tokenizer.decode(tokenizer("\n".join(Text().documents()), add_special_tokens=False)["input_ids"])
+    sample = in_text(tokenizer, name, 4000, depth)
+    start, end = sample.meta["needle_spans"][0]
+    around = ([(end, end + 60)] if depth < 100 else []) + ([(start - 60, start)] if depth > 0 else [])
+    for first, last in around:
+        assert tokenizer.decode(sample.input_ids[first:last]).strip("\ufffd") in source
+
+
+def test_the_same_sample_says_and_asks_the_same_in_noise_and_in_text(tokenizer):
+    for name in NEEDLE_TASKS:
+        noise, text = build(tokenizer, name, 3000, 50), in_text(tokenizer, name, 3000, 50)
+        assert noise.references == text.references
+        assert "The grass is green." in tokenizer.decode(noise.input_ids)
+        assert "The grass is green." not in tokenizer.decode(text.input_ids)
+
+
+def test_every_sample_has_a_stretch_of_its_own_of_the_text(tokenizer):
+    stretches = {tokenizer.decode(in_text(tokenizer, "passkey", 600, 100, n).input_ids)[150:300] for n in range(6)}
+    assert len(stretches) == 6
+
+
+def test_text_that_a_tokenizer_joins_across_lines_is_tokenised_as_it_stands(tmp_path):
+    text = "".join(f"def f{n}(x):\n    return x\n" for n in range(400))
+    (tmp_path / "mine.py").write_text(text)
+    tokenizer = make_tokenizer("indents")
+    task = get_task("capital", haystack=Text((str(tmp_path / "mine.py"),)))
+    assert task.label == "capital in mine.py"
+    ids = task.build(tokenizer, 900, 50, random.Random(1)).input_ids
+    prompt = tokenizer.decode(ids, skip_special_tokens=True)
+    said = re.findall(r"\n+(The capital of \w+ is \w+\.)\n", prompt)
+    assert len(said) == 4
+    for line in said:
+        # Between lines, and never in the middle of one.
+        before, after = prompt.split(f"\n{line}\n")
+        assert re.search(r"(\(x\):|return x|is \w+\.)\n*$", before), before[-40:]
+        assert re.match(r"\n*(    return|def f|The)", after), after[:40]
+
+
+def test_a_text_of_one_long_line_takes_needles_where_they_are_asked(tokenizer, tmp_path):
+    (tmp_path / "line.txt").write_text("once upon a time " * 2000)
+    task = get_task("passkey", haystack=Text((str(tmp_path / "line.txt"),)))
+    for depth in DEPTHS:
+        sample = task.build(tokenizer, 2000, depth, random.Random(depth))
+        assert abs(sample.meta["measured_depth"] - depth) < 0.1
+        assert sample.meta["measured_tokens"] == 2000
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("word " * 100, 500), ("", 0)])
+def test_a_text_shorter_than_the_length_is_refused_with_both_numbers(tmp_path, text, tokens):
+    (tmp_path / "short.txt").write_text(text)
+    task = get_task("capital", haystack=Text((str(tmp_path / "short.txt"),)))
+    message = rf"`haystack` must hold at least 900 tokens, got {tokens} \(task 'capital in short.txt'\)\. Ask for"
     with pytest.raises(ArgumentError, match=message):
-        get_task("niah_single", **settings)
+        task.build(make_tokenizer("bytes"), 900, 50, random.Random(0))
+    missing = get_task("capital", haystack=Text((str(tmp_path / "none.txt"),)))
+    with pytest.raises(ArgumentError, match="`haystack_files` must be a readable UTF-8 text"):
+        missing.build(make_tokenizer("bytes"), 900, 50, random.Random(0))
+
+
+def test_a_spec_says_settings_and_haystack():
+    assert [parse_task(spec).label for spec in ("vt", "capital:pairs=8", "capital:haystack=text:pairs=8")] == [
+        "vt",
+        "capital:pairs=8",
+        "capital:pairs=8 in text",
+    ]
+    assert parse_task("cwe", "text").label == "cwe"
+    assert parse_task("passkey:haystack=noise", "text").label == "passkey"
+    assert isinstance(parse_task("niah_single:haystack=noise", "text").haystack, Noise)
+    with pytest.raises(ArgumentError, match=r"`haystack` must be a known kind, got 'hay'.*available: noise, text"):
+        parse_task("passkey:haystack=hay")
 
 
 @pytest.mark.parametrize("words", [0, 1000])
@@ -296,7 +422,7 @@ def test_a_wrong_number_of_pairs_is_refused(pairs):
 
 
 def test_an_unknown_task_is_refused_with_the_names():
-    with pytest.raises(ArgumentError, match=r"`name` must be a registered task, got 'nope'.*copying, cwe, fwe"):
+    with pytest.raises(ArgumentError, match=r"`name` must be a registered task, got 'nope'.*copying, cwe, default_ar"):
         get_task("nope")
 
 
@@ -329,7 +455,7 @@ def test_frequent_words_follow_a_zipf_law(tokenizer):
 
 
 def test_no_word_contains_another():
-    words = sorted({*NOUNS, *ADJECTIVES}, key=len)
-    assert len(words) == len(NOUNS) + len(ADJECTIVES)
+    words = sorted({*NOUNS, *ADJECTIVES, *MADE_UP_KEYS, *MADE_UP_VALUES}, key=len)
+    assert len(words) == len(NOUNS) + len(ADJECTIVES) + len(MADE_UP_KEYS) + len(MADE_UP_VALUES)
     assert not [(a, b) for i, a in enumerate(words) for b in words[i + 1 :] if a in b]
     assert not [(a, b) for a in COMMON for b in COMMON if a != b and a in b]

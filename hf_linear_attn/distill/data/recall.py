@@ -7,11 +7,13 @@ sequences are these.
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.tasks import get_task
-from hf_linear_attn.evaluation.tasks.base import bos_ids, noise_lines
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.tasks import Task, available_tasks, get_task
+from hf_linear_attn.evaluation.tasks.base import NOISE, bos_ids
 from hf_linear_attn.evaluation.tasks.kv_recall import PAIR, QUESTION
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
 
@@ -25,16 +27,38 @@ SEGMENT_TOKENS = (8, 32)
 """Fewest and most tokens of a repeated segment."""
 
 
+def training_task(name: str, **settings: Any) -> Task:
+    """Make a task whose samples may be trained on, with noise as its haystack.
+
+    Args:
+        name: A registered task.
+        **settings: As of `get_task`.
+
+    Raises:
+        ArgumentError: If its form is held out of training, or no task has the name.
+    """
+    task = get_task(name, **settings)
+    if task.held_out:
+        rule, remedy = (
+            "not be held out of training",
+            "Scores on its form are to say what was never rehearsed. Use another",
+        )
+        raise ArgumentError("task", rule, name, remedy, available=available_tasks(held_out=False))
+    return task
+
+
 class RecallRows:
     """Generated sequences with answers that stand far back: key-value recall, needles, and repetition.
 
     Args:
         tokenizer: The tokenizer.
         seed: Of everything in them.
+        needles: Tasks to take needles of; none that is held out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, needles: Sequence[str] = NEEDLES) -> None:
         self.tokenizer, self.seed = tokenizer, seed
+        self.needles = [training_task(name) for name in needles]
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         special = set(tokenizer.all_special_ids)
         self.words = [token for token in range(len(tokenizer)) if token not in special]
@@ -58,7 +82,7 @@ class RecallRows:
     def _pairs(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
         count = rng.randint(2, MOST_PAIRS)
         while count > 1:
-            task = get_task("kv_recall", pairs=count)
+            task = training_task("kv_recall", pairs=count)
             shortest, longest = task.min_length(self.tokenizer), int(CONTEXT_SHARE * length)
             if shortest <= longest:
                 break
@@ -86,7 +110,7 @@ class RecallRows:
             question_ids = self._ids("\n" + said + QUESTION.format(key=key))
 
     def _needle(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
-        task = get_task(rng.choice(NEEDLES))
+        task = rng.choice(self.needles)
         shortest = task.min_length(self.tokenizer)
         if shortest > length:
             return None
@@ -98,7 +122,7 @@ class RecallRows:
     def _repeat(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
         # So few tokens that a state can hold them word for word, and that they come again in a short sequence too.
         segment = rng.choices(self.words, k=min(rng.randint(*SEGMENT_TOKENS), max(2, length // 3)))
-        lines = noise_lines(self.tokenizer)
+        lines = NOISE.lines(self.tokenizer)
         row, asked = [*self.bos, *segment], [False] * (len(self.bos) + len(segment))
         while len(row) < length:
             gap = rng.randint(0, length // 2 - 1)

@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation import retrieval_view
 from hf_linear_attn.evaluation.answering import Answerer
 from hf_linear_attn.evaluation.cost import Pace
-from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, short_number
 from hf_linear_attn.evaluation.generation import shared_prefix
 from hf_linear_attn.evaluation.prompts import Group, Slot, Template, build_prompt, make_template
-from hf_linear_attn.evaluation.scores import by_length, effective_lengths, paired_differences
+from hf_linear_attn.evaluation.scores import effective_lengths, paired_differences
 from hf_linear_attn.evaluation.settings import check_settings
-from hf_linear_attn.evaluation.statistics import EFFECTIVE_THRESHOLD, wilson_interval
+from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
-from hf_linear_attn.evaluation.tasks import Sample
-from hf_linear_attn.evaluation.tasks.base import parse_task
-from hf_linear_attn.evaluation.view import (
-    Headline,
-    Picture,
-    Results,
-    Row,
-    Section,
-    Table,
-    chart,
-    interval,
-    numbers_of,
-    or_status,
-    other_of,
-    percent,
-    slug,
-    tokens,
-)
+from hf_linear_attn.evaluation.tasks import Sample, Task, Text, parse_task
+from hf_linear_attn.evaluation.view import Headline, Results, Section, Table
 
 FLOOR_DEPTH = 50.0
-# A score is kept, or not, where the other model has one to keep.
-_WORTH_KEEPING = 0.5
-_MARKS = {"unsupported": "n/a", "out-of-memory": "OOM"}
+
+
+TASKS = ("capital", "assignment", "json_record", "default_argument", "kv_recall", "passkey")
+"""Forms that are held out of training, and two that are not."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +38,50 @@ class RetrievalSettings:
     """Settings of the retrieval suite.
 
     Args:
-        tasks: Retrieval tasks; settings follow a colon, as in kv_recall:pairs=8.
+        tasks: Retrieval tasks; settings follow a colon, as in kv_recall:pairs=8 or passkey:haystack=noise.
+        haystack: What needles are hidden in: real text, or noise, which is a few sentences over and over.
+        haystack_files: UTF-8 texts of your own to hide needles in. Without them, text is source files of the standard
+            library that distillation never reads.
+        capacity: Numbers of pairs that the first task with pairs is asked at, at the shortest length that all of them
+            fit into; without one, those that fit at the longest.
         depths: Where the asked needle stands, in percent of the haystack.
         num_samples: Samples per retrieval cell.
         chat_template: Put each prompt into the tokenizer's chat template.
     """
 
-    tasks: tuple[str, ...] = ("passkey", "niah_single", "kv_recall")
+    tasks: tuple[str, ...] = TASKS
+    haystack: Literal["text", "noise"] = "text"
+    haystack_files: tuple[str, ...] | None = None
+    capacity: tuple[int, ...] | None = None
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
     num_samples: int = 50
     chat_template: bool = False
 
     def __post_init__(self) -> None:
-        check_settings(self, num_samples=1)
+        check_settings(self, num_samples=1, capacity=1)
         for depth in self.depths:
             if not 0 <= depth <= 100:
                 raise ArgumentError("depths", "lie in 0..100", depth, "Pass it in percent.")
-        for task in self.tasks:
-            parse_task(task)
+        labels = [task.label for task in self.made()]
+        if len(set(labels)) < len(labels):
+            raise ArgumentError("tasks", "hold no task twice", labels, "Drop the repeated ones.")
+        if self.haystack_files and not any(" in " in label for label in labels):
+            raise ArgumentError("haystack_files", "be left out with noise", self.haystack_files, "Take haystack=text.")
         object.__setattr__(self, "depths", tuple(sorted(self.depths)))
+
+    def made(self) -> list[Task]:
+        """Return the tasks with their haystacks."""
+        text = Text(self.haystack_files or ())
+        return [parse_task(spec, self.haystack, text) for spec in self.tasks]
+
+    def of_pairs(self) -> list[Task]:
+        """Return the first task that has pairs, once for each number of pairs of the capacity curve."""
+        text = Text(self.haystack_files or ())
+        found = next((spec for spec, task in zip(self.tasks, self.made(), strict=True) if task.pairs), None)
+        if found is None:
+            return []
+        plain = re.sub(r":pairs=\d+", "", found)
+        return [parse_task(f"{plain}:pairs={pairs}", self.haystack, text) for pairs in self.capacity or ()]
 
 
 @register_suite
@@ -81,7 +91,7 @@ class Retrieval(Suite):
     name = "retrieval"
     title = "retrieval suite"
     Settings = RetrievalSettings
-    parts = {"cells": [], "floors": []}  # noqa: RUF012
+    parts = {"cells": [], "floors": [], "capacity": []}  # noqa: RUF012
     row_key = ("model", "task", "length", "depth")
     place = 10
     by_default = True
@@ -95,25 +105,29 @@ class Retrieval(Suite):
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The work: each task at each length, and its no-context floor at the shortest."""
-        groups = []
-        for spec in self.own.tasks:
-            needs_depth = parse_task(spec).needs_depth
-            depths: tuple[float | None, ...] = self.own.depths if needs_depth else (None,)
-            groups += [Group(spec, length, depths) for length in self.settings.lengths]
-            if needs_depth:
-                groups.append(Group(spec, self.settings.lengths[0], (FLOOR_DEPTH,), floor=True))
-        return groups
+        """The work: each task at each length, its no-context floor at the shortest, and numbers of pairs at one."""
+        lengths, groups = self.settings.lengths, []
+        for task in self.own.made():
+            depths: tuple[float | None, ...] = self.own.depths if task.needs_depth else (None,)
+            groups += [Group(task, length, depths) for length in lengths]
+            if task.needs_depth:
+                groups.append(Group(task, lengths[0], (FLOOR_DEPTH,), part="floors"))
+        spent = self.template.cost(self.tokenizer)
+        least = [(task, task.min_length(self.tokenizer) + spent) for task in self.own.of_pairs()]
+        length = next((n for n in lengths if all(shortest <= n for _, shortest in least)), lengths[-1])
+        fitting = [task for task, shortest in least if shortest <= length]
+        return [*groups, *(Group(task, length, self.own.depths, part="capacity") for task in fitting)]
 
     def check(self) -> None:
         """Refuse what cannot be built.
 
         Raises:
-            ArgumentError: If a task cannot fit into a length, or a template leaves too few tokens.
+            ArgumentError: If a task cannot fit into a length, its haystack is too short for one, or a template leaves
+                too few tokens.
         """
         spent = self.template.cost(self.tokenizer)
-        for spec in self.own.tasks:
-            shortest = parse_task(spec).min_length(self.tokenizer)
+        for task in self.own.made():
+            shortest = task.min_length(self.tokenizer)
             for length in self.settings.lengths:
                 if length < shortest:
                     raise ArgumentError(
@@ -121,7 +135,7 @@ class Retrieval(Suite):
                         f"be at least {shortest + spent} tokens",
                         length,
                         "Ask for a longer context or leave the task out.",
-                        where=f"task {spec!r}",
+                        where=f"task {task.label!r}",
                     )
                 if length - spent < shortest:
                     raise ArgumentError(
@@ -129,8 +143,9 @@ class Retrieval(Suite):
                         f"leave {shortest} tokens for the task",
                         length - spent,
                         "Ask for a longer context or leave the template out.",
-                        where=f"task {spec!r} at {length} tokens",
+                        where=f"task {task.label!r} at {length} tokens",
                     )
+                task.check(self.tokenizer, length, FLOOR_DEPTH)
 
     def plan(self, paces: Mapping[str, Pace]) -> Plan:
         """Count the tokens of all prompts, judged by two samples of each kind."""
@@ -149,8 +164,7 @@ class Retrieval(Suite):
         return Plan(read, read, seconds)
 
     def _build(self, group: Group, slot: Slot) -> tuple[Sample, Tensor]:
-        task = parse_task(group.spec)
-        return build_prompt(task, group, *slot, self.tokenizer, self.template, self.settings.seed)
+        return build_prompt(group, *slot, self.tokenizer, self.template, self.settings.seed)
 
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
         """Answer every sample that the store does not hold yet."""
@@ -165,18 +179,18 @@ class Retrieval(Suite):
 
     def collect(self, store: SampleStore) -> dict[str, Any]:
         """Turn the store's records into cells and floors."""
-        found: dict[str, list[dict[str, Any]]] = {"cells": [], "floors": []}
+        found: dict[str, list[dict[str, Any]]] = {part: [] for part in self.parts}
         for subject in self.subjects:
             for group in self.groups:
                 for depth in group.depths:
-                    found["floors" if group.floor else "cells"].append(self._cell(subject, group, depth, store))
+                    found[group.part].append(self._cell(subject, group, depth, store))
         return found
 
     def _cell(self, subject: Subject, group: Group, depth: float | None, store: SampleStore) -> dict[str, Any]:
         cell = {
-            "model": subject.name, "task": group.spec, "length": group.length, "depth": depth, "n": 0, "score": None,
-            "ci95": None, "nulls": 0, "measured_tokens": None, "status": "ok", "reason": None, "prompts_sha256": None,
-            "scores": [],
+            "model": subject.name, "task": group.task.label, "length": group.length, "depth": depth, "n": 0,
+            "score": None, "ci95": None, "nulls": 0, "measured_tokens": None, "status": "ok", "reason": None,
+            "prompts_sha256": None, "scores": [], **group.task.facts(),
         }  # fmt: skip
         refusal = subject.refusal(group.length)
         if refusal:
@@ -214,179 +228,20 @@ class Retrieval(Suite):
 
     @classmethod
     def quality(cls, results: Results) -> list[str]:
-        """Say how far each model holds a task, what can be guessed, and who cannot read how much."""
-        found = []
-        first = results["model"]["name"]
-        for task in dict.fromkeys(row["task"] for row in results["effective_length"]):
-            rows = {row["model"]: row for row in results["effective_length"] if row["task"] == task}
-            if first in rows:
-                others = "".join(f"; {name} {_reach(row)}" for name, row in rows.items() if name != first)
-                found.append(f"{task}: {first} holds {_reach(rows[first])}{others}.")
-        worst = max((floor["score"] for floor in results["floors"] if floor["score"] is not None), default=None)
-        if worst is not None:
-            found.append(f"With the needle cut out of the prompt, no model scores above {worst:.0%}.")
-        for model in dict.fromkeys(cell["model"] for cell in results["cells"]):
-            beyond = [c["length"] for c in results["cells"] if c["model"] == model and c["status"] == "unsupported"]
-            if beyond:
-                found.append(f"{model} cannot read {tokens(min(beyond))} tokens or more: its positions end before.")
-        return found
+        """Say how far each model holds a task, what is not asked, what can be guessed, and who cannot read how much."""
+        return retrieval_view.sentences(results)
 
     @classmethod
     def headlines(cls, results: Results) -> list[Headline]:
-        """Say how much of the other model's score was kept, at the longest length where it has one to keep."""
-        first, other = results["model"]["name"], other_of(results)
-        mine, theirs = _by_task(results, first), _by_task(results, other)
-        if not mine:
-            return []
-        shared = [length for length in mine if set(mine[length]) == set(theirs.get(length, {}))]
-        if not shared:
-            length = max(mine)
-            return [Headline(f"{_mean(mine[length]):.0%}", f"score at {tokens(length)} tokens", _list(mine[length]))]
-        worth = [length for length in shared if _mean(theirs[length]) >= _WORTH_KEEPING]
-        length = max(worth) if worth else max(shared, key=lambda length: _mean(theirs[length]))
-        kept = _mean(mine[length]) / _mean(theirs[length]) if _mean(theirs[length]) else None
-        beside = {task: f" ({other} {row['score']:.0%})" for task, row in theirs[length].items()}
-        detail = _list(mine[length], beside)
-        if kept is None:
-            return [Headline(f"{_mean(mine[length]):.0%}", f"score at {tokens(length)} tokens", detail)]
-        return [Headline(f"{kept:.0%}", f"of the {other}'s score kept at {tokens(length)} tokens", detail)]
+        """Say how much of the other model's score was kept, of held-out forms in text first."""
+        return retrieval_view.headlines(results)
 
     @classmethod
     def pictures(cls, results: Results) -> list[Section]:
-        """Draw scores by length, and by depth and length."""
-        tasks = list(dict.fromkeys(cell["task"] for cell in results["cells"]))
-        return [
-            Section(
-                "Score by length",
-                "All depths together, with Wilson's 95% interval. The dotted line is RULER's threshold for an "
-                f"effective length, {100 * EFFECTIVE_THRESHOLD:.1f}%.",
-                [picture for task in tasks for picture in _lines(results, task)],
-            ),
-            Section(
-                "Score by depth and length",
-                "Depth is where the asked needle stands: 0% is the start of the context, 100% right before the "
-                "question.",
-                [picture for task in tasks for model in numbers_of(results) for picture in _map(results, task, model)],
-                legend=False,
-            ),
-        ]
+        """Draw scores by length, by number of pairs, and by depth and length."""
+        return retrieval_view.pictures(results)
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """Return effective lengths, differences on the same prompts, and every cell."""
-        lengths = [
-            [row["model"], row["task"], *(_known(row[name]) for name in ("tokens", "status", "at_least", "at_most"))]
-            for row in results["effective_length"]
-        ]
-        paired = [
-            [
-                row["model"],
-                row["other"],
-                row["task"],
-                f"{row['length']:,}",
-                str(row["n"]),
-                f"{100 * row['difference']:+.1f} points",
-                f"{100 * row['ci95'][0]:+.1f} to {100 * row['ci95'][1]:+.1f}",
-                str(row["wins"]),
-                str(row["losses"]),
-                f"{row['p_value']:.3g}",
-            ]
-            for row in results["paired"]
-        ]
-        cells = [
-            [
-                row["model"],
-                row["task"] + (" without needle" if floor else ""),
-                f"{row['length']:,}",
-                "-" if row["depth"] is None or floor else f"{row['depth']:g}%",
-                str(row["n"]),
-                or_status(row, percent(row["score"])),
-                interval(row["ci95"]),
-                str(row["nulls"]),
-            ]
-            for floor, rows in ((False, results["cells"]), (True, results["floors"]))
-            for row in rows
-        ]
-        header = ("model", "other", "task", "length", "n", "difference", "95% interval", "wins", "losses", "McNemar p")
-        cell_header = ("model", "task", "length", "depth", "n", "score", "95% interval", "nulls")
-        return [
-            Table("Effective length", ("model", "task", "tokens", "status", "at least", "at most"), lengths),
-            Table("Difference on the same prompts", header, paired),
-            Table("Retrieval cells", cell_header, cells),
-        ]
-
-
-def _known(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _by_task(results: Results, model: str | None) -> dict[int, dict[str, Row]]:
-    """Return a model's scores, all depths together, by length and task."""
-    found: dict[int, dict[str, Row]] = {}
-    for task in dict.fromkeys(cell["task"] for cell in results["cells"]) if model else ():
-        for row in by_length(results["cells"], str(model), task):
-            found.setdefault(row["length"], {})[task] = row
-    return found
-
-
-def _mean(rows: Mapping[str, Row]) -> float:
-    return fmean(row["score"] for row in rows.values())
-
-
-def _list(rows: Mapping[str, Row], beside: Mapping[str, str] | None = None) -> str:
-    """List the score of each task, and of how many samples."""
-    counts = " or ".join(dict.fromkeys(str(row["n"]) for row in rows.values()))
-    scores = ", ".join(f"{task} {row['score']:.0%}{(beside or {}).get(task, '')}" for task, row in rows.items())
-    return f"{scores}; n = {counts}"
-
-
-def _reach(row: Row) -> str:
-    if row["status"] == "undetermined":
-        if row["at_least"]:
-            return f"to {tokens(row['at_least'])} tokens, possibly {tokens(row['at_most'])} (too few samples to tell)"
-        return f"to at most {tokens(row['at_most'])} tokens (too few samples to tell)"
-    if row["tokens"] is None:
-        return "at no tested length"
-    return f"to {tokens(row['tokens'])} tokens" + (
-        ", the longest tested" if row["tokens"] == row["longest_tested"] else ""
-    )
-
-
-def _lines(results: Results, task: str) -> list[Picture]:
-    rows = {model: by_length(results["cells"], model, task) for model in numbers_of(results)}
-    series = [
-        Series(model, n, [(r["length"], r["score"], *r["ci95"]) for r in rows[model]])
-        for model, n in numbers_of(results).items()
-    ]
-    axes = Axes("context length in tokens", "score", y_range=(0.0, 1.03), percent=True, threshold=EFFECTIVE_THRESHOLD)
-    n = max((row["n"] for found in rows.values() for row in found), default=0)
-    return chart(f"score-{slug(task)}", f"{task}: score by length", f"n = {n} per length", series, axes)
-
-
-def _map(results: Results, task: str, model: str) -> list[Picture]:
-    cells = [cell for cell in results["cells"] if cell["task"] == task and cell["model"] == model]
-    if not cells or cells[0]["depth"] is None:
-        return []
-    lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
-    at = {(cell["depth"], cell["length"]): cell for cell in cells}
-    title = f"{task}: {model}"
-    svg = heat_map(
-        f"{title}, score in percent by depth and length",
-        [short_number(length) for length in lengths],
-        [f"{depth:g}%" for depth in depths],
-        [[_field(at.get((depth, length))) for length in lengths] for depth in depths],
-        "context length in tokens",
-        "needle depth",
-    )
-    subtitle = f"score in percent, n = {max(cell['n'] for cell in cells)} per field"
-    return [Picture(f"heat-{slug(task)}-{slug(model)}", title, subtitle, svg)]
-
-
-def _field(cell: Row | None) -> HeatCell:
-    if cell is None:
-        return HeatCell("", None, "not measured")
-    if cell["status"] != "ok":
-        return HeatCell(_MARKS[cell["status"]], None, str(cell["reason"]))
-    low, high = cell["ci95"]
-    hint = f"{cell['score']:.1%} of {cell['n']}, 95% interval {low:.1%} to {high:.1%}"
-    return HeatCell(f"{100 * cell['score']:.0f}", cell["score"], hint)
+        return retrieval_view.tables(results)

@@ -12,21 +12,27 @@ from hf_linear_attn.evaluation.tasks.base import (
     available_tasks,
     get_task,
     is_exact,
+    parse_task,
     register_task,
     sample_rng,
     score,
     true_answer,
 )
+from hf_linear_attn.evaluation.tasks.haystack import Haystack, Noise, Text
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "Haystack",
+    "Noise",
     "Sample",
     "Task",
+    "Text",
     "available_tasks",
     "get_task",
     "is_exact",
+    "parse_task",
     "register_task",
     "sample_rng",
     "score",

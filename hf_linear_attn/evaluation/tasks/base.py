@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import cycle
 from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.tasks.haystack import KINDS, Haystack, Noise, Text, encode, encode_once
 
 NOISE_SENTENCES = (
     "The grass is green.\n",
@@ -26,8 +26,7 @@ NOISE_SENTENCES = (
     "There and back again.\n",
 )
 
-# RULER writes the same sentences into one line.
-RULER_NOISE = (" ".join(sentence.strip() for sentence in NOISE_SENTENCES) + "\n",)
+NOISE = Noise(NOISE_SENTENCES)
 
 # A prompt with less filler than this is refused: a depth would have no meaning in it.
 MIN_FILLER_TOKENS = 16
@@ -57,10 +56,46 @@ class Task(ABC):
     """A generated retrieval task.
 
     A subclass sets `name` and `needs_depth`, registers itself with `register_task`, and has a file of its own.
+
+    Attributes:
+        name: What settings and results call it.
+        needs_depth: Whether there is one asked needle, whose depth is chosen.
+        held_out: Whether its form and its words are kept out of all training data, so that a score says what a model
+            can do and not what it was drilled in; default False.
+        has_haystack: Whether its needles are hidden in a haystack; default True.
+        haystack: What they are hidden in; noise unless `get_task` or `parse_task` is told otherwise.
+        chance: Score of a model that guesses among the answers it has seen; default 0.
+        pairs: Number of pairs that a prompt holds; None for a task without any.
+        spec: What the task was made of: its name with its settings.
     """
 
     name: ClassVar[str]
     needs_depth: ClassVar[bool]
+    held_out: ClassVar[bool] = False
+    has_haystack: ClassVar[bool] = True
+    haystack: Haystack = NOISE
+    chance: float = 0.0
+    pairs: int | None = None
+    spec: str = ""
+
+    @property
+    def label(self) -> str:
+        """What results call it: its spec, and where it is not noise, what its needles are hidden in."""
+        spec = self.spec or self.name
+        return f"{spec} in {self.haystack.name}" if self.has_haystack and self.haystack.name != "noise" else spec
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a result says of the task, ready for JSON."""
+        return {
+            "held_out": self.held_out,
+            "haystack": self.haystack.name if self.has_haystack else None,
+            "chance": self.chance,
+            "pairs": self.pairs,
+        }
+
+    def least_filler(self, tokenizer: PreTrainedTokenizerBase, needles: int) -> int:
+        """Return the fewest tokens beside head, needles, tail and answer: filler, and what stands between them."""
+        return MIN_FILLER_TOKENS + (needles + 1) * len(encode(tokenizer, self.haystack.separator))
 
     @abstractmethod
     def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -88,7 +123,8 @@ class Task(ABC):
         """Refuse a cell the task cannot be built for, before any of it is built.
 
         Raises:
-            ArgumentError: If the task cannot fit into `length`, or `depth` lies outside 0..100.
+            ArgumentError: If the task cannot fit into `length`, the haystack has fewer tokens, or `depth` lies outside
+                0..100.
         """
         shortest = self.min_length(tokenizer)
         if length < shortest:
@@ -101,6 +137,15 @@ class Task(ABC):
             )
         if not 0 <= depth <= 100:
             raise ArgumentError("depth", "lie in 0..100", depth, "Pass it in percent.", where=f"task {self.name!r}")
+        held = self.haystack.size(tokenizer) if self.has_haystack else length
+        if held < length:
+            raise ArgumentError(
+                "haystack",
+                f"hold at least {length} tokens",
+                held,
+                "Ask for a shorter context, name longer `haystack_files`, or take haystack=noise.",
+                where=f"task {self.label!r}",
+            )
 
 
 _TASKS: dict[str, type[Task]] = {}
@@ -119,16 +164,17 @@ def register_task(cls: _TaskType) -> _TaskType:
     return cls
 
 
-def available_tasks() -> tuple[str, ...]:
-    """Return the names of the registered tasks, sorted."""
-    return tuple(sorted(_TASKS))
+def available_tasks(*, held_out: bool | None = None) -> tuple[str, ...]:
+    """Return the names of the registered tasks, sorted: all, or only those that are held out of training or are not."""
+    return tuple(sorted(name for name, task in _TASKS.items() if held_out in (None, task.held_out)))
 
 
-def get_task(name: str, **settings: Any) -> Task:
+def get_task(name: str, *, haystack: Haystack | None = None, **settings: Any) -> Task:
     """Make a task by its registered name.
 
     Args:
         name: One of `available_tasks()`.
+        haystack: What its needles are hidden in, such as `Text()`; noise without it.
         **settings: Settings of the task's constructor, such as `pairs` of `kv_recall`.
 
     Raises:
@@ -136,35 +182,52 @@ def get_task(name: str, **settings: Any) -> Task:
     """
     if name not in _TASKS:
         raise ArgumentError("name", "be a registered task", name, "Use one of those.", available=available_tasks())
-    return _TASKS[name](**settings)
+    task = _TASKS[name](**settings)
+    if haystack is not None and task.has_haystack:
+        task.haystack = haystack
+    return task
 
 
-def parse_task(spec: str) -> Task:
-    """Make the task that `name` or `name:setting=integer,...` describes.
+def parse_task(spec: str, haystack: str = "noise", text: Text | None = None) -> Task:
+    """Make the task that `name` or `name:setting=integer:haystack=kind` describes.
+
+    Args:
+        spec: The description.
+        haystack: Kind of haystack where the description names none, `"noise"` or `"text"`; default noise.
+        text: The text to take; held-out source files of the standard library without it.
 
     Raises:
         ArgumentError: If there is no such task, or it has no such setting.
 
     Example:
-        >>> parse_task("kv_recall:pairs=8").pairs
-        8
+        >>> parse_task("kv_recall:pairs=8").pairs, parse_task("passkey:haystack=text").label
+        (8, 'passkey in text')
     """
-    name, _, rest = spec.partition(":")
+    name, *items = spec.split(":")
     values: dict[str, int] = {}
-    for item in filter(None, rest.split(":")):
+    said = [name]
+    for item in filter(None, items):
         key, _, value = item.partition("=")
+        if key == "haystack":
+            haystack = value
+            continue
+        said.append(item)
         try:
             values[key] = int(value)
         except ValueError as error:
             raise ArgumentError(
                 "tasks", "be written name:setting=integer", spec, "Write it as in kv_recall:pairs=8."
             ) from error
+    if haystack not in KINDS:
+        raise ArgumentError("haystack", "be a known kind", haystack, "Use one of those.", available=KINDS)
     try:
-        return get_task(name, **values)
+        task = get_task(name, haystack=(text or Text()) if haystack == "text" else None, **values)
     except TypeError as error:
         raise ArgumentError(
             "tasks", "name settings that the task has", spec, "Leave the setting out.", where=str(error)
         ) from error
+    task.spec = ":".join(said)
+    return task
 
 
 def sample_rng(seed: int, task: str, length: int, depth: float, index: int) -> random.Random:
@@ -195,17 +258,6 @@ def is_exact(sample: Sample, generated_text: str) -> bool:
     return text.startswith(answer) and not text[len(answer) : len(answer) + 1].isalnum()
 
 
-def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Tokenise a text without special tokens; for texts that are not met again."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@lru_cache(maxsize=65536)
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Tokenise a piece of text without special tokens and remember the result."""
-    return encode_once(tokenizer, text)
-
-
 def prompt_head(tokenizer: PreTrainedTokenizerBase, head: str) -> tuple[int, ...]:
     """Return the tokens of the text before the haystack, with the BOS token that the tokenizer puts first."""
     return bos_ids(tokenizer) + encode(tokenizer, head)
@@ -228,66 +280,6 @@ def answer_budget(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str], at
     """
     longest = max(len(encode(tokenizer, answer)) for answer in answers)
     return max(at_least, longest + 2)
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """Filler with needles in it.
-
-    Args:
-        ids: All tokens.
-        spans: Half-open range of each needle in `ids`, in the order the needles were given.
-        depths: Measured depth of each needle in percent: its start over the last start at which it would fit.
-    """
-
-    ids: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    depths: tuple[float, ...]
-
-
-def bury(needles: Sequence[tuple[tuple[int, ...], float]], total: int, lines: Iterator[tuple[int, ...]]) -> Haystack:
-    """Put needles between the lines of a haystack, each at the line break nearest to its depth.
-
-    The filler begins inside a line wherever that makes the haystack exactly `total` tokens long.
-
-    Args:
-        needles: Token ids and depth in percent of each.
-        total: Tokens of the whole haystack.
-        lines: An endless supply of tokenised filler lines.
-    """
-    filler: list[tuple[int, ...]] = []
-    missing = total - sum(len(ids) for ids, _ in needles)
-    while missing > 0:
-        line = next(lines)
-        filler.append(line)
-        missing -= len(line)
-    if missing < 0:
-        filler.insert(0, filler.pop()[-missing:])
-
-    order = sorted(range(len(needles)), key=lambda i: needles[i][1])
-    ids: list[int] = []
-    spans = [(0, 0)] * len(needles)
-    position = 0
-    for index in order:
-        needle, depth = needles[index]
-        target = depth / 100 * (total - len(needle))
-        # A line goes before the needle while that brings the needle's start nearer to its target.
-        while position < len(filler) and len(ids) + len(filler[position]) / 2 <= target:
-            ids.extend(filler[position])
-            position += 1
-        spans[index] = (len(ids), len(ids) + len(needle))
-        ids.extend(needle)
-    for line in filler[position:]:
-        ids.extend(line)
-    depths = tuple(100.0 * start / max(1, total - (end - start)) for start, end in spans)
-    return Haystack(tuple(ids), tuple(spans), depths)
-
-
-def noise_lines(
-    tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str] = NOISE_SENTENCES
-) -> Iterator[tuple[int, ...]]:
-    """Yield the tokenised sentences over and over."""
-    return cycle([encode(tokenizer, sentence) for sentence in sentences])
 
 
 def compose(
@@ -323,34 +315,40 @@ def assemble(
     head: str,
     tail: str,
     needles: Sequence[tuple[str, float]],
-    lines: Iterator[tuple[int, ...]],
     references: Sequence[str],
     max_new_tokens: int,
     length: int,
     depth: float | None,
+    rng: random.Random,
     meta: dict[str, Any],
 ) -> Sample:
-    """Compose a sample of exactly `length` tokens, budget included, whose body is a haystack.
+    """Compose a sample of exactly `length` tokens, budget included, whose body is the task's haystack with needles.
 
-    The first `len(references)` needles are the asked ones and give `needle_spans`.
+    The first `len(references)` needles are the asked ones and give `needle_spans`. The haystack is drawn last, so
+    that a sample says and asks the same in each.
     """
+    before = task.haystack.separator
+    tail = before + tail
     offset = len(prompt_head(tokenizer, head))
     total = length - max_new_tokens - offset - len(encode_once(tokenizer, tail))
-    haystack = bury([(encode_once(tokenizer, text), at) for text, at in needles], total, lines)
-    spans = tuple((start + offset, end + offset) for start, end in haystack.spans[: len(references)])
+    said = [(encode_once(tokenizer, before + text), at) for text, at in needles]
+    buried = task.haystack.bury(tokenizer, said, total, rng)
+    asked = [(start, len(ids)) for start, (ids, _) in zip(buried.starts, said, strict=True)][: len(references)]
+    start, size = asked[0]
     return compose(
         task,
         tokenizer,
         head=head,
-        body=haystack.ids,
+        body=buried.ids,
         tail=tail,
         references=references,
         max_new_tokens=max_new_tokens,
         length=length,
         meta={
             "depth": depth,
-            "needle_spans": spans,
-            "measured_depth": None if depth is None else haystack.depths[0],
+            "needle_spans": tuple((start + offset, start + offset + size) for start, size in asked),
+            # Its start over the last start at which it would fit.
+            "measured_depth": None if depth is None else 100.0 * start / max(1, total - size),
             **meta,
         },
     )

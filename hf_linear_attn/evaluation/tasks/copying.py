@@ -9,16 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks.base import (
-    MIN_FILLER_TOKENS,
     Sample,
     Task,
     answer_budget,
     assemble,
-    encode,
-    noise_lines,
     prompt_head,
     register_task,
 )
+from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import COMMON, longest_word
 
 HEAD = "Remember the list of words in this text. I will ask you to repeat it.\n"
@@ -29,7 +27,7 @@ DEFAULT_WORDS = 4
 
 @register_task
 class Copying(Task):
-    """Ask for a list of words, all of it and in its order, that stands in repeated noise sentences.
+    """Ask for a list of words, all of it and in its order, that stands in a haystack.
 
     Args:
         words: Number of words, 1..29; default 4. None of them stands twice.
@@ -56,7 +54,7 @@ class Copying(Task):
         """Return the shortest length at which every sample fits."""
         tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL))
         tokens += len(encode(tokenizer, NEEDLE.format(words=self._longest(tokenizer))))
-        return tokens + MIN_FILLER_TOKENS + self.max_new_tokens(tokenizer)
+        return tokens + self.least_filler(tokenizer, 1) + self.max_new_tokens(tokenizer)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
         """Build one sample; `meta` adds nothing to the common entries."""
@@ -68,10 +66,10 @@ class Copying(Task):
             head=HEAD,
             tail=TAIL,
             needles=[(NEEDLE.format(words=words), depth)],
-            lines=noise_lines(tokenizer),
             references=[words],
             max_new_tokens=self.max_new_tokens(tokenizer),
             length=length,
             depth=depth,
+            rng=rng,
             meta={},
         )

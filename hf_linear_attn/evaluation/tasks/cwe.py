@@ -13,10 +13,10 @@ from hf_linear_attn.evaluation.tasks.base import (
     Task,
     answer_budget,
     compose,
-    encode,
     prompt_head,
     register_task,
 )
+from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import distinct, longest_pair, word_pair
 
 COMMON_WORDS = 10
@@ -44,6 +44,7 @@ class CommonWords(Task):
 
     name: ClassVar[str] = "cwe"
     needs_depth: ClassVar[bool] = False
+    has_haystack: ClassVar[bool] = False
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget."""

@@ -12,11 +12,10 @@ from hf_linear_attn.evaluation.tasks.base import (
     Sample,
     Task,
     compose,
-    encode,
-    encode_once,
     prompt_head,
     register_task,
 )
+from hf_linear_attn.evaluation.tasks.haystack import encode, encode_once
 from hf_linear_attn.evaluation.tasks.words import distinct
 
 ALPHA = 2.0
@@ -55,6 +54,7 @@ class FrequentWords(Task):
 
     name: ClassVar[str] = "fwe"
     needs_depth: ClassVar[bool] = False
+    has_haystack: ClassVar[bool] = False
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget; a letter never takes more than one token."""

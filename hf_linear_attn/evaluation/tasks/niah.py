@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks.base import (
-    MIN_FILLER_TOKENS,
-    RULER_NOISE,
+    NOISE_SENTENCES,
     Sample,
     Task,
     answer_budget,
     assemble,
-    encode,
-    encode_once,
-    noise_lines,
     prompt_head,
 )
+from hf_linear_attn.evaluation.tasks.haystack import Haystack, Noise, encode
 from hf_linear_attn.evaluation.tasks.words import distinct, longest_pair, number, word_pair
 
+# RULER writes the sentences into one line.
+RULER_NOISE = (" ".join(sentence.strip() for sentence in NOISE_SENTENCES) + "\n",)
 DIGITS = 7
 BUDGET_TOKENS = 128
-HAYSTACKS = ("needles", "noise")
 NEEDLE = "One of the special magic numbers for {key} is: {value}.\n"
 HEAD_ONE = (
     "A special magic number is hidden within the following text. Make sure to memorize it. "
@@ -53,39 +50,12 @@ def join_keys(keys: Sequence[str]) -> str:
 
 
 class NeedleTask(Task):
-    """Ask for the numbers of some keys, hidden in a haystack with the numbers of other keys.
-
-    Args:
-        haystack: `"noise"` (repeated sentences, the default), `"needles"` (nothing but needles of other keys),
-            or the sentences to repeat, such as the lines of a file. Needles stand between sentences, so long
-            sentences make the depth coarse.
-    """
+    """Ask for the numbers of some keys, hidden in a haystack with the numbers of other keys."""
 
     keys: ClassVar[int] = 1
     values_per_key: ClassVar[int] = 1
     asked_keys: ClassVar[int] = 1
-
-    def __init__(self, haystack: Literal["noise", "needles"] | Sequence[str] = "noise") -> None:
-        """Set the haystack."""
-        if isinstance(haystack, str) and haystack not in HAYSTACKS:
-            raise ArgumentError(
-                "haystack",
-                "be a kind or a sequence of sentences",
-                haystack,
-                "Use one of those.",
-                where=f"task {self.name!r}",
-                available=HAYSTACKS,
-            )
-        sentences = [line.strip() + "\n" for line in haystack if line.strip()] if not isinstance(haystack, str) else []
-        if not isinstance(haystack, str) and not sentences:
-            raise ArgumentError(
-                "haystack",
-                "hold a sentence",
-                list(haystack),
-                "Pass lines of text.",
-                where=f"task {self.name!r}",
-            )
-        self.haystack = haystack if isinstance(haystack, str) else tuple(sentences)
+    haystack: Haystack = Noise(RULER_NOISE)
 
     @property
     def answers(self) -> int:
@@ -109,14 +79,14 @@ class NeedleTask(Task):
         head, tail = self.head_and_tail([key] * self.asked_keys)
         needle = len(encode(tokenizer, NEEDLE.format(key=key, value=""))) + DIGITS + 1
         tokens = len(prompt_head(tokenizer, head)) + len(encode(tokenizer, tail))
-        tokens += self.keys * self.values_per_key * needle + MIN_FILLER_TOKENS
+        needles = self.keys * self.values_per_key
+        tokens += needles * needle + self.least_filler(tokenizer, needles)
         return tokens + self.max_new_tokens(tokenizer)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
         """Build one sample; `meta["needles"]` holds all (key, value) needles, the asked ones first."""
         self.check(tokenizer, length, depth)
-        taken: set[str] = set()
-        keys = distinct(self.keys, lambda: word_pair(rng), taken)
+        keys = distinct(self.keys, lambda: word_pair(rng), set())
         values = distinct(self.keys * self.values_per_key, lambda: number(rng, DIGITS), set())
         needles = [(keys[i // self.values_per_key], value) for i, value in enumerate(values)]
         depths = [rng.uniform(0, 100) for _ in needles]
@@ -132,20 +102,10 @@ class NeedleTask(Task):
             needles=[
                 (NEEDLE.format(key=key, value=value), at) for (key, value), at in zip(needles, depths, strict=True)
             ],
-            lines=self._lines(tokenizer, rng, taken, set(values)),
             references=values[: self.answers],
             max_new_tokens=self.max_new_tokens(tokenizer),
             length=length,
             depth=depth if self.needs_depth else None,
+            rng=rng,
             meta={"needles": tuple(needles), "asked_keys": tuple(asked)},
         )
-
-    def _lines(
-        self, tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: set[str], values: set[str]
-    ) -> Iterator[tuple[int, ...]]:
-        if self.haystack != "needles":
-            yield from noise_lines(tokenizer, RULER_NOISE if self.haystack == "noise" else self.haystack)
-        while True:
-            key, value = word_pair(rng), number(rng, DIGITS)
-            if key not in keys and value not in values:
-                yield encode_once(tokenizer, NEEDLE.format(key=key, value=value))

@@ -15,3 +15,4 @@ class NIAHMultikey(NeedleTask):
     name: ClassVar[str] = "niah_multikey"
     needs_depth: ClassVar[bool] = True
     keys: ClassVar[int] = 4
+    chance: float = 1 / keys

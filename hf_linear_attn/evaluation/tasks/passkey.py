@@ -12,16 +12,14 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.evaluation.tasks.base import (
-    MIN_FILLER_TOKENS,
     Sample,
     Task,
     answer_budget,
     assemble,
-    encode,
-    noise_lines,
     prompt_head,
     register_task,
 )
+from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import number
 
 DIGITS = 5
@@ -35,7 +33,7 @@ TAIL = "What is the pass key? The pass key is"
 
 @register_task
 class Passkey(Task):
-    """Ask for a pass key of five digits hidden in repeated noise sentences."""
+    """Ask for a pass key of five digits hidden in a haystack."""
 
     name: ClassVar[str] = "passkey"
     needs_depth: ClassVar[bool] = True
@@ -49,7 +47,7 @@ class Passkey(Task):
         # A tokenizer may give a digit a token of its own, but no more than one.
         tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL))
         tokens += len(encode(tokenizer, NEEDLE.format(value=""))) + DIGITS + 1
-        return tokens + MIN_FILLER_TOKENS + self.max_new_tokens(tokenizer)
+        return tokens + self.least_filler(tokenizer, 1) + self.max_new_tokens(tokenizer)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
         """Build one sample; `meta` adds nothing to the common entries."""
@@ -61,10 +59,10 @@ class Passkey(Task):
             head=HEAD,
             tail=TAIL,
             needles=[(NEEDLE.format(value=value), depth)],
-            lines=noise_lines(tokenizer),
             references=[value],
             max_new_tokens=self.max_new_tokens(tokenizer),
             length=length,
             depth=depth,
+            rng=rng,
             meta={},
         )

@@ -10,15 +10,13 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.evaluation.tasks.base import (
-    MIN_FILLER_TOKENS,
     Sample,
     Task,
     assemble,
-    encode,
-    noise_lines,
     prompt_head,
     register_task,
 )
+from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import distinct, number
 
 HOPS = 4
@@ -41,7 +39,7 @@ def variable(rng: random.Random) -> str:
 
 @register_task
 class VariableTracking(Task):
-    """Ask for all five variables of a chain of four hops, whose links stand in order, scattered over noise."""
+    """Ask for all five variables of a chain of four hops, whose links stand in order, scattered over a haystack."""
 
     name: ClassVar[str] = "vt"
     needs_depth: ClassVar[bool] = False
@@ -56,7 +54,7 @@ class VariableTracking(Task):
         tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL.format(value=""))) + 2 * (DIGITS + 1)
         tokens += len(encode(tokenizer, FIRST.format(name="", value=""))) + NAME_LETTERS + DIGITS + 2
         tokens += HOPS * (len(encode(tokenizer, NEXT.format(name="", source=""))) + 2 * (NAME_LETTERS + 1))
-        return tokens + MIN_FILLER_TOKENS + self.max_new_tokens(tokenizer)
+        return tokens + self.least_filler(tokenizer, HOPS + 1) + self.max_new_tokens(tokenizer)
 
     def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
         """Build one sample; `meta["value"]` holds the value at the head of the chain."""
@@ -72,10 +70,10 @@ class VariableTracking(Task):
             head=HEAD,
             tail=TAIL.format(value=value),
             needles=list(zip(links, depths, strict=True)),
-            lines=noise_lines(tokenizer),
             references=names,
             max_new_tokens=self.max_new_tokens(tokenizer),
             length=length,
             depth=None,
+            rng=rng,
             meta={"value": value},
         )

@@ -1,4 +1,4 @@
-"""The words that tasks are made of: common English ones, none of which contains another."""
+"""The words that tasks are made of, none of which contains another: common English ones, and made-up ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.tasks.base import encode
+from hf_linear_attn.evaluation.tasks.haystack import encode
 
 NOUNS = tuple(
     """
@@ -42,6 +42,26 @@ COMMON = tuple(
     """.split()  # noqa: SIM905 - a list of 29 quoted words would be longer
 )
 """Words of which most vocabularies have each as one token, so that none begins as another does."""
+
+
+MADE_UP_KEYS = tuple(
+    """
+    tive hari nake vite vame rase pere tari vate fime pake nari lata nase nare hite bize buse tave hage pive
+    tase dase vuse hile vise sule bave tuse mize vure bive rure bame fone fere lare nize pari ture fule bine
+    bere vize nive nage nere dite lule fari bari dure nile pise sise fite mone fure huse hise nata mage hata
+    suse tere vata vake lase pime vule dake mive pame bime
+    """.split()  # noqa: SIM905 - a list of 74 quoted words would be longer
+)
+
+MADE_UP_VALUES = tuple(
+    """
+    hize mase bate nure vage rata vari dize luse fise hame tule rine mame tage lave nite fize sase sive tata
+    tize lere dise pone mave sere pata fata hule hine hake bure hure mite pule bage nime dere bata sare bule
+    vone rere pase vave sari hase mure tise sata mise dage dime mata fave rone tate dile vare lure fase rame
+    hime sone pite mari nise pize rari lari bise nule nate
+    """.split()  # noqa: SIM905 - a list of 74 quoted words would be longer
+)
+"""The vocabulary of the forms that are held out: neither generated rows nor the standard library have it."""
 
 
 @lru_cache(maxsize=64)

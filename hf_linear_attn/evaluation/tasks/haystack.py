@@ -1,0 +1,215 @@
+"""What needles are hidden in: repeated noise sentences, or real text."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import cycle
+from pathlib import Path
+from typing import ClassVar
+
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
+from hf_linear_attn.loading import read_text
+
+Needle = tuple[tuple[int, ...], float]
+"""Token ids, and the depth in percent where they are to stand."""
+
+KINDS = ("text", "noise")
+
+# A needle stands between two lines where that moves it by no more than this share of the haystack.
+_COARSEST_DEPTH = 0.015
+
+
+def encode_once(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokenise a text without special tokens; for texts that are not met again."""
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@lru_cache(maxsize=65536)
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Tokenise a piece of text without special tokens and remember the result."""
+    return encode_once(tokenizer, text)
+
+
+@dataclass(frozen=True)
+class Buried:
+    """Filler with needles in it.
+
+    Args:
+        ids: All tokens.
+        starts: Where each needle begins in `ids`, in the order the needles were given.
+    """
+
+    ids: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+class Haystack(ABC):
+    """What needles are hidden in.
+
+    Attributes:
+        separator: Text that stands before every needle and before the question.
+    """
+
+    separator: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return what results call it."""
+
+    @abstractmethod
+    def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
+        """Return the tokens that it has; infinity where it repeats itself."""
+
+    @abstractmethod
+    def bury(
+        self, tokenizer: PreTrainedTokenizerBase, needles: Sequence[Needle], total: int, rng: random.Random
+    ) -> Buried:
+        """Put needles between the lines of the filler, each at the line break nearest to its depth.
+
+        Args:
+            tokenizer: The tokenizer.
+            needles: The needles.
+            total: Tokens of filler and needles together.
+            rng: Draws where in its source the filler begins, if that can be chosen.
+        """
+
+
+@dataclass(frozen=True)
+class Noise(Haystack):
+    """Sentences over and over.
+
+    Args:
+        sentences: The sentences, each with its newline.
+    """
+
+    sentences: tuple[str, ...]
+
+    @property
+    @override
+    def name(self) -> str:
+        return "noise"
+
+    @override
+    def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
+        return math.inf
+
+    def lines(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, ...]]:
+        """Yield the tokenised sentences without end."""
+        return cycle([encode(tokenizer, sentence) for sentence in self.sentences])
+
+    @override
+    def bury(
+        self, tokenizer: PreTrainedTokenizerBase, needles: Sequence[Needle], total: int, rng: random.Random
+    ) -> Buried:
+        """Put needles between sentences; the filler begins inside one wherever that makes the length exact."""
+        lines = self.lines(tokenizer)
+        filler: list[tuple[int, ...]] = []
+        missing = total - sum(len(ids) for ids, _ in needles)
+        while missing > 0:
+            line = next(lines)
+            filler.append(line)
+            missing -= len(line)
+        if missing < 0:
+            filler.insert(0, filler.pop()[-missing:])
+        ids: list[int] = []
+        starts = [0] * len(needles)
+        position = 0
+        for index in _by_depth(needles):
+            needle, depth = needles[index]
+            target = depth / 100 * (total - len(needle))
+            # A line goes before the needle while that brings the needle's start nearer to its target.
+            while position < len(filler) and len(ids) + len(filler[position]) / 2 <= target:
+                ids.extend(filler[position])
+                position += 1
+            starts[index] = len(ids)
+            ids.extend(needle)
+        for line in filler[position:]:
+            ids.extend(line)
+        return Buried(tuple(ids), tuple(starts))
+
+
+@dataclass(frozen=True)
+class Text(Haystack):
+    """Real text, a stretch of which is taken as it stands.
+
+    Args:
+        files: UTF-8 texts of the user's. Without any, it is the source files of the standard library that
+            distillation never reads.
+    """
+
+    files: tuple[str, ...] = ()
+    # A stretch begins and ends inside a line.
+    separator: ClassVar[str] = "\n"
+
+    @property
+    @override
+    def name(self) -> str:
+        return ", ".join(Path(file).name for file in self.files) or "text"
+
+    def documents(self) -> list[str]:
+        """Return the texts.
+
+        Raises:
+            ArgumentError: If a file cannot be read as UTF-8.
+        """
+        if self.files:
+            return [read_text(file, "haystack_files") for file in self.files]
+        return load_stdlib_documents("heldout")
+
+    @override
+    def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
+        return len(_stream(self, tokenizer)[0])
+
+    @override
+    def bury(
+        self, tokenizer: PreTrainedTokenizerBase, needles: Sequence[Needle], total: int, rng: random.Random
+    ) -> Buried:
+        """Put needles between lines, and into one where the next line break is too far."""
+        stream, breaks = _stream(self, tokenizer)
+        room = total - sum(len(ids) for ids, _ in needles)
+        first = rng.randrange(len(stream) - room + 1)
+        ids: list[int] = []
+        starts = [0] * len(needles)
+        at, said = first, 0
+        for index in _by_depth(needles):
+            needle, depth = needles[index]
+            target = first + depth / 100 * (total - len(needle)) - said
+            place = bisect_left(breaks, target)
+            near = min(breaks[max(0, place - 1) : place + 1], key=lambda found: abs(found - target), default=-total)
+            wanted = near if abs(near - target) <= _COARSEST_DEPTH * total else round(target)
+            end = min(max(at, wanted), first + room)
+            ids.extend(stream[at:end])
+            starts[index] = len(ids)
+            ids.extend(needle)
+            at, said = end, said + len(needle)
+        ids.extend(stream[at : first + room])
+        return Buried(tuple(ids), tuple(starts))
+
+
+def _by_depth(needles: Sequence[Needle]) -> list[int]:
+    """Return the needles' numbers in the order in which they stand."""
+    return sorted(range(len(needles)), key=lambda index: needles[index][1])
+
+
+@lru_cache(maxsize=8)
+def _stream(text: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], list[int]]:
+    """Return a text's tokens, tokenised as a whole as any reader would, and which of them begin a line."""
+    ids = encode_once(tokenizer, "\n".join(text.documents()))
+    said = {token: str(tokenizer.decode([token])) for token in set(ids)}
+    # Some tokenizers join a line's end with what stands before it, others with the next line's indentation.
+    breaks = [
+        place
+        for place in range(1, len(ids))
+        if said[ids[place - 1]].endswith("\n") or said[ids[place]].startswith("\n")
+    ]
+    return ids, breaks
