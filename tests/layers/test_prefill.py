@@ -98,25 +98,17 @@ CASES = {
     "fp16": Case(dtype=torch.float16, lengths=(20,)),
 }
 LOOPS = {
-    "gate": Case(mix="gate", lengths=(20, 1, 18)),
-    "gate, masked": Case(mix="gate", lengths=(20, 18), masked=True, rows=2, heads=(4, 2)),
-    "decay": Case(rule="decay", lengths=(20, 1, 35)),
-    "decay, masked": Case(rule="decay", lengths=(3, 2, 40), masked=True, rows=2, heads=(4, 2)),
-    "decay and gate, packed": Case(rule="decay", mix="gate", packed=True, lengths=(40,)),
     "decay, a window over blocks": Case(rule="decay", window=70, lengths=(90, 20), heads=(1, 1)),
-    "window alone": Case(mix="window", lengths=(20, 1, 18), masked=True, rows=2, heads=(4, 2)),
-    "window alone, packed": Case(mix="window", packed=True, lengths=(40,)),
     "elu": Case(feature_map="elu", lengths=(20, 1, 18), masked=True, rows=2, heads=(4, 2)),
     "elu, rotation kept, gate": Case(feature_map="elu", mix="gate", layout=None, lengths=(40,)),
     "exp and decay, packed": Case(feature_map="exp", rule="decay", packed=True, lengths=(40,)),
-    "sums of any sign": Case(feature_map="identity", mix="gate", lengths=(30, 10)),
     "squared relu, sizes that no vector fits": Case(
         feature_map="squared_relu", head_dim=20, value_dim=12, turned=20, lengths=(20,)
     ),
     "sigmoid, bf16": Case(feature_map="sigmoid", dtype=torch.bfloat16, lengths=(20, 18)),
     "decay, bf16": Case(rule="decay", dtype=torch.bfloat16, lengths=(18, 18), head_dim=32, turned=32),
 }
-"""What loops read besides, and kernels do not."""
+"""What loops read besides, and kernels do not, in sizes and dtypes that tests/ops/test_hybrid.py has not."""
 
 
 def read(

@@ -40,7 +40,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 PLAIN = ("reference", "torch")
 """Backends that compute in float64 what they are given in it."""
 
-EVERY = {"triton": (16, 8, 90), "reference": (3, 1, 8)}
+EVERY = {"triton": (24, 8, 90), "reference": (3, 1, 8)}
 """For `make test` a backend reads the first layers in each n-th way, else in each m-th, and others in each k-th.
 
 Without an entry these are 1, 1 and 4: only kernels are interpreted.
@@ -111,6 +111,7 @@ def read_next_(
         found = read_(layer, q, k, v, pool, int(places), int(begin), rotation)
     elif how == "step" and can_step(layer):
         found = step_rows_(layer, q, k, v, pool, Rows(places, lengths, int(begin.min())), rotation)
+        assert lengths.tolist() == begin.tolist()
     else:
         found = read_rows_(layer, q, k, v, pool, Texts(places, lengths, new.to(DEVICE), most), rotation)
     for row, of_row, start, count in zip(rows, found, begin, new, strict=True):
@@ -130,9 +131,10 @@ WAYS: dict[str, tuple[str, Callable[[LinearAttention, Tokens], Found]]] = {
 """What text is read, and how."""
 
 
-def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, least: float = 1e-3) -> None:
+    """Compare by norm, with ``least`` where that is smaller."""
     assert found.isfinite().all(), f"{what} is not finite"
-    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-3)
+    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=least)
     assert error <= tolerance, f"{what} off by {error:.1e}"
 
 
@@ -188,7 +190,7 @@ def gradient_cases() -> list[object]:
     for number, spec in enumerate(specs()[0]):
         for backend, (turn, kind) in product(BACKENDS, enumerate(GRADIENTS, number)):
             one = replace(spec, shape=LONG, feature_map=LIGHT[number // 3 % len(LIGHT)]) if kind == "long" else spec
-            usual, later, _ = EVERY.get(backend, (3, 1, 1) if kind == "long" else (1, 1, 1))
+            usual, later, _ = EVERY.get(backend, (4, 1, 1) if kind == "long" else (2, 1, 1))
             # PyTorch and loops walk, and loops read nothing else of which there are gradients.
             walks, reads = backend in ("torch", "numba"), backend not in ("auto", "numba")
             if turn % later == 0 and (walks if kind == "long" else reads):
@@ -205,14 +207,17 @@ def test_gradients_are_those_of_the_definition(spec: Spec, backend: str, kind: s
     given = replace(tokens, **dict(zip("qkv", leaves, strict=True)))
     weights = dict(layer.named_parameters())
     probe = torch.randn(*tokens.q.shape[:3], tokens.v.shape[3], generator=torch.Generator(DEVICE).manual_seed(3))
+    o, definition = layer(*leaves, call_of(given)), defined(layer, given)[0]
+    assert_near(shown(o, tokens), definition.detach(), TOLERANCE[dtype], "o")
+    inputs = [*leaves, *weights.values()]
     found, wanted = (
-        torch.autograd.grad((shown(o, tokens) * probe).sum(), [*leaves, *weights.values()], materialize_grads=True)
-        for o in (layer(*leaves, call_of(given)), defined(layer, given)[0])
+        torch.autograd.grad((shown(x, tokens) * probe).sum(), inputs, materialize_grads=True) for x in (o, definition)
     )
     for name, x, y in zip((*"qkv", *weights), found, wanted, strict=True):
         # Where features of a query hardly meet those of the only key that it reads, it is divided by little more than
-        # eps, twice: half of the digits of fp32 are left, in that token alone.
-        assert_near(x, y.double(), 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}")
+        # eps, twice: half of the digits of fp32 are left, in that token alone. What a single key gives does not depend
+        # on its features: gradients of 1 cancel.
+        assert_near(x, y.double(), 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}", least=1.0)
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])

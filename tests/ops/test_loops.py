@@ -559,27 +559,6 @@ def test_a_long_window_costs_nothing_in_a_short_text(monkeypatch):
     assert max(n[0] for n in taken if isinstance(n[0], int)) < 50_000
 
 
-def test_training_reads_forwards_in_loops_and_backwards_in_operations():
-    """A span's gradients are taken of the same text read again."""
-    text = draw(1100)
-    weights = torch.randn(2, 4, 1100, 8, generator=torch.Generator().manual_seed(2))
-    found = {}
-    for backend in ("numba", "torch"):
-        layer, state, leaves = layer_of(backend), State(), [x.clone().requires_grad_() for x in text]
-        o = layer(*leaves, Call(state=state))
-        (o * weights).sum().backward()
-        gradients = {name: x.grad for name, x in layer.named_parameters()}
-        found[backend] = {
-            "o": o,
-            **dict(zip("qkv", (x.grad for x in leaves), strict=True)),
-            **gradients,
-            "kv": state.read()["kv"],
-        }
-    assert not torch.equal(found["numba"]["o"], found["torch"]["o"])
-    for name, x in found["torch"].items():
-        torch.testing.assert_close(found["numba"][name], x, rtol=1e-4, atol=1e-4 * x.abs().max().item())
-
-
 @torch.no_grad()
 def test_nothing_is_read_of_no_rows():
     layer, state = layer_of(), State()

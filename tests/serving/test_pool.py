@@ -1,4 +1,4 @@
-"""Texts read in a pool, in any order and beside each other, give what each gives alone in a state of its own."""
+"""Places of a pool are used again and copied, and kernels step them; tests/ops/test_hybrid.py has the rest."""
 
 import pytest
 import torch
@@ -12,21 +12,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import hybrid_step_
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
-LAYERS = {
-    "key": {"window": 5, "sinks": 2},
-    "key, many sinks": {"window": 3, "sinks": 9},
-    "gate": {"window": 5, "sinks": 2, "mix": "gate"},
-    "shared": {"window": 5, "sinks": 2, "mix": "shared"},
-    "window alone": {"window": 5, "sinks": 1, "mix": "window"},
-    "no sinks": {"window": 4},
-    "no window": {},
-    "undone": {"window": 5, "sinks": 2, "rotary": "undo"},
-    "undone, no window": {"rotary": "undo"},
-    "decay": {"window": 5, "sinks": 2, "update_rule": "decay"},
-    "delta": {"window": 5, "sinks": 2, "update_rule": "delta"},
-    "gated delta, no window": {"update_rule": "gated_delta"},
-    "cosformer": {"window": 5, "sinks": 2, "feature_map": "cosformer"},
-}
+LAYERS = {"key": {"window": 5, "sinks": 2}, "no window": {}}
 TEXTS = {4: 23, 1: 9, 6: 31, 3: 2}
 """Tokens of each text, by its place."""
 
@@ -83,51 +69,6 @@ def several(layer, pool, whole, got, spans):
         o = read_rows_(layer, q, k, v, pool, Texts(torch.tensor(places), starts, new, most), rotation)
     for row, (place, (start, end)) in enumerate(spans.items()):
         got[place][:, :, start:end] = o[row, :, : end - start]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_texts_beside_each_other_equal_texts_alone(name):
-    """Some are read in pieces, alone or several at once, and all are stepped at once where the layer has a step."""
-    layer, schedule = build(**LAYERS[name]), torch.Generator().manual_seed(1)
-    pool, done = pool_of(layer), dict.fromkeys(TEXTS, 0)
-    whole = {place: draw(place, tokens) for place, tokens in TEXTS.items()}
-    got = {place: torch.zeros(1, H, tokens, V) for place, tokens in TEXTS.items()}
-    while any(done[place] < TEXTS[place] for place in TEXTS):
-        running = [p for p in TEXTS if done[p] < TEXTS[p] and torch.rand(1, generator=schedule) < 0.8]
-        steps = [p for p in running if done[p] and torch.rand(1, generator=schedule) < 0.7]
-        ends = {
-            p: min(done[p] + int(torch.randint(1, 9, (1,), generator=schedule)), TEXTS[p])
-            for p in running
-            if p not in steps
-        }
-        if len(ends) > 1:
-            several(layer, pool, whole, got, {place: (done[place], end) for place, end in ends.items()})
-        else:
-            for place, end in ends.items():
-                here = slice(done[place], end)
-                rotation = turning(done[place], end) if layer.undoes else None
-                q, k, v = (x[:, :, here] for x in whole[place])
-                got[place][:, :, here] = read_(layer, q, k, v, pool, place, done[place], rotation)
-        done |= ends
-        if steps and can_step(layer):
-            lengths = torch.tensor([done[p] for p in steps])
-            q, k, v = (torch.cat([whole[p][i][:, :, done[p] : done[p] + 1] for p in steps]) for i in range(3))
-            rotation = None
-            if layer.undoes:
-                each = [turning(done[p], done[p] + 1) for p in steps]
-                rotation = Rotation(torch.cat([r.turns for r in each]), each[0].layout)
-            rows = Rows(torch.tensor(steps), lengths, min(done[p] for p in steps))
-            with torch.no_grad():
-                o = step_rows_(layer, q, k, v, pool, rows, rotation)
-            assert lengths.tolist() == [done[p] for p in steps]
-            for row, place in enumerate(steps):
-                got[place][:, :, done[place]] = o[row, :, 0]
-                done[place] += 1
-    for place, tokens in TEXTS.items():
-        torch.testing.assert_close(got[place], alone(layer, place, tokens), atol=1e-5, rtol=1e-5)
-    for x in pool.tensors.values():
-        untouched = [p for p in range(PLACES) if p not in TEXTS]
-        assert (x[untouched].isnan() if x.is_floating_point() else x[untouched] == 1).all()
 
 
 @pytest.mark.parametrize("name", ["key", "no window"])

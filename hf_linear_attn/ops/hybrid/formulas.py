@@ -66,7 +66,7 @@ def read_sum(sums: Sums, phi_q: Tensor, weights: Weights) -> tuple[Tensor, Tenso
 def fold_delta(sums: Sums, key: Key) -> Sums:
     """Fold by ``S = a S`` and then ``S += beta k (v - S^T k)^T``, with ``k = phi / |phi|``."""
     k, kv = unit(key.phi), key.gates.get("decay", 1) * sums["kv"]
-    return {"kv": kv + key.gates["beta"] * torch.outer(k, key.v - k @ kv)}
+    return sums | {"kv": kv + key.gates["beta"] * torch.outer(k, key.v - k @ kv)}
 
 
 def read_delta(sums: Sums, phi_q: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
@@ -96,7 +96,8 @@ def join_shared(x: Query, weights: Weights) -> Tensor:
     return (exact @ x.values + x.num) / guarded(exact.sum(-1) + x.den, x.eps)[:, None]
 
 
-Fold, Read = Callable[[Sums, Key], Sums], Callable[[Sums, Tensor, Weights], tuple[Tensor, Tensor | None]]
+Fold = Callable[[Sums, Key], Sums]
+Read = Callable[[Sums, Tensor, Weights], tuple[Tensor, Tensor | None]]
 
 RULES: dict[str, tuple[Fold, Read]] = {
     "additive": (fold_sum, read_sum),

@@ -103,8 +103,8 @@ def hybrid_reference(
             group = slice(g * size, (g + 1) * size)
             of_group = params.of_group(group)
             of_token = [{name: x[b, g, t] for name, x in gates.items()} for t in range(count)]
-            keys = [Key(*each) for each in zip(k[b, g], v[b, g], phi_k[b, g], of_token, strict=True)]
-            keys = [key if real[b, t] else None for t, key in enumerate(keys)]
+            each = zip(real[b], k[b, g], v[b, g], phi_k[b, g], of_token, strict=True)
+            keys = [Key(*of_key) if is_real else None for is_real, *of_key in each]
             for key in [] if params.geometry.causal else keys:
                 step(head, key, params)
             for t, key in enumerate(keys):
