@@ -114,7 +114,7 @@ def test_layers_that_keep_their_keys_are_named(tmp_path):
     save(student("llama", "elu", layers=[1]), tmp_path / "half", tokenizer=False)
     with pytest.raises(HFLinearAttnError, match=r"layers \[0\] keep something else.*layers='all'"):
         export_model(ExportSettings(str(tmp_path / "half"), "torch"))
-    assert not any((tmp_path / "half-torch").iterdir())
+    assert not list(tmp_path.glob("half-torch/*"))
 
 
 def test_a_rule_that_no_graph_can_hold_is_named(tmp_path, monkeypatch):
