@@ -51,7 +51,7 @@ LONG = Shape(H=16, HKV=1, D=128, turned=64, window=9)
 LIGHT = ("norm_preserving", "elu", "hedgehog")
 """Maps with not too many features of such heads."""
 
-OPTIONS = {"cosformer": {"max_length": 170}}
+OPTIONS = {"cosformer": {"max_length": 40}}
 """Of maps that would hardly see a position in texts as short as these."""
 
 
