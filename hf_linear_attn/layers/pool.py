@@ -265,6 +265,7 @@ def _keep_(window: Window, tokens: Tokens, tensors: Mapping[str, Tensor], texts:
     if tokens.rotation is not None:
         turns = tokens.rotation.turns
         tensors["near_turns"][..., : turns.shape[2]][places, slots] = turns[row, last]
+        tensors["near_turns"][texts.places, free] = 0
     if tokens.sink_k is not None and tokens.sink_v is not None:
         first = torch.arange(sinks, device=places.device)
         for name, x in (("near_k", tokens.sink_k), ("near_v", tokens.sink_v)):
