@@ -21,7 +21,6 @@ STUDENT = Path("runs/quickstart/student")
 SMALL_RUN = {
     # A form that training never has, in real text; then two that it has, in noise.
     "tasks": ("capital", "kv_recall:haystack=noise", "passkey:haystack=noise"),
-    "capacity": (4, 8, 16, 32, 64),
     "lengths": (512, 1024, 2048, 4096),
     "num_samples": 10,
     "batch_size": 5,

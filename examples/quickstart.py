@@ -65,7 +65,7 @@ class Arguments:
     block_tokens: int = 512
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
     speed_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    samples: int = 10
+    samples: int = 5
     seed: int = 0
 
 
@@ -152,7 +152,8 @@ def evaluation_settings(arguments: Arguments, folder: Path) -> EvaluationSetting
     return EvaluationSettings(
         # A form that training never has, in real text; then two that it has, in noise.
         tasks=("capital", "kv_recall:haystack=noise", "passkey:haystack=noise"),
-        capacity=(4, 8, 16, 32, 64),
+        # What stands right before the question is in every window.
+        depths=(0.0, 25.0, 50.0, 75.0),
         lengths=arguments.lengths,
         num_samples=arguments.samples,
         batch_size=8,

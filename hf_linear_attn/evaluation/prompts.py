@@ -52,8 +52,9 @@ class Group:
         return [(depth, index) for depth in self.depths for index in range(samples)]
 
     def sample_id(self, subject: str, depth: float | None, index: int) -> str:
-        """Return the name of a sample, unique within a run."""
-        return f"retrieval/{self.part.removesuffix('s')}/{subject}/{self.task.label}/{self.length}/{depth}/{index}"
+        """Return the name of a sample, unique within a run; it changes with the text that needles are hidden in."""
+        task = self.task.label + (self.task.haystack.digest if self.task.has_haystack else "")
+        return f"retrieval/{self.part.removesuffix('s')}/{subject}/{task}/{self.length}/{depth}/{index}"
 
 
 def make_template(tokenizer: PreTrainedTokenizerBase) -> Template:

@@ -144,7 +144,8 @@ def test_distill_suite_trains_and_writes_a_page(run: Run, tmp_path: Path) -> Non
     rows = result["recipes"]["recommended"]["0"]["answers"]
     assert [row["length"] for row in rows if row["task"] == "copying"] == [192, 384, 768, 1536]
     for part in (text, found.stdout):
-        assert "| passkey | 1x | 2x | 4x | 8x |" in part
+        assert "| passkey (a trained form) | 1x | 2x | 4x | 8x |" in part
+        assert "| capital in text (held out of training) | 1x | 2x | 4x | 8x |" in part
         assert "| recommended | " + " | ".join(map(shown, rows[:4])) + " |" in part
     assert "![Nats of text and recall by recipe](study.svg)" in text
     assert page.with_suffix(".svg").stat().st_size > 1000

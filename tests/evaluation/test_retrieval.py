@@ -31,7 +31,7 @@ TOKENIZER = byte_tokenizer()
 
 def settings(**options):
     given = {"suite": ("retrieval",), "num_samples": 2, "depths": (0, 50, 100), "progress": False}
-    return EvaluationSettings(**given | {"haystack": "noise"} | options)
+    return EvaluationSettings(**given | {"haystack": "noise", "capacity": None} | options)
 
 
 def run(subjects, chosen, tokenizer=TOKENIZER, store=None):
@@ -243,6 +243,20 @@ def test_an_oracle_scores_one_on_every_held_out_form_in_text_and_cells_say_what_
             assert (cell["task"], cell["held_out"], cell["haystack"]) == (f"{task} in text", True, "text")
             assert (cell["chance"], cell["pairs"]) == (0.25, 4)
         assert floors[0]["score"] < 1
+
+
+def test_a_sample_is_asked_anew_where_its_text_has_changed(tmp_path):
+    names = []
+    for text in ("It rains.\n", "It snows.\n"):
+        # A folder each: a text that is read once is remembered.
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        (folder / "mine.txt").write_text(text * 100)
+        chosen = settings(tasks=("passkey", "vt:haystack=text"), haystack_files=(str(folder / "mine.txt"),))
+        names.append([group.sample_id("model", 0, 0) for group in Retrieval(chosen, [], TOKENIZER).groups])
+    known = [a == b for a, b in zip(*names, strict=True)]
+    assert known == ["passkey" in name for name in names[0]]
+    assert set(known) == {True, False}
 
 
 def test_capacity_asks_the_first_task_with_pairs_at_the_longest_length_as_far_as_they_fit():

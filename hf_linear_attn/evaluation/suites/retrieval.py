@@ -52,7 +52,7 @@ class RetrievalSettings:
     tasks: tuple[str, ...] = TASKS
     haystack: Literal["text", "noise"] = "text"
     haystack_files: tuple[str, ...] | None = None
-    capacity: tuple[int, ...] | None = None
+    capacity: tuple[int, ...] | None = (4, 8, 16, 32, 64)
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
     num_samples: int = 50
     chat_template: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from abc import ABC, abstractmethod
@@ -65,6 +66,11 @@ class Haystack(ABC):
     @abstractmethod
     def name(self) -> str:
         """Return what results call it."""
+
+    @property
+    def digest(self) -> str:
+        """Return what changes with its content; nothing where that is in the code."""
+        return ""
 
     @abstractmethod
     def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
@@ -166,6 +172,11 @@ class Text(Haystack):
             return [read_text(file, "haystack_files") for file in self.files]
         return load_stdlib_documents("heldout")
 
+    @property
+    @override
+    def digest(self) -> str:
+        return _digest(self)
+
     @override
     def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
         return len(_stream(self, tokenizer)[0])
@@ -199,6 +210,12 @@ class Text(Haystack):
 def _by_depth(needles: Sequence[Needle]) -> list[int]:
     """Return the needles' numbers in the order in which they stand."""
     return sorted(range(len(needles)), key=lambda index: needles[index][1])
+
+
+@lru_cache(maxsize=8)
+def _digest(text: Text) -> str:
+    """Return a hash of a text's documents."""
+    return hashlib.sha256("\n".join(text.documents()).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=8)
