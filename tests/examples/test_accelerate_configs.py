@@ -44,10 +44,12 @@ def started(tmp_path, *flags):
     """Run a script by the launcher, which says what process it is; without a GPU, whatever the machine has."""
     script = tmp_path / "who.py"
     script.write_text(
+        "import os\n"
         "from hf_linear_attn.loading import process_state\n"
         "from hf_linear_attn.shell import shell\n"
         "with shell('who.py'):\n    state = process_state()\n"
-        "print(state.process_index, 'of', state.num_processes, state.device.type, flush=True)\n"
+        # In one piece: another process writes to the same pipe.
+        "os.write(1, f'{state.process_index} of {state.num_processes} {state.device.type}\\n'.encode())\n"
     )
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *flags, script]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
