@@ -28,12 +28,14 @@ slow-tests: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m "slow and not gpu and not optional and not sweep"
 
 # All tests with the newest releases that pyproject.toml allows, of everything: what `pip install` gives today. Where pip
-# knows no build of torch for a CPU alone, it takes gigabytes; PIP_CONSTRAINT=FILE holds back what a file names.
+# knows no build of torch for a CPU alone, it takes gigabytes; PIP_CONSTRAINT=FILE holds back what a file names. A torch
+# for GPUs asks for a Triton of its own, which can be older than the newest.
 NEWEST := build/newest
 
 newest:
 	$(BASE) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable ".[dev,report]"
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --no-deps triton
 	$(NEWEST)/bin/hf-linear-attn check --device cpu
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
 

@@ -219,7 +219,6 @@ def test_a_step_has_the_features_of_both_sides(name: str, options: dict[str, obj
 
 
 # PyTorch decomposes forward-mode derivatives by scripts of its own.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_derivatives_of_the_norm_preserving_map() -> None:
     phi = get_feature_map("norm_preserving", 5, 4, 2).double()
     g = torch.Generator().manual_seed(0)

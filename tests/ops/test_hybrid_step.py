@@ -325,7 +325,6 @@ def test_refuses_what_does_not_fit(
 
 
 # Torch's own rules for forward mode are scripted.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["triton", "numba"])
 def test_refuses_other_dtypes_and_transforms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(Case(), monkeypatch)

@@ -214,7 +214,6 @@ def forward_mode(f, x: Tensor) -> Tensor | None:
 
 
 # Torch's own rules for forward mode are scripted.
-SCRIPTED = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 FUNCTIONAL = {
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
     "jacfwd": lambda f, x: torch.func.jacfwd(lambda y: f(y).sum())(x),
@@ -225,7 +224,6 @@ FUNCTIONAL = {
 }
 
 
-@SCRIPTED
 @pytest.mark.parametrize("derivative", FUNCTIONAL.values(), ids=FUNCTIONAL)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functional_derivatives_are_refused(backend: str, derivative) -> None:
@@ -253,7 +251,6 @@ def test_functional_derivatives_are_refused(backend: str, derivative) -> None:
             derivative(f, q)
 
 
-@SCRIPTED
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("derivative", FUNCTIONAL.values(), ids=FUNCTIONAL)
 def test_the_reference_has_functional_derivatives(derivative) -> None:
@@ -276,7 +273,6 @@ def test_the_reference_has_functional_derivatives(derivative) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
-@SCRIPTED
 def test_forward_mode_through_a_window_is_right_or_refused() -> None:
     q, k, v = (torch.randn(1, 2, 6, 16) for _ in range(3))
 

@@ -314,7 +314,6 @@ def test_can_be_recomputed_in_the_backward(backend: str) -> None:
 
 
 # PyTorch decomposes forward-mode derivatives by scripts of its own.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_derivatives_in_torch_are_those_of_its_plain_form() -> None:
     g = torch.Generator(DEVICE).manual_seed(0)
 

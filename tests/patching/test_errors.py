@@ -70,7 +70,6 @@ def test_a_backend_that_runs_nowhere_here_is_refused_when_it_is_asked_for(monkey
     assert model.config._attn_implementation != "hf_linear_attn"
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, where it compiles
 def test_models(plain):
     with pytest.raises(ArgumentTypeError, match=r"`model` must be a Transformers .*, got 'Linear'\. .*get_base_model"):
         patch_model(torch.nn.Linear(2, 2))

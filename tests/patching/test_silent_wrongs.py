@@ -380,7 +380,6 @@ def test_tensors_without_storage_give_shapes(model):
     assert (logits.shape, logits.device.type) == ((2, 9, model.config.vocab_size), "meta")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_functional_derivatives_are_refused():
     model = patched(feature_map="elu")
     embeddings = model.get_input_embeddings()(prompt(6, 0)).detach()

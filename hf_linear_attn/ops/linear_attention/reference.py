@@ -45,7 +45,8 @@ def linear_attention_reference(call: LinearCall) -> tuple[Tensor, LinearAttentio
         keys = log_decay.cumsum(-1)
         faded = F.pad(keys[:, :, :folded], (k.shape[2] - folded, 0))
         left = log_decay[:, :, :folded].sum(-1, keepdim=True)
-        since = (faded[..., None] - keys[:, :, None]).clamp(max=0).exp()
+        # Of keys that are yet to come it would overflow.
+        since = (faded[..., None] - keys[:, :, None]).tril(-delay).exp()
         scores = scores * since.repeat_interleave(groups, 1)
     if call.causal:
         scores = scores.tril(-delay)
