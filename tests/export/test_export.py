@@ -18,7 +18,7 @@ from hf_linear_attn.layers.rules.additive import Additive
 from tests.evaluation.helpers import EOS
 from tests.export.students import generated, prompts, save, softmax, student, written_alone
 
-OURS = ("hf_linear_attn", "transformers", "triton")
+OURS = ("hf_linear_attn", "transformers")
 
 
 def refused(*arguments, status=2):
