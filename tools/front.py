@@ -104,11 +104,15 @@ def measured(demo: dict[str, Any], kind: str, model: str) -> list[dict[str, Any]
     return [row for row in demo[kind] if row["model"] == model and row["status"] == "ok"]
 
 
+PANELS = (("capital in text", "Forms held out of training, in text"), ("kv_recall", "Trained pairs, in noise"))
+"""Tasks of the second picture, and their headings."""
+
+
 def draw_recall(demo: dict[str, Any]) -> str:
     """Draw the share of facts that are found again, by length, for each model of the demo."""
     models = sorted([demo["model"], *demo["references"]], key=lambda model: model["role"] != "teacher")
     panels = []
-    for task, heading in (("kv_recall", "Key-value pairs found again"), ("passkey", "Passkeys found again")):
+    for task, heading in PANELS:
         lines = []
         for number, model in enumerate(models):
             cells = [cell for cell in measured(demo, "cells", model["name"]) if cell["task"] == task]
@@ -127,23 +131,23 @@ def table(demo: dict[str, Any]) -> str:
     length = max(cell["length"] for cell in demo["cells"])
     longest = max(row["length"] for row in demo["latency"])
     lines = [
-        f"| at {length:,} tokens | text, loss in [nats](docs/glossary.md#nats) | "
-        "finds a [passkey](docs/glossary.md#passkey) | "
-        f"finds a value by its key | cache at {longest:,} tokens |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| at {length:,} tokens | text, loss in [nats](docs/glossary.md#nats) | finds a fact of a form never trained, "
+        "in text | finds a trained [passkey](docs/glossary.md#passkey), in noise | finds a trained value by its key, "
+        f"in noise | cache at {longest:,} tokens |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for head in sorted(models, key=lambda x: ORDER.index(x) if x in ORDER else len(ORDER)):
         name = models[head]
         text = next(row["nll_nats"] for row in demo["perplexity"]["windows"] if at(row, name, length))
         found = [
             statistics.fmean(x["score"] for x in demo["cells"] if at(x, name, length) and x["task"] == task)
-            for task in ("passkey", "kv_recall")
+            for task in ("capital in text", "passkey", "kv_recall")
         ]
         cache = next(cache_kib(row) for row in demo["latency"] if at(row, name, longest))
         shown = f"**{head}**" if head == "distilled" else head
         if head not in ORDER:
             shown = head.replace("window", "[window](docs/glossary.md#window)", 1) + ", equal cache bytes"
-        lines.append(f"| {shown} | {text:.3f} | {found[0]:.0%} | {found[1]:.0%} | {cache:,.0f} KiB |")
+        lines.append(f"| {shown} | {text:.3f} | {' | '.join(f'{x:.0%}' for x in found)} | {cache:,.0f} KiB |")
     return "\n".join(lines)
 
 
