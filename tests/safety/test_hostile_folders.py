@@ -307,7 +307,9 @@ def test_configs_are_loaded_or_refused_in_time(saved, tmp_path, mark, kind, chan
 def test_architectures_are_classes_of_models(saved, tmp_path, name):
     folder = copied(saved, "patched", tmp_path)
     change(folder / "config.json", {"architectures": [name]})
-    with pytest.raises(CheckpointError, match=r"`architectures` must name a (model.s )?class"):
+    # Some versions of Transformers look at types themselves, before the names are asked for.
+    typed = "" if isinstance(name, str) else "|`path` must be .*Validation error for field 'architectures'"
+    with pytest.raises(CheckpointError, match=rf"`architectures` must name a (model.s )?class{typed}"):
         from_pretrained(folder)
 
 
