@@ -26,10 +26,9 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained
 from hf_linear_attn.distill import Data, DistillationSettings, distill, load_data, measure
-from hf_linear_attn.distill.answers import FACTORS, MAX_DEPTH, measure_answers, shown
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.forward import predictions
-from hf_linear_attn.distill.measure import heldout_loss, recall_accuracy
+from hf_linear_attn.distill.measure import FACTORS, MAX_DEPTH, heldout_loss, measure_answers, recall_accuracy, shown
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.loading import load_model, load_tokenizer
 

@@ -1,23 +1,19 @@
 """The model card of a student."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftModel
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.distill.answers import MAX_DEPTH, shown
+from hf_linear_attn.distill.measure import MAX_DEPTH, shown
+from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import CONVERSION
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 from hf_linear_attn.files import write_atomic
-
-if TYPE_CHECKING:
-    from hf_linear_attn.distill.run import DistillResult
 
 CARD = """\
 ---

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_linear_attn.config import LATER
+from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.files import sync
 
@@ -117,6 +119,22 @@ def load_newest(folder: Path) -> Checkpoint | None:
             where=str(folder),
         )
     return None
+
+
+def settings_then(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a checkpoint was written with, in today's form.
+
+    What an older run did not know of was as it is by default, or was then.
+    """
+    settings = json.loads(json.dumps(DistillationSettings().to_dict())) | LATER | written
+    if isinstance(settings["feature_map_options"], str):
+        settings["feature_map_options"] = json.loads(settings["feature_map_options"])
+    if (column := settings.pop("text_column", "text")) != "text":
+        settings["columns"] = [f"text={column}"]
+    for name in ("dataset", "dataset_config", "dataset_split"):
+        if isinstance(settings[name], str):
+            settings[name] = [settings[name]]
+    return dict(settings)
 
 
 def _crc32(path: Path) -> int:

@@ -18,7 +18,8 @@ from hf_linear_attn.distill.plan import H100_TFLOPS, Plan
 from hf_linear_attn.distill.plan import plan as compute_plan
 from hf_linear_attn.distill.presets import available_presets, preset
 from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
-from hf_linear_attn.distill.run import DistillResult, distill
+from hf_linear_attn.distill.result import DistillResult
+from hf_linear_attn.distill.run import distill
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError

@@ -1,11 +1,18 @@
-"""The folder of a run: what it may be, how a run knows its own, and what starting anew removes."""
+"""The folder of a run: what it may be, how a run knows its own, what starting anew removes, and what is saved."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_linear_attn.distill.card import write_card
+from hf_linear_attn.distill.picture import draw_losses
+from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.files import output_folder, paths_read, remove, write_atomic
+from hf_linear_attn.encoders import copy_sentence_files
+from hf_linear_attn.files import output_folder, paths_read, remove, whole_folder, write_atomic
 
 RECORD = "distillation.json"
 """Settings and figures; begun with the run, so that it is known as one."""
@@ -37,3 +44,23 @@ def begin(settings: DistillationSettings, folder: Path) -> None:
         remove(folder, _MADE)
     if not (folder / RECORD).exists():
         write_atomic(folder / RECORD, json.dumps({"settings": settings.to_dict()}, indent=2))
+
+
+def save_result(
+    result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
+) -> None:
+    """Save the student with its tokenizer, figures, loss picture and model card.
+
+    Raises:
+        CheckpointError: If writing the model fails, as on a full disk; the folder then holds no part of it.
+    """
+    with whole_folder(folder) as temporary:
+        result.student.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        if result.settings.encoder:
+            copy_sentence_files(result.settings.model, temporary)
+    draw_losses({"student": result.history}, folder / "loss.svg")
+    names = ("metrics", "tokens", "elapsed_s", "trainable_parameters")
+    record = {"settings": result.settings.to_dict(), **{name: getattr(result, name) for name in names}}
+    write_atomic(folder / RECORD, json.dumps(record, indent=2))
+    write_card(result, folder)

@@ -1,10 +1,9 @@
 """The entry point: from a softmax checkpoint to a distilled student."""
 
-import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.tracking import get_available_trackers
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
-from hf_linear_attn.distill.card import write_card
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
-from hf_linear_attn.distill.folder import RECORD, begin, run_folder
+from hf_linear_attn.distill.folder import begin, run_folder, save_result
 from hf_linear_attn.distill.forward import linear_attention_parts, takes
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
@@ -37,47 +35,21 @@ from hf_linear_attn.distill.models import (
     shares_weights,
     with_own_conversion,
 )
-from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
+from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_recall
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.sharding import is_sharded, reshard, shard, whole
+from hf_linear_attn.distill.sharding import is_sharded, shard, whole_state
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
-from hf_linear_attn.encoders import copy_sentence_files, pooling_of
+from hf_linear_attn.encoders import pooling_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.files import whole_folder, write_atomic
 from hf_linear_attn.loading import load_tokenizer, load_users_maps, process_state
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class DistillResult:
-    """What :func:`distill` returns.
-
-    Args:
-        student: The distilled model, in evaluation mode.
-        settings: The settings it was made with.
-        history: One record per logged step: ``stage``, ``step``, ``loss_nats``, ``tokens``, ``tokens_per_s``, ...
-        metrics: ``teacher`` and ``student`` as :func:`measure` returns them, empty with ``heldout_rows=0``.
-        tokens: Tokens trained on.
-        elapsed_s: Seconds trained.
-        trainable_parameters: Parameters that were trained, by kind.
-        output_dir: Where the student was saved, or None.
-    """
-
-    student: PreTrainedModel
-    settings: DistillationSettings
-    history: list[dict[str, Any]]
-    metrics: dict[str, Any] = field(default_factory=dict)
-    tokens: int = 0
-    elapsed_s: float = 0.0
-    trainable_parameters: dict[str, int] = field(default_factory=dict)
-    output_dir: Path | None = None
 
 
 def distill(
@@ -157,11 +129,7 @@ def distill(
 
 
 def launch(settings: DistillationSettings) -> Accelerator:
-    """Return what knows of the run's processes.
-
-    Raises:
-        ArgumentError: If settings and the way in which the processes were launched do not fit.
-    """
+    """Return what knows of the run's processes, if settings and the way in which they were launched fit."""
     # Its precision is one per process; ours is one per run, so it is left to autocast.
     accelerator = Accelerator(log_with=settings.trackers or None, project_dir=settings.output_dir)
     if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
@@ -174,12 +142,8 @@ def launch(settings: DistillationSettings) -> Accelerator:
             "Pass --mixed-precision to the script; it knows 'no' and 'bf16'.",
         )
     if accelerator.distributed_type == DistributedType.FSDP:
-        raise ArgumentError(
-            "distributed_type",
-            "not be FSDP",
-            "FSDP",
-            "Launch with MULTI_GPU and pass --shard: maps stay whole then.",
-        )
+        remedy = "Launch with MULTI_GPU and pass --shard: maps stay whole then."
+        raise ArgumentError("distributed_type", "not be FSDP", "FSDP", remedy)
     if settings.shard and not torch.distributed.is_initialized():
         raise ArgumentError("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
     return accelerator
@@ -206,10 +170,6 @@ class Models:
     made: bool
     shared: bool
     source: ModelTeacher | None
-
-    def fresh_student(self, settings: DistillationSettings) -> PreTrainedModel:
-        """Return a student that is only patched."""
-        return load_student(settings, teacher=self.given)
 
 
 def load_models(
@@ -301,8 +261,7 @@ def finish_models(
     if settings.heldout_rows and source is not None and not settings.encoder:
         # Before the adapters, which may be off while the student is the teacher, are merged.
         with source.running() as model:
-            # Layers that are softmax for once have no cache for it.
-            metrics["teacher"] = figures(model, branches=False, cached=not models.shared)
+            metrics["teacher"] = figures(model, branches=False)
     distilled: Any = trained
     if isinstance(trained, PeftModel) and settings.merge_lora:
         distilled = trained.merge_and_unload()
@@ -314,7 +273,14 @@ def finish_models(
         parameter.requires_grad_(parameter.is_floating_point() and not is_quantised(models.student))
     if settings.encoder and settings.heldout_rows:
         measured = {} if source is None else {"teacher": source.predictor.model}
-        metrics = encoder_figures(settings, measured | {"student": distilled}, heldout, models.tokenizer)
+        metrics = measure_encoders(
+            measured | {"student": distilled},
+            heldout,
+            models.tokenizer,
+            pooling_of(settings.model, settings.pooling),
+            rows=settings.heldout_rows,
+            lengths=[factor * settings.block_tokens for factor in settings.factors()],
+        )
     elif settings.heldout_rows:
         metrics["student"] = figures(distilled)
     known = models.student.config.linear_attention
@@ -337,33 +303,12 @@ def start_gates(settings: DistillationSettings, student: PreTrainedModel, train:
         )
 
 
-def encoder_figures(
-    settings: DistillationSettings,
-    models: dict[str, nn.Module],
-    heldout: Data,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
-    """Measure teacher and student on held-out texts by their embeddings."""
-    pooling = pooling_of(settings.model, settings.pooling)
-    lengths = [factor * settings.block_tokens for factor in settings.factors()]
-    return measure_encoders(models, heldout, tokenizer, pooling, rows=settings.heldout_rows, lengths=lengths)
-
-
 def check_trackers(settings: DistillationSettings) -> None:
-    """Refuse trackers that are not there.
-
-    Raises:
-        ArgumentError: If one is unknown to Accelerate, or not installed.
-    """
+    """Refuse trackers that are unknown to Accelerate, or not installed."""
     installed = [str(tracker) for tracker in get_available_trackers()]
     if missing := sorted(set(settings.trackers) - {"all", *installed}):
-        raise ArgumentError(
-            "trackers",
-            "be trackers that Accelerate knows and that are installed",
-            missing,
-            "Install them, or leave them out",
-            available=installed,
-        )
+        rule, remedy = "be trackers that Accelerate knows and that are installed", "Install them, or leave them out"
+        raise ArgumentError("trackers", rule, missing, remedy, available=installed)
 
 
 def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
@@ -408,7 +353,7 @@ def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
     converted = student.config.linear_attention["layers"]
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
-    return models.fresh_student(settings.with_changes(layers=kept))
+    return load_student(settings.with_changes(layers=kept), teacher=models.given)
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:
@@ -451,41 +396,3 @@ def count_parameters(student: nn.Module) -> dict[str, int]:
         "trained": sum(p.numel() for p in student.parameters() if p.requires_grad),
         "feature_maps": sum(p.numel() for p in student.parameters() if id(p) in maps),
     }
-
-
-def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
-    """Return a sharded model's state dict with whole tensors on the CPU where it is kept, None for any other model."""
-    reshard(model)
-    if not is_sharded(model):
-        return None
-    return {name: whole(x, keep) for name, x in model.state_dict().items()}
-
-
-def save_result(
-    result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
-) -> None:
-    """Save the student with its tokenizer, figures, loss picture and model card.
-
-    Raises:
-        CheckpointError: If writing the model fails, as on a full disk; the folder then holds no part of it.
-    """
-    with whole_folder(folder) as temporary:
-        result.student.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
-        if result.settings.encoder:
-            copy_sentence_files(result.settings.model, temporary)
-    draw_losses({"student": result.history}, folder / "loss.svg")
-    write_atomic(
-        folder / RECORD,
-        json.dumps(
-            {
-                "settings": result.settings.to_dict(),
-                "metrics": result.metrics,
-                "tokens": result.tokens,
-                "elapsed_s": result.elapsed_s,
-                "trainable_parameters": result.trainable_parameters,
-            },
-            indent=2,
-        ),
-    )
-    write_card(result, folder)

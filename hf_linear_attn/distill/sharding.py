@@ -134,3 +134,11 @@ def distributed_like(x: Tensor, parameter: Tensor) -> Tensor:
     return torch.distributed.tensor.distribute_tensor(
         x.to(parameter.device), parameter.device_mesh, parameter.placements
     )
+
+
+def whole_state(model: nn.Module, keep: bool) -> dict[str, Tensor] | None:
+    """Return a sharded model's state dict with whole tensors on the CPU where it is kept, None for any other model."""
+    reshard(model)
+    if not is_sharded(model):
+        return None
+    return {name: whole(x, keep) for name, x in model.state_dict().items()}

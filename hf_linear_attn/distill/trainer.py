@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm.auto import tqdm
 
-from hf_linear_attn.config import LATER
-from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
+from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, settings_then
 from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
 from hf_linear_attn.distill.optimizer import make_optimizer
@@ -43,23 +42,11 @@ OnStep = Callable[[dict[str, Any]], None]
 
 FREE_TO_CHANGE = frozenset(
     {
-        "output_dir",
-        "overwrite",
-        "feature_map_file",
-        "progress",
-        "trackers",
-        "log_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "rows",
-        "accumulation",
-        "heldout_rows",
-        "heldout_answers",
-        "gradient_checkpointing",
-        "shard",
-        "context_parallel",
+        "output_dir", "overwrite", "feature_map_file", "progress", "trackers", "log_every", "checkpoint_every",
+        "keep_checkpoints", "rows", "accumulation", "heldout_rows", "heldout_answers", "gradient_checkpointing",
+        "shard", "context_parallel",
     }
-)
+)  # fmt: skip
 """Settings that a resumed run may change: the weights do not depend on them, as long as a step has as many rows."""
 
 
@@ -140,20 +127,13 @@ class Trainer:
             first = resumed.meta["step"]
             self._load_student(resumed.tensors)
             self._load_optimizer(optimizer, resumed.optimizer)
-            self.history, self.tokens = resumed.meta["history"], resumed.meta["tokens"]
-            self.elapsed_s = resumed.meta["elapsed_s"]
+            self.history, self.tokens, self.elapsed_s = (resumed.meta[k] for k in ("history", "tokens", "elapsed_s"))
         prepared = accelerator.prepare_optimizer(optimizer)
-        parameters = [p for group in stage.groups for p in group["params"]]
         started = time.perf_counter() - self.elapsed_s
         since = time.perf_counter(), self.tokens
         self.student.train()
-        bar = tqdm(
-            total=steps,
-            initial=first,
-            desc=stage.name,
-            unit="step",
-            disable=not (settings.progress and accelerator.is_main_process),
-        )
+        shown = settings.progress and accelerator.is_main_process
+        bar = tqdm(total=steps, initial=first, desc=stage.name, unit="step", disable=not shown)
         with bar, self._log() as write:
             for step in range(first, steps):
                 share = lr_share(step, steps, settings.warmup_share)
@@ -161,11 +141,10 @@ class Trainer:
                     group["lr"] = peak * share
                 # Dropout inside the model depends on the step and the process alone, so a resumed run repeats it.
                 torch.manual_seed(hash((settings.seed, done + step, accelerator.process_index)))
-                loss, norm = self._step(stage, step, done, prepared, parameters)
-                last = step + 1 == steps
+                loss, norm = self._step(stage, step, done, prepared)
+                last, now = step + 1 == steps, time.perf_counter()
+                self.elapsed_s = now - started
                 if (step + 1) % settings.log_every == 0 or last:
-                    now = time.perf_counter()
-                    self.elapsed_s = now - started
                     rate = (self.tokens - since[1]) / max(now - since[0], 1e-9)
                     since = now, self.tokens
                     record = {
@@ -179,23 +158,24 @@ class Trainer:
                         "elapsed_s": self.elapsed_s,
                         "peak_mib": peak_mib(accelerator.device),
                     }
-                    self.history.append(record)
-                    write(record)
                     bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{rate:.0f}")
-                    if settings.trackers:
-                        values = {f"{stage.name}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
-                        accelerator.log(values, step=done + step + 1)
-                    if self.on_step is not None and accelerator.is_main_process:
-                        self.on_step(record)
+                    self._report(record, write, done)
                 bar.update()
                 if self.folder is not None and ((step + 1) % settings.checkpoint_every == 0 or last):
-                    self.elapsed_s = time.perf_counter() - started
                     self._save(stage, step + 1, done, optimizer)
         stage.end()
 
-    def _step(
-        self, stage: Stage, step: int, done: int, optimizer: Any, parameters: list[nn.Parameter]
-    ) -> tuple[float, float]:
+    def _report(self, record: dict[str, Any], write: Callable[[Mapping[str, Any]], None], done: int) -> None:
+        """Put a log record wherever it is read."""
+        self.history.append(record)
+        write(record)
+        if self.settings.trackers:
+            values = {f"{record['stage']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
+            self.accelerator.log(values, step=done + record["step"])
+        if self.on_step is not None and self.accelerator.is_main_process:
+            self.on_step(record)
+
+    def _step(self, stage: Stage, step: int, done: int, optimizer: Any) -> tuple[float, float]:
         """Take one optimiser step; return the mean loss over all processes and the gradient's norm."""
         settings, accelerator = self.settings, self.accelerator
         stage.begin_step(step)
@@ -236,6 +216,7 @@ class Trainer:
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
             raise TrainingError(self._not_finite(stage, step, loss, batches[0]))
+        parameters = [p for group in stage.groups for p in group["params"]]
         average_gradients(parameters, accelerator.num_processes)
         norm = clip_gradients(parameters, settings.max_grad_norm)
         if not math.isfinite(norm):
@@ -247,13 +228,9 @@ class Trainer:
     def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
         layer = stage.suspect() or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
-        return explain(
-            "loss",
-            f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not",
-            value,
-            f"Lower the learning rate; last good checkpoint: {last[0] if last else None}.",
-            where=layer,
-        )
+        rule = f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not"
+        remedy = f"Lower the learning rate; last good checkpoint: {last[0] if last else None}."
+        return explain("loss", rule, value, remedy, where=layer)
 
     @contextmanager
     def _log(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
@@ -281,34 +258,19 @@ class Trainer:
         return known | {"rows_per_step": self.rows_per_step, "length_factors": self.settings.factors()}
 
     def _resume(self) -> Checkpoint | None:
-        if self.folder is None:
-            return None
-        found = load_newest(self.folder / "checkpoints")
+        found = None if self.folder is None else load_newest(self.folder / "checkpoints")
         if found is None:
             return None
-        now = self._what_weights_depend_on()
-        # What an older run did not know of was as it is by default, or was then, and it wrote an object as text.
-        before = json.loads(json.dumps(DistillationSettings().to_dict())) | LATER | found.meta["settings"]
-        if isinstance(before["feature_map_options"], str):
-            before["feature_map_options"] = json.loads(before["feature_map_options"])
-        if (column := before.pop("text_column", "text")) != "text":
-            before["columns"] = [f"text={column}"]
-        for name in ("dataset", "dataset_config", "dataset_split"):
-            if isinstance(before[name], str):
-                before[name] = [before[name]]
-        changed = {
-            name: (before.get(name), now.get(name))
+        now, before = self._what_weights_depend_on(), settings_then(found.meta["settings"])
+        changed = [
+            f"{name} {before.get(name)!r} -> {now.get(name)!r}"
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name) and name not in FREE_TO_CHANGE
-        }
+        ]
         if changed:
-            text = ", ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
-            raise ArgumentError(
-                "output_dir",
-                "hold a run with the same settings",
-                str(self.folder),
-                f"Changed: {text}. Restore them, or choose another folder.",
-            )
+            rule = "hold a run with the same settings"
+            remedy = f"Changed: {', '.join(changed)}. Restore them, or choose another folder."
+            raise ArgumentError("output_dir", rule, str(self.folder), remedy)
         logger.info("going on from %s", found.path)
         return found
 
@@ -317,33 +279,17 @@ class Trainer:
         tensors = full_tensors(self.student, self.trained, keep)
         state = full_optimizer_state(optimizer, keep)
         if self.accelerator.is_main_process and self.folder is not None:
-            save_checkpoint(
-                self.folder / "checkpoints",
-                done + step,
-                tensors,
-                state,
-                {
-                    "stage": stage.name,
-                    "step": step,
-                    "settings": self._what_weights_depend_on(),
-                    "history": self.history,
-                    "tokens": self.tokens,
-                    "elapsed_s": self.elapsed_s,
-                },
-                keep=self.settings.keep_checkpoints,
-            )
+            meta = {"stage": stage.name, "step": step, "settings": self._what_weights_depend_on()}
+            meta |= {"history": self.history, "tokens": self.tokens, "elapsed_s": self.elapsed_s}
+            keep_last = self.settings.keep_checkpoints
+            save_checkpoint(self.folder / "checkpoints", done + step, tensors, state, meta, keep=keep_last)
         self.accelerator.wait_for_everyone()
 
     def _load_student(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(self.student.named_parameters())
         if unknown := sorted(set(tensors) - set(own)):
-            raise CheckpointError(
-                "output_dir",
-                "hold checkpoints of this model",
-                unknown[0],
-                "Choose another folder.",
-                where=str(self.folder),
-            )
+            rule, where = "hold checkpoints of this model", str(self.folder)
+            raise CheckpointError("output_dir", rule, unknown[0], "Choose another folder.", where=where)
         with torch.no_grad():
             for name, x in tensors.items():
                 own[name].copy_(distributed_like(x, own[name]))
@@ -366,20 +312,16 @@ def readers(settings: DistillationSettings, accelerator: Accelerator) -> int:
     """
     size, processes = settings.context_parallel, int(accelerator.num_processes)
     if processes % size:
-        raise ArgumentError(
-            "context_parallel", f"divide the {processes} processes", size, "Start as many with torchrun, or a multiple."
-        )
+        remedy = "Start as many with torchrun, or a multiple."
+        raise ArgumentError("context_parallel", f"divide the {processes} processes", size, remedy)
     rows = settings.rows * settings.accumulation * processes // size
     for stage in map(stage_class, settings.stages):
         for step in range(len(stage.lengths(settings))):
             number = len(stage.sequences(settings, step, rows).numbers)
             if not stage.splits and number % processes:
-                raise ArgumentError(
-                    "context_parallel",
-                    f"leave a whole sequence of `{stage.name}` for each of {processes} processes",
-                    f"{number} sequences in a step",
-                    "Raise rows or accumulation, or run that stage before, without it.",
-                )
+                rule = f"leave a whole sequence of `{stage.name}` for each of {processes} processes"
+                remedy = "Raise rows or accumulation, or run that stage before, without it."
+                raise ArgumentError("context_parallel", rule, f"{number} sequences in a step", remedy)
     return processes // size
 
 
@@ -440,18 +382,13 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
         CheckpointError: If another run holds it.
     """
     if folder is None:
-        with nullcontext():
-            yield
+        yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout as error:
-        raise CheckpointError(
-            argument, "not be in use", str(folder), "Another run writes to it; choose another folder."
-        ) from error
-    try:
+        remedy = "Another run writes to it; choose another folder."
+        raise CheckpointError(argument, "not be in use", str(folder), remedy) from error
+    with held:
         yield
-    finally:
-        lock.release()
