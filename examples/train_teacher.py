@@ -54,7 +54,7 @@ from hf_linear_attn.distill.data.recall import training_task
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import Sample, available_tasks, get_task, sample_rng
-from hf_linear_attn.evaluation.tasks.kv_recall import QUESTION
+from hf_linear_attn.evaluation.tasks.pairs import KVRecall
 from hf_linear_attn.evaluation.tasks.words import NOUNS
 
 logger = logging.getLogger("train_teacher")
@@ -389,7 +389,7 @@ class Data:
             row.pop()
             asked.pop()
             for key, value in rng.sample(sample.meta["pairs"], k=pairs):
-                question = self._ids("\n" + QUESTION.format(key=key))
+                question = self._ids("\n" + KVRecall.question.format(key=key))
                 answer = self._ids(f" {value}.")
                 row += [*question, *answer]
                 asked += [False] * len(question) + [True] * len(answer)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks import Task, available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import NOISE, bos_ids
-from hf_linear_attn.evaluation.tasks.kv_recall import PAIR, QUESTION
+from hf_linear_attn.evaluation.tasks.pairs import KVRecall
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 NEEDLES = ("passkey", "niah_single", "niah_multikey")
@@ -106,8 +106,8 @@ class RecallRows:
             asked += [False] * len(question_ids) + [True] * len(answer)
             near = bool(new) and rng.random() < NEAR_SHARE
             key, value = new.pop() if near else rng.choice(pairs)
-            said = PAIR.format(key=key, value=value) if near else ""
-            question_ids = self._ids("\n" + said + QUESTION.format(key=key))
+            said = KVRecall.pair.format(key=key, value=value) if near else ""
+            question_ids = self._ids("\n" + said + KVRecall.question.format(key=key))
 
     def _needle(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
         task = rng.choice(self.needles)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
@@ -263,6 +263,11 @@ def prompt_head(tokenizer: PreTrainedTokenizerBase, head: str) -> tuple[int, ...
     return bos_ids(tokenizer) + encode(tokenizer, head)
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, head: str, tail: str) -> int:
+    """Return the tokens of a prompt around its body."""
+    return len(prompt_head(tokenizer, head)) + len(encode(tokenizer, tail))
+
+
 @lru_cache(maxsize=64)
 def bos_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the BOS token in a tuple if the tokenizer puts one before a text, else an empty tuple."""
@@ -282,73 +287,78 @@ def answer_budget(tokenizer: PreTrainedTokenizerBase, answers: Sequence[str], at
     return max(at_least, longest + 2)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a prompt says and asks.
+
+    Args:
+        head: Text before the body.
+        tail: Text after it.
+        references: The strings an answer must contain.
+        needles: Texts with the depths in percent where they are to stand, those of the references first.
+        meta: The task's own entries of a sample's `meta`.
+    """
+
+    head: str
+    tail: str
+    references: Sequence[str]
+    needles: Sequence[tuple[str, float]] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
 def compose(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    head: str,
-    body: Sequence[int],
-    tail: str,
-    references: Sequence[str],
-    max_new_tokens: int,
-    length: int,
-    meta: dict[str, Any],
+    task: Task, tokenizer: PreTrainedTokenizerBase, length: int, budget: int, question: Question, body: Sequence[int]
 ) -> Sample:
     """Compose the sample whose prompt is BOS, head, body and tail, with the entries of `meta` all tasks have."""
-    head_ids = prompt_head(tokenizer, head)
-    input_ids = head_ids + tuple(body) + encode_once(tokenizer, tail)
-    common = {
-        "task": task.name,
-        "length": length,
-        "depth": None,
-        "measured_tokens": len(input_ids) + max_new_tokens,
-        "needle_spans": (),
-        "measured_depth": None,
-    }
-    return Sample(input_ids, tuple(references), max_new_tokens, common | meta)
+    ids = prompt_head(tokenizer, question.head) + tuple(body) + encode_once(tokenizer, question.tail)
+    common = {"task": task.name, "length": length, "depth": None, "measured_tokens": len(ids) + budget}
+    common |= {"needle_spans": (), "measured_depth": None}
+    return Sample(ids, tuple(question.references), budget, common | question.meta)
 
 
-def assemble(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    head: str,
-    tail: str,
-    needles: Sequence[tuple[str, float]],
-    references: Sequence[str],
-    max_new_tokens: int,
-    length: int,
-    depth: float | None,
-    rng: random.Random,
-    meta: dict[str, Any],
-) -> Sample:
-    """Compose a sample of exactly `length` tokens, budget included, whose body is the task's haystack with needles.
+class HaystackTask(Task):
+    """A task that hides needles in its haystack: a subclass says what it asks, and how many tokens that can take."""
 
-    The first `len(references)` needles are the asked ones and give `needle_spans`. The haystack is drawn last, so
-    that a sample says and asks the same in each.
-    """
-    before = task.haystack.separator
-    tail = before + tail
-    offset = len(prompt_head(tokenizer, head))
-    total = length - max_new_tokens - offset - len(encode_once(tokenizer, tail))
-    said = [(encode_once(tokenizer, before + text), at) for text, at in needles]
-    buried = task.haystack.bury(tokenizer, said, total, rng)
-    asked = [(start, len(ids)) for start, (ids, _) in zip(buried.starts, said, strict=True)][: len(references)]
-    start, size = asked[0]
-    return compose(
-        task,
-        tokenizer,
-        head=head,
-        body=buried.ids,
-        tail=tail,
-        references=references,
-        max_new_tokens=max_new_tokens,
-        length=length,
-        meta={
-            "depth": depth,
-            "needle_spans": tuple((start + offset, start + offset + size) for start, size in asked),
+    @abstractmethod
+    def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Return the generation budget."""
+
+    @abstractmethod
+    def longest(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+        """Return the most tokens of a prompt without its filler, and its number of needles."""
+
+    @abstractmethod
+    def ask(self, depth: float, rng: random.Random) -> Question:
+        """Draw a question whose asked needle stands at a depth in percent, where the task has depths."""
+
+    def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Return the shortest length at which every sample fits."""
+        tokens, needles = self.longest(tokenizer)
+        return tokens + self.least_filler(tokenizer, needles) + self.max_new_tokens(tokenizer)
+
+    def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
+        """Build a sample of exactly `length` tokens, budget included; `meta` has what :meth:`ask` puts there.
+
+        The haystack is drawn last, so that a sample says and asks the same in each.
+        """
+        self.check(tokenizer, length, depth)
+        asked = self.ask(depth, rng)
+        before = self.haystack.separator
+        tail = before + asked.tail
+        offset = len(prompt_head(tokenizer, asked.head))
+        budget = self.max_new_tokens(tokenizer)
+        total = length - budget - offset - len(encode_once(tokenizer, tail))
+        said = [(encode_once(tokenizer, before + text), at) for text, at in asked.needles]
+        buried = self.haystack.bury(tokenizer, said, total, rng)
+        spans = [(start, len(ids)) for start, (ids, _) in zip(buried.starts, said, strict=True)][
+            : len(asked.references)
+        ]
+        start, size = spans[0]
+        meta = {
+            "depth": depth if self.needs_depth else None,
+            "needle_spans": tuple((start + offset, start + offset + size) for start, size in spans),
             # Its start over the last start at which it would fit.
-            "measured_depth": None if depth is None else 100.0 * start / max(1, total - size),
-            **meta,
-        },
-    )
+            "measured_depth": 100.0 * start / max(1, total - size) if self.needs_depth else None,
+        }
+        question = replace(asked, tail=tail, meta=meta | asked.meta)
+        return compose(self, tokenizer, length, budget, question, buried.ids)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.tasks.base import (
-    Sample,
-    Task,
-    answer_budget,
-    assemble,
-    prompt_head,
-    register_task,
-)
+from hf_linear_attn.evaluation.tasks.base import HaystackTask, Question, answer_budget, prompt_tokens, register_task
 from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import COMMON, longest_word
 
@@ -26,15 +18,15 @@ DEFAULT_WORDS = 4
 
 
 @register_task
-class Copying(Task):
+class Copying(HaystackTask):
     """Ask for a list of words, all of it and in its order, that stands in a haystack.
 
     Args:
         words: Number of words, 1..29; default 4. None of them stands twice.
     """
 
-    name: ClassVar[str] = "copying"
-    needs_depth: ClassVar[bool] = True
+    name = "copying"
+    needs_depth = True
 
     def __init__(self, words: int = DEFAULT_WORDS) -> None:
         """Set the number of words."""
@@ -50,26 +42,12 @@ class Copying(Task):
         """Return the generation budget."""
         return answer_budget(tokenizer, [f" {self._longest(tokenizer)}."], at_least=8)
 
-    def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return the shortest length at which every sample fits."""
-        tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL))
-        tokens += len(encode(tokenizer, NEEDLE.format(words=self._longest(tokenizer))))
-        return tokens + self.least_filler(tokenizer, 1) + self.max_new_tokens(tokenizer)
+    def longest(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+        """Return the most tokens of a prompt without its filler, and its number of needles."""
+        needle = len(encode(tokenizer, NEEDLE.format(words=self._longest(tokenizer))))
+        return prompt_tokens(tokenizer, HEAD, TAIL) + needle, 1
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
-        """Build one sample; `meta` adds nothing to the common entries."""
-        self.check(tokenizer, length, depth)
+    def ask(self, depth: float, rng: random.Random) -> Question:
+        """Draw a question."""
         words = " ".join(rng.sample(COMMON, self.words))
-        return assemble(
-            self,
-            tokenizer,
-            head=HEAD,
-            tail=TAIL,
-            needles=[(NEEDLE.format(words=words), depth)],
-            references=[words],
-            max_new_tokens=self.max_new_tokens(tokenizer),
-            length=length,
-            depth=depth,
-            rng=rng,
-            meta={},
-        )
+        return Question(HEAD, TAIL, [words], [(NEEDLE.format(words=words), depth)])

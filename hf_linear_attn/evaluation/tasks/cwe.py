@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from itertools import count
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.evaluation.tasks.base import (
+    Question,
     Sample,
     Task,
     answer_budget,
     compose,
-    prompt_head,
+    prompt_tokens,
     register_task,
 )
 from hf_linear_attn.evaluation.tasks.haystack import encode
@@ -42,9 +42,9 @@ def entry(tokenizer: PreTrainedTokenizerBase, index: int, word: str) -> tuple[in
 class CommonWords(Task):
     """Ask for the ten words that stand 30 times in a shuffled list, among others that stand 3 times."""
 
-    name: ClassVar[str] = "cwe"
-    needs_depth: ClassVar[bool] = False
-    has_haystack: ClassVar[bool] = False
+    name = "cwe"
+    needs_depth = False
+    has_haystack = False
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget."""
@@ -53,7 +53,7 @@ class CommonWords(Task):
 
     def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the shortest length at which every sample fits: the common words and one other."""
-        tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL))
+        tokens = prompt_tokens(tokenizer, HEAD, TAIL)
         entries = COMMON_WORDS * COMMON_REPEATS + OTHER_REPEATS
         tokens += sum(len(entry(tokenizer, i, longest_pair(tokenizer))) for i in range(1, entries + 1))
         return tokens + self.max_new_tokens(tokenizer)
@@ -62,7 +62,7 @@ class CommonWords(Task):
         """Build one sample; the references are the common words."""
         self.check(tokenizer, length, depth)
         budget = self.max_new_tokens(tokenizer)
-        room = length - budget - len(prompt_head(tokenizer, HEAD)) - len(encode(tokenizer, TAIL))
+        room = length - budget - prompt_tokens(tokenizer, HEAD, TAIL)
         taken: set[str] = set()
         common = distinct(COMMON_WORDS, lambda: word_pair(rng), taken)
         words: list[str] = []
@@ -75,14 +75,6 @@ class CommonWords(Task):
                 break
             words += group
         rng.shuffle(words)
-        return compose(
-            self,
-            tokenizer,
-            head=HEAD,
-            body=[token for i, word in enumerate(words, 1) for token in entry(tokenizer, i, word)],
-            tail=TAIL,
-            references=common,
-            max_new_tokens=budget,
-            length=length,
-            meta={"words": len(words)},
-        )
+        body = [token for i, word in enumerate(words, 1) for token in entry(tokenizer, i, word)]
+        question = Question(HEAD, TAIL, common, meta={"words": len(words)})
+        return compose(self, tokenizer, length, budget, question, body)

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import random
 from itertools import takewhile
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.tasks.base import (
-    Sample,
-    Task,
-    compose,
-    prompt_head,
-    register_task,
-)
+from hf_linear_attn.evaluation.tasks.base import Question, Sample, Task, compose, prompt_tokens, register_task
 from hf_linear_attn.evaluation.tasks.haystack import encode, encode_once
 from hf_linear_attn.evaluation.tasks.words import distinct
 
@@ -52,9 +45,9 @@ def zipf_counts(words: int) -> list[int]:
 class FrequentWords(Task):
     """Ask for the words of rank 2 to 4 in a text of Zipf-distributed made-up words, rank 1 being dots."""
 
-    name: ClassVar[str] = "fwe"
-    needs_depth: ClassVar[bool] = False
-    has_haystack: ClassVar[bool] = False
+    name = "fwe"
+    needs_depth = False
+    has_haystack = False
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget; a letter never takes more than one token."""
@@ -63,7 +56,7 @@ class FrequentWords(Task):
 
     def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the shortest length at which every sample fits."""
-        tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL)) + self.max_new_tokens(tokenizer)
+        tokens = prompt_tokens(tokenizer, HEAD, TAIL) + self.max_new_tokens(tokenizer)
         counts = zipf_counts(MIN_WORDS)
         return tokens + counts[0] * len(encode(tokenizer, DOTS)) + sum(counts[1:]) * (2 * SYLLABLES + 1)
 
@@ -71,7 +64,7 @@ class FrequentWords(Task):
         """Build one sample; `meta["counts"]` holds the number of dots and of each reference."""
         self.check(tokenizer, length, depth)
         budget = self.max_new_tokens(tokenizer)
-        room = length - budget - len(prompt_head(tokenizer, HEAD)) - len(encode(tokenizer, TAIL))
+        room = length - budget - prompt_tokens(tokenizer, HEAD, TAIL)
         dots = encode(tokenizer, DOTS)
         names = distinct(len(zipf_counts(room)), lambda: coded_word(rng), set())
         pieces = [dots, *(encode_once(tokenizer, f" {name}") for name in names[1:])]
@@ -88,14 +81,6 @@ class FrequentWords(Task):
         counts[0] += (room - tokens(low)) // len(dots)
         body = [piece for count, piece in zip(counts, pieces, strict=False) for _ in range(count)]
         rng.shuffle(body)
-        return compose(
-            self,
-            tokenizer,
-            head=HEAD,
-            body=[token for piece in body for token in piece],
-            tail=TAIL,
-            references=[names[rank - 1] for rank in ANSWER_RANKS],
-            max_new_tokens=budget,
-            length=length,
-            meta={"counts": tuple(counts[: ANSWER_RANKS[-1]])},
-        )
+        references = [names[rank - 1] for rank in ANSWER_RANKS]
+        question = Question(HEAD, TAIL, references, meta={"counts": tuple(counts[: ANSWER_RANKS[-1]])})
+        return compose(self, tokenizer, length, budget, question, [token for piece in body for token in piece])

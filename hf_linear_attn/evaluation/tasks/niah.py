@@ -1,4 +1,4 @@
-"""What the four needle-in-a-haystack tasks share, after RULER (Hsieh et al., 2024)."""
+"""The four needle-in-a-haystack tasks of RULER (Hsieh et al., 2024)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.evaluation.tasks.base import (
     NOISE_SENTENCES,
-    Sample,
-    Task,
+    HaystackTask,
+    Question,
     answer_budget,
-    assemble,
-    prompt_head,
+    prompt_tokens,
+    register_task,
 )
 from hf_linear_attn.evaluation.tasks.haystack import Haystack, Noise, encode
 from hf_linear_attn.evaluation.tasks.words import distinct, longest_pair, number, word_pair
@@ -49,7 +49,7 @@ def join_keys(keys: Sequence[str]) -> str:
     return ", ".join(keys[:-1]) + f", and {keys[-1]}"
 
 
-class NeedleTask(Task):
+class NeedleTask(HaystackTask):
     """Ask for the numbers of some keys, hidden in a haystack with the numbers of other keys."""
 
     keys: ClassVar[int] = 1
@@ -73,19 +73,14 @@ class NeedleTask(Task):
         answer = " " + ", ".join(["7" * DIGITS] * self.answers) + "."
         return answer_budget(tokenizer, [answer], at_least=BUDGET_TOKENS)
 
-    def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return the shortest length at which every sample fits."""
-        key = longest_pair(tokenizer)
-        head, tail = self.head_and_tail([key] * self.asked_keys)
+    def longest(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+        """Return the most tokens of a prompt without its filler, and its number of needles."""
+        key, needles = longest_pair(tokenizer), self.keys * self.values_per_key
         needle = len(encode(tokenizer, NEEDLE.format(key=key, value=""))) + DIGITS + 1
-        tokens = len(prompt_head(tokenizer, head)) + len(encode(tokenizer, tail))
-        needles = self.keys * self.values_per_key
-        tokens += needles * needle + self.least_filler(tokenizer, needles)
-        return tokens + self.max_new_tokens(tokenizer)
+        return prompt_tokens(tokenizer, *self.head_and_tail([key] * self.asked_keys)) + needles * needle, needles
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
-        """Build one sample; `meta["needles"]` holds all (key, value) needles, the asked ones first."""
-        self.check(tokenizer, length, depth)
+    def ask(self, depth: float, rng: random.Random) -> Question:
+        """Draw a question; `meta["needles"]` holds all (key, value) needles, the asked ones first."""
         keys = distinct(self.keys, lambda: word_pair(rng), set())
         values = distinct(self.keys * self.values_per_key, lambda: number(rng, DIGITS), set())
         needles = [(keys[i // self.values_per_key], value) for i, value in enumerate(values)]
@@ -93,19 +88,44 @@ class NeedleTask(Task):
         if self.needs_depth:
             depths[0] = depth
         asked = keys[: self.asked_keys]
-        head, tail = self.head_and_tail(asked)
-        return assemble(
-            self,
-            tokenizer,
-            head=head,
-            tail=tail,
-            needles=[
-                (NEEDLE.format(key=key, value=value), at) for (key, value), at in zip(needles, depths, strict=True)
-            ],
-            references=values[: self.answers],
-            max_new_tokens=self.max_new_tokens(tokenizer),
-            length=length,
-            depth=depth if self.needs_depth else None,
-            rng=rng,
-            meta={"needles": tuple(needles), "asked_keys": tuple(asked)},
-        )
+        said = [NEEDLE.format(key=key, value=value) for key, value in needles]
+        meta = {"needles": tuple(needles), "asked_keys": tuple(asked)}
+        references = values[: self.answers]
+        return Question(*self.head_and_tail(asked), references, list(zip(said, depths, strict=True)), meta)
+
+
+@register_task
+class NIAHSingle(NeedleTask):
+    """Ask for the number of the only key."""
+
+    name = "niah_single"
+    needs_depth = True
+
+
+@register_task
+class NIAHMultikey(NeedleTask):
+    """Ask for the number of one key out of four, at the given depth; the others stand anywhere."""
+
+    name = "niah_multikey"
+    needs_depth = True
+    keys = 4
+    chance = 1 / keys
+
+
+@register_task
+class NIAHMultivalue(NeedleTask):
+    """Ask for all four numbers of the only key, scattered over the haystack."""
+
+    name = "niah_multivalue"
+    needs_depth = False
+    values_per_key = 4
+
+
+@register_task
+class NIAHMultiquery(NeedleTask):
+    """Ask for the numbers of all four keys, scattered over the haystack."""
+
+    name = "niah_multiquery"
+    needs_depth = False
+    keys = 4
+    asked_keys = 4

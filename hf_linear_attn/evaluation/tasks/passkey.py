@@ -7,18 +7,10 @@ Transformers" (2023), except that the key stands in the text once.
 from __future__ import annotations
 
 import random
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.tasks.base import (
-    Sample,
-    Task,
-    answer_budget,
-    assemble,
-    prompt_head,
-    register_task,
-)
+from hf_linear_attn.evaluation.tasks.base import HaystackTask, Question, answer_budget, prompt_tokens, register_task
 from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import number
 
@@ -32,37 +24,23 @@ TAIL = "What is the pass key? The pass key is"
 
 
 @register_task
-class Passkey(Task):
+class Passkey(HaystackTask):
     """Ask for a pass key of five digits hidden in a haystack."""
 
-    name: ClassVar[str] = "passkey"
-    needs_depth: ClassVar[bool] = True
+    name = "passkey"
+    needs_depth = True
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget."""
         return answer_budget(tokenizer, [f" {'7' * DIGITS}."], at_least=8)
 
-    def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return the shortest length at which every sample fits."""
+    def longest(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+        """Return the most tokens of a prompt without its filler, and its number of needles."""
         # A tokenizer may give a digit a token of its own, but no more than one.
-        tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL))
-        tokens += len(encode(tokenizer, NEEDLE.format(value=""))) + DIGITS + 1
-        return tokens + self.least_filler(tokenizer, 1) + self.max_new_tokens(tokenizer)
+        needle = len(encode(tokenizer, NEEDLE.format(value=""))) + DIGITS + 1
+        return prompt_tokens(tokenizer, HEAD, TAIL) + needle, 1
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
-        """Build one sample; `meta` adds nothing to the common entries."""
-        self.check(tokenizer, length, depth)
+    def ask(self, depth: float, rng: random.Random) -> Question:
+        """Draw a question."""
         value = number(rng, DIGITS)
-        return assemble(
-            self,
-            tokenizer,
-            head=HEAD,
-            tail=TAIL,
-            needles=[(NEEDLE.format(value=value), depth)],
-            references=[value],
-            max_new_tokens=self.max_new_tokens(tokenizer),
-            length=length,
-            depth=depth,
-            rng=rng,
-            meta={},
-        )
+        return Question(HEAD, TAIL, [value], [(NEEDLE.format(value=value), depth)])

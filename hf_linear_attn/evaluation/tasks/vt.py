@@ -5,17 +5,10 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from string import ascii_uppercase
-from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.tasks.base import (
-    Sample,
-    Task,
-    assemble,
-    prompt_head,
-    register_task,
-)
+from hf_linear_attn.evaluation.tasks.base import HaystackTask, Question, prompt_tokens, register_task
 from hf_linear_attn.evaluation.tasks.haystack import encode
 from hf_linear_attn.evaluation.tasks.words import distinct, number
 
@@ -38,42 +31,30 @@ def variable(rng: random.Random) -> str:
 
 
 @register_task
-class VariableTracking(Task):
+class VariableTracking(HaystackTask):
     """Ask for all five variables of a chain of four hops, whose links stand in order, scattered over a haystack."""
 
-    name: ClassVar[str] = "vt"
-    needs_depth: ClassVar[bool] = False
+    name = "vt"
+    needs_depth = False
 
     def max_new_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Return the generation budget; a letter of a name never takes more than one token."""
         separator = len(encode(tokenizer, ", "))
         return max(BUDGET_TOKENS, (HOPS + 1) * (NAME_LETTERS + 1 + separator) + 2)
 
-    def min_length(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Return the shortest length at which every sample fits."""
-        tokens = len(prompt_head(tokenizer, HEAD)) + len(encode(tokenizer, TAIL.format(value=""))) + 2 * (DIGITS + 1)
+    def longest(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+        """Return the most tokens of a prompt without its filler, and its number of needles."""
+        tokens = prompt_tokens(tokenizer, HEAD, TAIL.format(value="")) + 2 * (DIGITS + 1)
         tokens += len(encode(tokenizer, FIRST.format(name="", value=""))) + NAME_LETTERS + DIGITS + 2
         tokens += HOPS * (len(encode(tokenizer, NEXT.format(name="", source=""))) + 2 * (NAME_LETTERS + 1))
-        return tokens + self.least_filler(tokenizer, HOPS + 1) + self.max_new_tokens(tokenizer)
+        return tokens, HOPS + 1
 
-    def build(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Sample:
-        """Build one sample; `meta["value"]` holds the value at the head of the chain."""
-        self.check(tokenizer, length, depth)
+    def ask(self, depth: float, rng: random.Random) -> Question:
+        """Draw a question; `meta["value"]` holds the value at the head of the chain."""
         names = distinct(HOPS + 1, lambda: variable(rng), set())
         value = number(rng, DIGITS)
         links = [FIRST.format(name=names[0], value=value)]
         links += [NEXT.format(name=name, source=source) for source, name in pairwise(names)]
         depths = sorted(rng.uniform(0, 100) for _ in links)
-        return assemble(
-            self,
-            tokenizer,
-            head=HEAD,
-            tail=TAIL.format(value=value),
-            needles=list(zip(links, depths, strict=True)),
-            references=names,
-            max_new_tokens=self.max_new_tokens(tokenizer),
-            length=length,
-            depth=None,
-            rng=rng,
-            meta={"value": value},
-        )
+        needles = list(zip(links, depths, strict=True))
+        return Question(HEAD, TAIL.format(value=value), names, needles, {"value": value})
