@@ -17,13 +17,15 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_linear_attn.checks import NAMES, PLURALS, check_type
+from hf_linear_attn.checks import NAMES, PLURALS, check_type, choices_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.flags import flag_name, meant, unknown_flag
+
+T = TypeVar("T")
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 NOTE = "A list takes commas or spaces. Names take dashes or underscores."
@@ -70,10 +72,7 @@ class Setting:
     @property
     def takes_none(self) -> bool:
         """Whether it may be None."""
-        return self.kind is not Any and type(None) in (*get_args(self.kind), *(type(c) for c in self._choices()))
-
-    def _choices(self) -> tuple[Any, ...]:
-        return next((get_args(kind) for kind in self.kinds if get_origin(kind) is Literal), ())
+        return self.kind is not Any and type(None) in (*get_args(self.kind), *map(type, choices_of(self.kind)))
 
     def read(self, value: Any) -> Any:
         """Return the value that words of a command line or a file stand for.
@@ -314,6 +313,26 @@ class CommandLine:
             raise ArgumentError("arguments", "be flags and their values", words[0 if name is None else -1], remedy)
         return given | {name: words if self.settings[name].is_list else words[0]}
 
+    def settings_from(self, argv: Sequence[str], cls: type[T], **defaults: Any) -> T:
+        """Read a command line of which a dataclass declares all settings; those without a default have to be given.
+
+        Args:
+            argv: Arguments without the program's name.
+            cls: The dataclass.
+            **defaults: Defaults to show in place of the dataclass's own.
+
+        Raises:
+            ArgumentError: As :meth:`read`, and if a setting is left out.
+        """
+        declared = settings_of(cls, defaults)
+        if not self.groups:
+            self.add("settings", declared)
+        values = self.read(argv).values
+        for setting in declared:
+            if setting.default is dataclasses.MISSING and setting.name not in values:
+                raise ArgumentError(setting.name, "be given", None, f"`{self.example}` is an example.")
+        return cls(**values)
+
     def help(self) -> str:
         """Return the help: an example first, then the settings in groups."""
         width = min(shutil.get_terminal_size((100, 24)).columns, 110)
@@ -347,7 +366,7 @@ def _entry(setting: Setting, width: int) -> str:
     if setting.is_switch:
         head = f"--[no-]{setting.flag[2:]}"
     else:
-        choices = [str(choice) for choice in setting._choices() if choice is not None]
+        choices = [str(choice) for choice in choices_of(setting.kind) if choice is not None]
         kind = setting.kinds[0]
         inner = get_args(kind)[0] if setting.is_list else kind
         one = "|".join(choices) or {int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(inner, "JSON")

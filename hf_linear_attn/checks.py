@@ -69,15 +69,25 @@ def check_types(settings: Any) -> None:
 
     Raises:
         ArgumentTypeError: If a type is another one.
-        ArgumentError: If a whole number is so large that no tensor could have that size.
+        ArgumentError: If a value is none of a ``Literal``'s, or a whole number so large that no tensor could have that
+            size.
     """
     hints = get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value = check_type(field.name, getattr(settings, field.name), hints[field.name])
+        choices = choices_of(hints[field.name])
+        if choices and value is not None and value not in choices:
+            raise ArgumentError(field.name, "be a known choice", value, "Use one of those", available=choices)
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, int) and abs(number) > LARGEST:
                 raise ArgumentError(field.name, "be a number below 2**62", number, "Lower it.")
         object.__setattr__(settings, field.name, value)
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """Return the values of a ``Literal``, alone or beside None; nothing for other types."""
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return next((get_args(member) for member in members if get_origin(member) is Literal), ())
 
 
 def check_eps(eps: Any) -> float:

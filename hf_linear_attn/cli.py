@@ -15,68 +15,34 @@ PROGRAM = "hf-linear-attn"
 
 
 class Command(NamedTuple):
-    """A subcommand; its module is imported when it is called, and ``settings`` are the files that declare its flags."""
+    """A subcommand: the function that runs it, imported when it is called, and the files that declare its flags."""
 
-    module: str
     function: str
     help: str
     settings: tuple[str, ...]
-    goes_on: bool = True
+    goes_on: bool = False
+    """Whether the same command goes on where it was stopped."""
 
 
-_OF_DISTILLATION = ("config.py", "distill/settings.py", "distill/cli.py")
-
+_DISTILL = ("config.py", "distill/settings.py", "distill/cli.py")
+_EVALUATE = ("evaluation/settings.py", "evaluation/suites/*.py")
 
 COMMANDS = {
-    "maps": Command("hf_linear_attn.cli", "list_maps", "list the feature maps", ("cli.py",), goes_on=False),
+    "maps": Command("cli:list_maps", "list the feature maps", ("cli.py",)),
     "check": Command(
-        "hf_linear_attn.diagnostics.check",
-        "main",
-        "check what this machine runs, and that it computes right",
-        ("diagnostics/check.py",),
-        goes_on=False,
+        "diagnostics.check:main", "check what this machine runs, and that it computes right", ("diagnostics/check.py",)
     ),
     "inspect": Command(
-        "hf_linear_attn.diagnostics.cli",
-        "main",
-        "see how well feature maps stand in for a model's softmax",
-        ("diagnostics/cli.py",),
-        goes_on=False,
+        "diagnostics.cli:main", "see how well feature maps stand in for a model's softmax", ("diagnostics/cli.py",)
     ),
-    "plan": Command(
-        "hf_linear_attn.distill.cli",
-        "plan",
-        "compute what distilling a model needs, from its config alone",
-        _OF_DISTILLATION,
-        goes_on=False,
-    ),
+    "plan": Command("distill.cli:plan", "compute what distilling a model needs, from its config alone", _DISTILL),
     "teacher-logits": Command(
-        "hf_linear_attn.distill.cli",
-        "teacher_logits",
-        "run a teacher once and keep its logits on disk",
-        _OF_DISTILLATION,
+        "distill.cli:teacher_logits", "run a teacher once and keep its logits on disk", _DISTILL, goes_on=True
     ),
-    "distill": Command("hf_linear_attn.distill.cli", "main", "convert a softmax model and distil it", _OF_DISTILLATION),
-    "evaluate": Command(
-        "hf_linear_attn.evaluation.cli",
-        "main",
-        "evaluate a model at long context",
-        ("evaluation/settings.py", "evaluation/suites/*.py"),
-    ),
-    "compare": Command(
-        "hf_linear_attn.evaluation.cli",
-        "compare",
-        "lay several evaluations side by side",
-        ("evaluation/cli.py",),
-        goes_on=False,
-    ),
-    "export": Command(
-        "hf_linear_attn.export.cli",
-        "main",
-        "write a model as a file that runs without this package",
-        ("export/run.py",),
-        goes_on=False,
-    ),
+    "distill": Command("distill.cli:main", "convert a softmax model and distil it", _DISTILL, goes_on=True),
+    "evaluate": Command("evaluation.cli:main", "evaluate a model at long context", _EVALUATE, goes_on=True),
+    "compare": Command("evaluation.cli:compare", "lay several evaluations side by side", ("evaluation/cli.py",)),
+    "export": Command("export.cli:main", "write a model as a file that runs without this package", ("export/run.py",)),
 }
 
 
@@ -93,12 +59,11 @@ class MapsSettings:
 
 def list_maps(argv: Sequence[str]) -> None:
     """Print each registered feature map with its formula."""
-    from hf_linear_attn.arguments import CommandLine, settings_of
+    from hf_linear_attn.arguments import CommandLine
     from hf_linear_attn.feature_maps import available_feature_maps, feature_map_class
 
     line = CommandLine(f"{PROGRAM} maps", "List the feature maps.", example=f"{PROGRAM} maps", config=False)
-    line.add("settings", settings_of(MapsSettings))
-    settings = MapsSettings(**line.read(argv).values)
+    settings = line.settings_from(argv, MapsSettings)
     if settings.feature_map_file is not None:
         from hf_linear_attn.loading import load_users_maps
 
@@ -159,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with shell(f"{PROGRAM} {chosen}", **({} if command.goes_on else {"interrupted": ""})):
         if not {"-h", "--help"} & set(argv):
             check_flags(argv[1:], f"{PROGRAM} {chosen}", command.settings)
-        module = importlib.import_module(command.module)
-        function: Callable[[Sequence[str]], object] = getattr(module, command.function)
+        module, _, name = command.function.partition(":")
+        function: Callable[[Sequence[str]], object] = getattr(importlib.import_module(f"hf_linear_attn.{module}"), name)
         function(argv[1:])
 
 

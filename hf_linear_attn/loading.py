@@ -283,3 +283,18 @@ def position_limit(model: PreTrainedModel) -> int | None:
     # OPT and BART keep two rows for themselves; the configuration knows how many remain.
     declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min([*tables, *([declared] if tables and declared else [])], default=None)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the numbers of a query in a model's language model, D.
+
+    Raises:
+        ArgumentError: If it has no attention.
+    """
+    text = config.get_text_config()
+    head_dim: int | None = getattr(text, "head_dim", None)
+    heads = getattr(text, "num_attention_heads", None)
+    if head_dim is None and not heads:
+        found = type(config).__name__
+        raise ArgumentError("model", "have attention to convert", found, "Choose a softmax Transformer.")
+    return head_dim or text.hidden_size // heads

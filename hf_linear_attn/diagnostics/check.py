@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_linear_attn.arguments import CommandLine, settings_of
+from hf_linear_attn.arguments import CommandLine
 from hf_linear_attn.diagnostics.parts import INTERPRETED, ON_CPU, ON_GPU, Part, Sizes, Tensors, parts
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.loading import find_device
@@ -248,8 +248,7 @@ def main(argv: Sequence[str]) -> None:
         example="hf-linear-attn check\nhf-linear-attn check --full",
         config=False,
     )
-    flags.add("settings", settings_of(CheckSettings, {"device": "cuda where there is one"}))
-    arguments = CheckSettings(**flags.read(argv).values)
+    arguments = flags.settings_from(argv, CheckSettings, device="cuda where there is one")
     device = find_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backend, sizes = choose(device)
     if arguments.backend == "triton" != backend:

@@ -43,8 +43,8 @@ class InspectSettings:
         device: Device of the model.
     """
 
-    model: str | None = None
-    text_file: str | None = None
+    model: str
+    text_file: str
     output_dir: str = "inspection"
     overwrite: bool = False
     maps: tuple[str, ...] | None = None
@@ -73,14 +73,14 @@ def main(argv: Sequence[str]) -> None:
     for name in settings.maps or ():
         if name not in available_feature_maps():
             raise ArgumentError("maps", "be registered names", name, "Use those", available=available_feature_maps())
-    text = read_text(str(settings.text_file))
+    text = read_text(settings.text_file)
     dtype = getattr(torch, settings.dtype, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentError("dtype", "be a floating dtype of torch", settings.dtype, "Use 'bfloat16'.")
     device = find_device(settings.device)
     read = paths_read(settings, ("model", "text_file", "feature_map_file"))
     folder = output_folder(settings.output_dir, inputs=read, overwrite=settings.overwrite)
-    name = str(settings.model)
+    name = settings.model
     model = load_model(name, dtype=dtype)
     results = inspect_model(
         model.to(device),  # type: ignore[arg-type]
@@ -118,8 +118,4 @@ def _settings(argv: Sequence[str]) -> InspectSettings:
     model = ("model", "feature_map_file", "dtype", "device")
     line.add("the model", (declared[name] for name in model))
     line.add("what is looked at", (setting for name, setting in declared.items() if name not in model))
-    settings = InspectSettings(**line.read(argv).values)
-    for name in ("model", "text_file"):
-        if getattr(settings, name) is None:
-            raise ArgumentError(name, "be given", None, f"An example: {line.example}.")
-    return settings
+    return line.settings_from(argv, InspectSettings)

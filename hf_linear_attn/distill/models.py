@@ -9,16 +9,11 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.distill.settings import (
-    CONVERSION,
-    QUANTISED,
-    DistillationSettings,
-    conversion_values,
-    head_dim_of,
-)
+from hf_linear_attn.distill.limits import QUANTISED
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, conversion_values
 from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import Kind, load_config, load_model, position_limit, trained_positions
+from hf_linear_attn.loading import Kind, head_dim_of, load_config, load_model, position_limit, trained_positions
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)

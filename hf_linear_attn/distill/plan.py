@@ -12,12 +12,13 @@ from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.limits import QUANTISED
 from hf_linear_attn.distill.models import shares_weights
 from hf_linear_attn.distill.optimizer import moment_bytes
 from hf_linear_attn.distill.precision import raise_precision, raise_trained, resolve
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.run import prepare_stage
-from hf_linear_attn.distill.settings import QUANTISED, DistillationSettings
+from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import Divergence, LiveTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence

@@ -1,31 +1,24 @@
 """Settings of a distillation run: one dataclass for flags, YAML, JSON and Python."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_linear_attn.arguments import Setting, read_settings_file, settings_of
 from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LinearAttentionConfig
+from hf_linear_attn.distill.limits import check_limits
 from hf_linear_attn.distill.presets import preset
-from hf_linear_attn.distill.registry import available_stages, stage_class
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.loading import head_dim_of
 from hf_linear_attn.patching import patch_model
 
-TransferLoss = Literal["output", "weights"]
-DistillLoss = Literal["kl", "ce"]
-SoftmaxBy = Literal["kl", "recall"]
-Trainable = Literal["full", "lora"]
-LossOn = Literal["answers", "all"]
-Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4", None]
-MixedPrecision = Literal["auto", "no", "bf16"]
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
-MasterWeights = Literal["fp32", "stochastic", "compensated"]
+Dtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "nf4"]
 
 REFERENCE_WIDTH = 4096
 """Hidden size at which :data:`REFERENCE_LR` is right."""
@@ -38,9 +31,6 @@ REFERENCE_HEAD_DIM = 128
 
 REFERENCE_MAP_LR = 1e-2
 """Adam's learning rate of feature maps and mixing weights at :data:`REFERENCE_HEAD_DIM` (LoLCATs, arXiv:2410.10254)."""
-
-QUANTISED = ("int8", "int4", "nf4")
-"""Dtypes that stand for a quantisation."""
 
 LENGTH_FACTORS = (1, 2, 4)
 """Lengths of sequences, as multiples of the shortest ones."""
@@ -179,14 +169,14 @@ class DistillationSettings:
     model: str | None = None
     student: str | None = None
     teacher_logits: str | None = None
-    model_dtype: str | None = None
-    teacher_dtype: str | None = None
+    model_dtype: Dtype | None = None
+    teacher_dtype: Dtype | None = None
     output_dir: str | None = None
     overwrite: bool = False
     conversion: LinearAttentionConfig = RECOMMENDED
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
-    softmax_by: SoftmaxBy = "kl"
+    softmax_by: Literal["kl", "recall"] = "kl"
     stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None
@@ -194,7 +184,7 @@ class DistillationSettings:
     dataset_split: list[str] = field(default_factory=lambda: ["train"])
     columns: list[str] = field(default_factory=list)
     chat_template: str | None = None
-    loss_on: LossOn = "answers"
+    loss_on: Literal["answers", "all"] = "answers"
     streaming: bool = False
     block_tokens: int = 512
     length_factors: list[int] | None = None
@@ -206,17 +196,17 @@ class DistillationSettings:
     calibration_batches: int = 0
     transfer_steps: int = 100
     map_lr: float | None = None
-    transfer_loss: TransferLoss = "output"
+    transfer_loss: Literal["output", "weights"] = "output"
     distill_steps: int = 600
     distill_lr: float | None = None
     lr_factor: float = 1.0
     rest_lr_share: float = 0.3
-    distill_loss: DistillLoss = "kl"
+    distill_loss: Literal["kl", "ce"] = "kl"
     ce_share: float = 0.0
     embedding_share: float = 0.1
     pooling: str | None = None
     window_dropout: float = 0.0
-    trainable: Trainable = "full"
+    trainable: Literal["full", "lora"] = "full"
     train_feature_maps: bool = True
     lora_rank: int = 8
     lora_alpha: float = 16.0
@@ -231,9 +221,9 @@ class DistillationSettings:
     shard: bool = False
     context_parallel: int = 1
     gradient_checkpointing: bool = False
-    mixed_precision: MixedPrecision = "auto"
-    optimizer: Optimizer = "adamw"
-    master_weights: MasterWeights = "fp32"
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    master_weights: Literal["fp32", "stochastic", "compensated"] = "fp32"
     seed: int = 0
     heldout_rows: int = 32
     heldout_answers: int = 8
@@ -246,21 +236,29 @@ class DistillationSettings:
     def __init__(self, **given: Any) -> None:
         own = {f.name: f for f in fields(self)}
         if unknown := sorted(given.keys() - own.keys() - set(CONVERSION)):
-            raise ArgumentError("settings", "be known", unknown, "Remove those", available=known_settings())
+            raise ArgumentError(
+                "settings", "be known", unknown, "Remove those", available=[one.name for one in declared_settings()]
+            )
         of_conversion = {name: _conversion_value(name, given[name]) for name in CONVERSION if name in given}
         if of_conversion.get("window", 0) is None:
             # Sinks are beside a window; where there is none, their default gives way.
             of_conversion = {"sinks": 0} | of_conversion
-        values: dict[str, Any] = {}
-        for name, setting in own.items():
-            values[name] = setting.default if setting.default_factory is MISSING else setting.default_factory()
-        values |= {name: given[name] for name in given if name in own}
+        values: dict[str, Any] = {
+            name: setting.default if setting.default_factory is MISSING else setting.default_factory()
+            for name, setting in own.items()
+        }
+        values |= {name: value for name, value in given.items() if name in own}
+        for name in ("dataset", "dataset_config", "dataset_split", "columns"):
+            if isinstance(values[name], str):
+                values[name] = [values[name]]
         values["conversion"] = replace(values["conversion"], **of_conversion)
         # A default may give way where an explicit setting may not.
         names = frozenset(given) - {"conversion"} | (frozenset(CONVERSION) if "conversion" in given else frozenset())
         for name, value in (values | {"_given": names}).items():
             object.__setattr__(self, name, value)
-        self._check()
+        check_types(self)
+        for name, value in check_limits(self).items():
+            object.__setattr__(self, name, value)
 
     if not TYPE_CHECKING:
 
@@ -269,123 +267,10 @@ class DistillationSettings:
                 return getattr(self.conversion, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _check(self) -> None:
-        for name in ("dataset", "dataset_config", "dataset_split", "columns"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, [getattr(self, name)])
-        check_types(self)
-        for name, low in LEAST.items():
-            value = getattr(self, name)
-            if value < low:
-                raise ArgumentError(name, f"be at least {low}", value, "Raise it.")
-        for name in SHARES:
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ArgumentError(name, "lie in 0..1", value, "It is a share.")
-        for name in ("map_lr", "distill_lr", "lr_factor", "extend_lr"):
-            lr = getattr(self, name)
-            if lr is not None and not 0 < lr < math.inf:
-                raise ArgumentError(name, "be positive and finite", lr, "Leave it out for the default.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ArgumentError("betas", "be two numbers from 0 to below 1", self.betas, "The default is 0.9 0.95.")
-        for name, kind in CHOICES.items():
-            value, choices = getattr(self, name), get_args(kind)
-            if value not in choices:
-                named = filter(None, choices)
-                raise ArgumentError(name, "be a known choice", value, "Use one of those", available=named)
-        self._check_datasets()
-        if self.model_dtype in QUANTISED and self.trainable != "lora":
-            rule = "be no quantisation where all weights are trained"
-            raise ArgumentError("model_dtype", rule, self.model_dtype, "Train adapters: trainable='lora'.")
-        for name in ("optimizer", "master_weights"):
-            value = getattr(self, name)
-            if self.shard and value not in ("adamw", "fp32"):
-                raise ArgumentError(name, "be the default where weights are sharded", value, "Leave it out.")
-        forwards = self.rows * self.accumulation
-        if not self.factors() or any(factor < 1 or forwards % factor for factor in self.factors()):
-            raise ArgumentError(
-                "length_factors",
-                f"be divisors of `rows` times `accumulation`, {forwards}",
-                self.length_factors,
-                "Leave it out, or raise `rows` or `accumulation`.",
-            )
-        known = available_stages()
-        if not self.stages or [s for s in known if s in self.stages] != list(self.stages):
-            raise ArgumentError("stages", f"be some of {', '.join(known)}, in that order", self.stages, "Reorder them.")
-        served = [stage for stage in self.stages if stage_class(stage).serves(self)]
-        if served != list(self.stages):
-            idle = next(stage for stage in self.stages if stage not in served)
-            if "stages" in self.given:
-                raise ArgumentError(
-                    "stages", f"be without `{idle}` where a window is alone", self.stages, "Leave it out."
-                )
-            object.__setattr__(self, "stages", served)
-        self._check_encoder()
-        self._check_split()
-
     @property
     def encoder(self) -> bool:
         """Whether an encoder is distilled, by its hidden states, in place of a language model."""
         return any(stage_class(stage).encoder for stage in self.stages)
-
-    def _check_encoder(self) -> None:
-        if not self.encoder:
-            return
-        if languages := [stage for stage in self.stages if stage_class(stage).encoder is False]:
-            remedy = "An encoder's are `transfer` and `embed`."
-            raise ArgumentError("stages", "all be an encoder's, or all a language model's", languages, remedy)
-        refused: dict[str, tuple[Any, str]] = {
-            "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
-            "softmax_budget": (0.0, "layers are ranked by next tokens"),
-            "teacher_logits": (None, "its hidden states are compared"),
-            "shard": (False, "one GPU holds an encoder"),
-            "context_parallel": (1, "its texts are short"),
-        }
-        for name, (value, reason) in refused.items():
-            if getattr(self, name) != value:
-                if name in self.given:
-                    rule = f"be {value} for an encoder"
-                    raise ArgumentError(name, rule, getattr(self, name), f"Leave it out: {reason}.")
-                object.__setattr__(self, name, value)
-
-    def _check_split(self) -> None:
-        if self.context_parallel == 1:
-            return
-        if not any(stage_class(stage).splits for stage in self.stages):
-            raise ArgumentError(
-                "context_parallel",
-                "be 1 where no stage splits its sequences",
-                self.context_parallel,
-                "Those of `distill` and `extend` are split.",
-            )
-        if self.softmax_budget:
-            raise ArgumentError(
-                "softmax_budget",
-                "be 0 with context_parallel",
-                self.softmax_budget,
-                "Softmax needs every earlier key, and ranks hand on none.",
-            )
-
-    def _check_datasets(self) -> None:
-        weights, count = self.dataset_weights, len(self.dataset or ())
-        if weights is not None and (len(weights) != count or not all(0 < weight < math.inf for weight in weights)):
-            raise ArgumentError(
-                "dataset_weights",
-                f"be one positive number for each of {count} datasets",
-                weights,
-                "They need not add up to 1. Leave out a dataset that is not to be read.",
-            )
-        for name in ("dataset_config", "dataset_split"):
-            values = getattr(self, name)
-            if values is not None and len(values) not in (1, count) and count:
-                rule = f"be one for all datasets, or one for each of the {count}"
-                raise ArgumentError(name, rule, values, "Write `none` for one that has none.")
-        for text in self.columns:
-            name, equal, column = text.partition("=")
-            if not (equal and column and name in COLUMNS):
-                raise ArgumentError(
-                    "columns", "say what a column stands for", text, "Write `text=body`", available=COLUMNS
-                )
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -403,7 +288,8 @@ class DistillationSettings:
         Raises:
             ArgumentError: If the file cannot be read, or holds unknown settings.
         """
-        return cls(**(read_settings(path) | changes))
+        values = read_settings_file(path, [*declared_settings(), Setting("preset", str)])
+        return cls(**(preset(values.pop("preset", "recommended")) | values | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
@@ -419,8 +305,7 @@ class DistillationSettings:
     @property
     def given(self) -> frozenset[str]:
         """Names of the settings that were given; the others are defaults."""
-        names: frozenset[str] = vars(self)["_given"]
-        return names
+        return frozenset(vars(self)["_given"])
 
     def factors(self) -> list[int]:
         """Return the lengths of sequences as multiples of ``block_tokens``."""
@@ -478,85 +363,6 @@ class DistillationSettings:
         return replace(self.conversion, feature_map_options=known)
 
 
-COLUMNS = (
-    "text",
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "history",
-    "tools",
-)
-"""What columns may stand for."""
-
-LEAST: dict[str, float] = {
-    "block_tokens": 8,
-    "rows": 1,
-    "accumulation": 1,
-    "calibration_batches": 0,
-    "transfer_steps": 0,
-    "distill_steps": 0,
-    "extend_steps": 0,
-    "extend_factor": 1,
-    "context_parallel": 1,
-    "lora_rank": 1,
-    "answer_weight": 0,
-    "rest_lr_share": 0,
-    "weight_decay": 0,
-    "max_grad_norm": 0,
-    "heldout_rows": 0,
-    "heldout_answers": 0,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 2,
-    "seed": 0,
-}
-SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
-CHOICES: dict[str, Any] = {
-    "model_dtype": Dtype,
-    "teacher_dtype": Dtype,
-    "transfer_loss": TransferLoss,
-    "softmax_by": SoftmaxBy,
-    "distill_loss": DistillLoss,
-    "trainable": Trainable,
-    "loss_on": LossOn,
-    "mixed_precision": MixedPrecision,
-    "optimizer": Optimizer,
-    "master_weights": MasterWeights,
-}
-
-
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the numbers of a query in a model's language model, D.
-
-    Raises:
-        ArgumentError: If it has no attention.
-    """
-    text = config.get_text_config()
-    head_dim: int | None = getattr(text, "head_dim", None)
-    heads = getattr(text, "num_attention_heads", None)
-    if head_dim is None and not heads:
-        raise ArgumentError(
-            "model", "have attention to convert", type(config).__name__, "Choose a softmax Transformer."
-        )
-    return head_dim or text.hidden_size // heads
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read settings from a YAML or JSON file, over those of the ``preset`` in it; their range is not checked.
-
-    Raises:
-        ArgumentError: If the file cannot be read, or holds unknown settings.
-    """
-    declared = [*declared_settings(), Setting("preset", str)]
-    values = read_settings_file(path, declared)
-    return preset(values.pop("preset", "recommended")) | values
-
-
 def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
     """Return the settings of a conversion as plain JSON values: all, where its ``to_dict`` leaves out later ones."""
     values = asdict(conversion)
@@ -575,11 +381,6 @@ def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting
     for setting in settings_of(DistillationSettings, defaults):
         found += of_conversion if setting.name == "conversion" else [setting]
     return found
-
-
-def known_settings() -> dict[str, Any]:
-    """Return the names of all settings, the conversion's in its place, with their types."""
-    return {setting.name: setting.kind for setting in declared_settings()}
 
 
 def _conversion_value(name: str, value: Any) -> Any:

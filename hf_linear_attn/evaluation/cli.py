@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hf_linear_attn.arguments import CommandLine, settings_of
+from hf_linear_attn.arguments import CommandLine
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.report import headlines, write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
@@ -96,12 +96,7 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
         example="hf-linear-attn compare runs/a runs/b --output-dir runs/both",
         positional="results",
     )
-    line.add("settings", settings_of(CompareSettings))
-    values = line.read(argv).values
-    for name in ("results", "output_dir"):
-        if name not in values:
-            raise ArgumentError(name, "be given", None, f"`{line.example}` is an example.")
-    settings = CompareSettings(**values)
+    settings = line.settings_from(argv, CompareSettings)
     results = compare_runs(settings.results, settings.output_dir, plots=settings.plots, overwrite=settings.overwrite)
     _say(results, Path(settings.output_dir, "report.html"))
     next_step("open the report.")

@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from hf_linear_attn.arguments import CommandLine, settings_of
-from hf_linear_attn.checks import check_type
+from hf_linear_attn.checks import check_type, choices_of
 from hf_linear_attn.errors import ArgumentError
 
 # Settings that cannot change a figure: a run may be resumed with other values of these.
@@ -63,7 +63,7 @@ def check_settings(settings: Any, **least: float) -> None:
         if setting.is_list and value is not None:
             value = _sequence(name, value, get_args(setting.kinds[0])[0])
         value = check_type(name, value, setting.kind)
-        choices = get_args(setting.kind) if get_origin(setting.kind) is Literal else ()
+        choices = choices_of(setting.kind)
         if choices and value not in choices:
             raise ArgumentError(name, "be a known choice", value, "Use one of those", available=choices)
         for one in value if isinstance(value, tuple) else () if value is None else (value,):

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from hf_linear_attn.arguments import CommandLine, settings_of
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.arguments import CommandLine
 from hf_linear_attn.export.run import Exported, ExportSettings, export_model
 from hf_linear_attn.shell import next_step
 
@@ -24,11 +23,7 @@ def main(argv: Sequence[str]) -> Exported:
         example="hf-linear-attn export runs/student --format onnx",
         positional="model",
     )
-    line.add("settings", settings_of(ExportSettings))
-    values = line.read(argv).values
-    if "model" not in values:
-        raise ArgumentError("model", "be given", None, f"`{line.example}` is an example.")
-    found = export_model(ExportSettings(**values))
+    found = export_model(line.settings_from(argv, ExportSettings))
     sys.stdout.write(
         f"{found.folder}: {found.size_mib:.1f} MiB, logits of {found.tokens} tokens within {found.difference:.1e} of "
         "the model's\n"

@@ -1,0 +1,133 @@
+"""What the settings of a distillation may be: ranges, and what does not go together.
+
+Each function takes a :class:`DistillationSettings`, which calls them when it is made.
+"""
+
+import math
+from typing import Any
+
+from hf_linear_attn.distill.registry import available_stages, stage_class
+from hf_linear_attn.errors import ArgumentError
+
+QUANTISED = ("int8", "int4", "nf4")
+"""Dtypes that stand for a quantisation."""
+
+COLUMNS = (
+    "text", "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history",
+    "tools",
+)  # fmt: skip
+"""What columns may stand for."""
+
+LEAST: dict[str, float] = {
+    "block_tokens": 8, "rows": 1, "accumulation": 1, "calibration_batches": 0, "transfer_steps": 0, "distill_steps": 0,
+    "extend_steps": 0, "extend_factor": 1, "context_parallel": 1, "lora_rank": 1, "answer_weight": 0,
+    "rest_lr_share": 0, "weight_decay": 0, "max_grad_norm": 0, "heldout_rows": 0, "heldout_answers": 0, "log_every": 1,
+    "checkpoint_every": 1, "keep_checkpoints": 2, "seed": 0,
+}  # fmt: skip
+SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
+
+OF_LANGUAGE_MODELS: dict[str, tuple[Any, str]] = {
+    "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
+    "softmax_budget": (0.0, "layers are ranked by next tokens"),
+    "teacher_logits": (None, "its hidden states are compared"),
+    "shard": (False, "one GPU holds an encoder"),
+    "context_parallel": (1, "its texts are short"),
+}
+"""Settings that an encoder has one value of, and why."""
+
+
+def check_limits(settings: Any) -> dict[str, Any]:
+    """Refuse settings that are out of range or do not go together.
+
+    Returns:
+        What takes the place of defaults that do not go with what was asked for.
+
+    Raises:
+        ArgumentError: If something is to be refused.
+    """
+    _check_ranges(settings)
+    _check_datasets(settings)
+    if settings.model_dtype in QUANTISED and settings.trainable != "lora":
+        rule = "be no quantisation where all weights are trained"
+        raise ArgumentError("model_dtype", rule, settings.model_dtype, "Train adapters: trainable='lora'.")
+    for name in ("optimizer", "master_weights"):
+        value = getattr(settings, name)
+        if settings.shard and value not in ("adamw", "fp32"):
+            raise ArgumentError(name, "be the default where weights are sharded", value, "Leave it out.")
+    forwards, factors = settings.rows * settings.accumulation, settings.factors()
+    if not factors or any(factor < 1 or forwards % factor for factor in factors):
+        rule = f"be divisors of `rows` times `accumulation`, {forwards}"
+        remedy = "Leave it out, or raise `rows` or `accumulation`."
+        raise ArgumentError("length_factors", rule, settings.length_factors, remedy)
+    stages = _stages(settings)
+    changes = {"stages": stages} | (_of_an_encoder(settings, stages) if settings.encoder else {})
+    _check_split(settings, changes)
+    return changes
+
+
+def _check_ranges(settings: Any) -> None:
+    for name, low in LEAST.items():
+        if getattr(settings, name) < low:
+            raise ArgumentError(name, f"be at least {low}", getattr(settings, name), "Raise it.")
+    for name in SHARES:
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ArgumentError(name, "lie in 0..1", getattr(settings, name), "It is a share.")
+    for name in ("map_lr", "distill_lr", "lr_factor", "extend_lr"):
+        lr = getattr(settings, name)
+        if lr is not None and not 0 < lr < math.inf:
+            raise ArgumentError(name, "be positive and finite", lr, "Leave it out for the default.")
+    if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
+        raise ArgumentError("betas", "be two numbers from 0 to below 1", settings.betas, "The default is 0.9 0.95.")
+
+
+def _stages(settings: Any) -> list[str]:
+    """Return the stages without those that are there by default and have nothing to train."""
+    known = available_stages()
+    if not settings.stages or [s for s in known if s in settings.stages] != list(settings.stages):
+        raise ArgumentError("stages", f"be some of {', '.join(known)}, in that order", settings.stages, "Reorder them.")
+    serving = [stage for stage in settings.stages if stage_class(stage).serves(settings)]
+    idle = [stage for stage in settings.stages if stage not in serving]
+    if idle and "stages" in settings.given:
+        rule = f"be without `{idle[0]}` where a window is alone"
+        raise ArgumentError("stages", rule, settings.stages, "Leave it out.")
+    return serving
+
+
+def _of_an_encoder(settings: Any, stages: list[str]) -> dict[str, Any]:
+    """Return the values of settings that only a language model has others of."""
+    if languages := [stage for stage in stages if stage_class(stage).encoder is False]:
+        remedy = "An encoder's are `transfer` and `embed`."
+        raise ArgumentError("stages", "all be an encoder's, or all a language model's", languages, remedy)
+    for name, (value, reason) in OF_LANGUAGE_MODELS.items():
+        if getattr(settings, name) != value and name in settings.given:
+            raise ArgumentError(name, f"be {value} for an encoder", getattr(settings, name), f"Leave it out: {reason}.")
+    return {name: value for name, (value, _) in OF_LANGUAGE_MODELS.items()}
+
+
+def _check_split(settings: Any, changes: dict[str, Any]) -> None:
+    parts = changes.get("context_parallel", settings.context_parallel)
+    if parts == 1:
+        return
+    if not any(stage_class(stage).splits for stage in changes["stages"]):
+        rule, remedy = "be 1 where no stage splits its sequences", "Those of `distill` and `extend` are split."
+        raise ArgumentError("context_parallel", rule, parts, remedy)
+    if settings.softmax_budget:
+        remedy = "Softmax needs every earlier key, and ranks hand on none."
+        raise ArgumentError("softmax_budget", "be 0 with context_parallel", settings.softmax_budget, remedy)
+
+
+def _check_datasets(settings: Any) -> None:
+    weights, count = settings.dataset_weights, len(settings.dataset or ())
+    if weights is not None and (len(weights) != count or not all(0 < weight < math.inf for weight in weights)):
+        remedy = "They need not add up to 1. Leave out a dataset that is not to be read."
+        raise ArgumentError("dataset_weights", f"be one positive number for each of {count} datasets", weights, remedy)
+    for name in ("dataset_config", "dataset_split"):
+        values = getattr(settings, name)
+        if values is not None and len(values) not in (1, count) and count:
+            rule = f"be one for all datasets, or one for each of the {count}"
+            raise ArgumentError(name, rule, values, "Write `none` for one that has none.")
+    for text in settings.columns:
+        name, equal, column = text.partition("=")
+        if not (equal and column and name in COLUMNS):
+            rule = "say what a column stands for"
+            raise ArgumentError("columns", rule, text, "Write `text=body`", available=COLUMNS)
