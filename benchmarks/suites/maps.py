@@ -1,7 +1,7 @@
 """Every feature map on one teacher: merely patched, after the same short distillation, and its time beside softmax.
 
     python benchmarks/run.py --suite maps --output docs/results/feature-maps.json
-    python -m hf_linear_attn.diagnostics.catalogue docs/results/feature-maps.json > docs/feature-maps.md
+    python -m tools.catalogue docs/results/feature-maps.json > docs/feature-maps.md
 
 Runs that are finished are kept in ``--work-dir`` and not repeated, so an interrupted suite goes on where it stopped.
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_linear_attn import available_feature_maps
-from hf_linear_attn.diagnostics.catalogue import page
 from hf_linear_attn.feature_maps import load_feature_maps
+from tools.catalogue import page
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "feature-maps.json"
@@ -18,7 +18,7 @@ RESULTS = ROOT / "docs" / "results" / "feature-maps.json"
 def test_the_page_is_not_stale():
     # A process of its own: other tests of this one register maps.
     measured = [str(RESULTS)] if RESULTS.exists() else []
-    command = [sys.executable, "-m", "hf_linear_attn.diagnostics.catalogue", *measured]
+    command = [sys.executable, "-m", "tools.catalogue", *measured]
     made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert made.stdout == (ROOT / "docs" / "feature-maps.md").read_text()
 

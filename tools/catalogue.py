@@ -14,7 +14,7 @@ HEAD_DIMS = (64, 128)
 
 INTRODUCTION = """\
 <!-- Do not edit; made by
-python -m hf_linear_attn.diagnostics.catalogue docs/results/feature-maps.json > docs/feature-maps.md -->
+python -m tools.catalogue docs/results/feature-maps.json > docs/feature-maps.md -->
 # Feature maps
 
 A feature map decides what linear attention can do: `phi(q).phi(k)` stands in for `exp(scaling q.k)`. Any of them is one
