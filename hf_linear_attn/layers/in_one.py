@@ -159,8 +159,6 @@ def read_in_one(
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
     found = prefill(_prefill_of(layer, piece, tokens, window, name, of_q, carried or {}), of_k, of_keys, chosen)
-    if found is None:
-        return None
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
 

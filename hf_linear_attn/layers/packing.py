@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
     """Attend in texts that lie end to end in one row, those of like lengths as rows of one batch.
 
-    Rows are filled up behind their ends, where no query of theirs looks. Texts of one batch differ in length by less
-    than a factor of two, so that less than half of it is filling.
+    Rows are filled up behind their ends, where no query of theirs looks, with their own last token: what is NaN in one
+    text is in no other's products. Texts of one batch differ in length by less than a factor of two, so that less than
+    half of it is filling.
 
     Args:
         layer: A layer with a window.
@@ -40,7 +41,7 @@ def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Cal
         last = torch.tensor([end for _, end in texts], device=q.device)[:, None]
         place = first + torch.arange(length, device=q.device)
         real = place < last
-        at = place.clamp(max=q.shape[2] - 1)
+        at = torch.minimum(place, last - 1)
         rows = [x[0, :, at].transpose(0, 1) for x in (q, k, v)]
         mask = None if call.key_mask is None else call.key_mask[0, at] & real
         rotation = None if call.rotation is None else call.rotation.of_others(call.rotation.turns[0, at])

@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+LEAST_LOG_DECAY = -1000.0
+"""Smaller ones count as this one, minus infinity among them: its exponential is 0, in fp64 as well, and unlike infinity
+it can be taken out of a sum again. Sums with it keep their small terms in fp64, and in two numbers of fp32."""
+
 
 class Span(NamedTuple):
     """Tokens [a, b), in chunks of C = (b - a) / n."""

@@ -111,23 +111,12 @@ LOOPS = {
 """What loops read besides, and kernels do not, in sizes and dtypes that tests/ops/test_hybrid.py has not."""
 
 
-def read(
-    case: Case, backend: str, broken: dict[int, dict[int, float]] | None = None, side: str = "v"
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Read the case's pieces one after the other; return what each gives, and the state where it is kept.
-
-    Args:
-        case: The layer and its text.
-        backend: Who reads it.
-        broken: Tokens by piece of which an entry of the first key head is replaced, and by what.
-        side: Whether keys or values are broken.
-    """
+def read(case: Case, backend: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Read the case's pieces one after the other; return what each gives, and the state where it is kept."""
     layer, state, outputs = case.layer(backend), None if case.packed else State(), []
     with torch.no_grad():
         for n, tokens in enumerate(case.lengths):
             text, call = case.call(tokens, n)
-            for at, value in ({} if broken is None else broken.get(n, {})).items():
-                text["qkv".index(side)][0, 0, at, 3] = value
             o = layer(*text, call._replace(state=state, in_place=False))
             if call.key_mask is not None:
                 o = o * call.key_mask[:, None, :, None]
@@ -195,47 +184,6 @@ def test_a_cache_of_bf16_goes_on_in_fp32(backend: str) -> None:
                 o = layer(*(x.to(dtype) for x in text), call._replace(state=state, in_place=False))
         found.append(o)
     assert_close(*found, TOLERANCE[torch.bfloat16])
-
-
-SHORT, HEADS = Case(lengths=(24,)), Case(heads=(4, 2), lengths=(24,))
-PIECES = Case(lengths=(20, 18), masked=True, rows=2)
-SINK, NEAR, LATER = {0: {1: torch.nan}}, {0: {21: torch.nan, 20: torch.inf}}, {1: {8: torch.nan}}
-BROKEN = {
-    "a sink": (SHORT, SINK),
-    "in the middle of a tile": (HEADS, NEAR),
-    "the first of a tile": (SHORT, {0: {16: torch.nan}}),
-    "two tiles, and the last": (SHORT, {0: {11: torch.nan, 23: torch.inf}}),
-    "of an earlier piece": (PIECES, {0: {18: torch.nan}}),
-    "of a later piece, and where nobody sees it": (PIECES, {0: {3: torch.nan}, **LATER}),
-    "packed": (Case(packed=True, lengths=(40,)), NEAR),
-    "a window over blocks": (Case(window=70, lengths=(90,), heads=(1, 1)), {0: {75: torch.nan}}),
-    "no tile fits": (Case(head_dim=20, value_dim=12, turned=20, lengths=(24,)), NEAR),
-    "bf16": (Case(dtype=torch.bfloat16, lengths=(24,), head_dim=32, turned=32), NEAR),
-}
-
-
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")
-@pytest.mark.parametrize(("name", "backend"), [*product(BROKEN, ["numba"]), *spread(product(BROKEN, ["triton"]), 2)])
-def test_a_broken_value_is_in_every_row_that_sees_it_and_in_no_other(name: str, backend: str) -> None:
-    """As on a CPU in PyTorch, where the rule holds everywhere."""
-    case, broken = BROKEN[name]
-    found, _ = read(case, backend, broken)
-    wanted, _ = read(case, "torch", broken)
-    assert any(not x.isfinite().all() for x in wanted)
-    for x, y in zip(found, wanted, strict=True):
-        rows = y.isfinite().all(-1)
-        assert torch.equal(x.isfinite().all(-1), rows)
-        assert_close(x[rows], y[rows], TOLERANCE[case.dtype])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")
-@pytest.mark.parametrize("backend", ["triton", "numba"])
-def test_a_broken_key_is_in_every_row_that_sees_it_and_in_no_other(backend: str) -> None:
-    for broken in (SINK, {0: {21: torch.nan}}):
-        (found,), (wanted,) = (read(HEADS, name, broken, "k")[0] for name in (backend, "torch"))
-        rows = wanted.isfinite().all(-1)
-        assert torch.equal(found.isfinite().all(-1), rows)
-        assert_close(found[rows], wanted[rows], TOLERANCE[HEADS.dtype])
 
 
 @pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")

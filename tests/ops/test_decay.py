@@ -191,7 +191,7 @@ def test_nothing_crosses_a_reset(backend: str, dtype: torch.dtype, cut: str, req
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.usefixtures("short_chunks", "short_segments")
-def test_masked_content_matters_nowhere_and_broken_content_from_there_on(backend: str) -> None:
+def test_masked_content_matters_nowhere(backend: str) -> None:
     x = Case(B=2, H=2, HKV=1, T=40, masked=True, decay=0.2).inputs()
     clean = run(Case(), backend, x)
     hidden = ~x["key_mask"][:, None]
@@ -200,13 +200,6 @@ def test_masked_content_matters_nowhere_and_broken_content_from_there_on(backend
         for name, y in run(Case(), backend, dirty).items():
             assert torch.equal(y, clean[name]), name
     assert not clean["dlog_decay"][hidden.expand_as(clean["dlog_decay"])].any()
-    at = int(x["key_mask"][1].nonzero()[5])
-    x["log_decay"][1, 0, at] = torch.nan
-    broken = run(Case(), backend, x, gradients=False)
-    assert torch.equal(broken["o"][1, :, :at], clean["o"][1, :, :at])
-    assert broken["o"][1, :, at:].isnan().all()
-    assert broken["kv"][1].isnan().all()
-    assert torch.equal(broken["o"][0], clean["o"][0])
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY, broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 
 
@@ -118,37 +117,16 @@ def delta_rule(
     check_call(call)
     # States have a precision of their own, whatever products around them are cast to.
     with own_precision(q.device):
-        function, is_kernel = _backend(backend, call)
-        broken = None if is_kernel else _broken(call)
-        if broken is not None:
-            k, v, beta = without(k, broken), without(v, broken), beta.masked_fill(broken, 0)
-            log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
-            call = call._replace(k=k, v=v, beta=beta, log_decay=log_decay)
-        o, final = function(call)
-        if broken is not None:
-            broken = broken if key_mask is None else broken & key_mask[:, None]
-            seen, kept = who_sees(broken, q.shape[2], cu_seqlens=cu_seqlens, delay=delay)
-            o = see(o, seen)
-            final = DeltaRuleState(keep(final.kv, kept)) if return_state else final
+        o, final = _backend(backend, call)(call)
     return (o, final) if return_state else o
 
 
-def _broken(call: DeltaCall) -> Tensor | None:
-    """Tell which keys, values or gates are not finite, ``[B, HKV, S]`` bool; None where it is known that all are."""
-    # A decay to nothing is one.
-    decays = () if call.log_decay is None else (call.log_decay.clamp(min=LEAST_LOG_DECAY),)
-    return broken_keys(call.k, call.v, call.beta, *decays)
-
-
-Backend = Callable[[DeltaCall], tuple[Tensor, DeltaRuleState]]
-
-
-def _backend(backend: str, call: DeltaCall) -> tuple[Backend, bool]:
-    """Return the backend's function, and whether it is the kernels'."""
+def _backend(backend: str, call: DeltaCall) -> Callable[[DeltaCall], tuple[Tensor, DeltaRuleState]]:
+    """Return the backend's function."""
     chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.delta_rule.triton.op import delta_rule_triton
 
-        return delta_rule_triton, True
-    return (delta_rule_reference if chosen == "reference" else delta_rule_chunked), False
+        return delta_rule_triton
+    return delta_rule_reference if chosen == "reference" else delta_rule_chunked

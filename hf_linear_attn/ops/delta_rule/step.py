@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.ops.chunks import split
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, split
 from hf_linear_attn.ops.delta_rule.api import delta_rule
 from hf_linear_attn.ops.delta_rule.checks import check_call
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.library import no_gradients
 from hf_linear_attn.ops.state import check_rows
 

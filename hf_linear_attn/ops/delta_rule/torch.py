@@ -35,11 +35,10 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
 from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
 from hf_linear_attn.ops.library import own_precision, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.state import empty_like_tokens
 

@@ -10,7 +10,6 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY, broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
@@ -139,6 +138,9 @@ def linear_attention(
     with own_precision(q.device):
         if feature_map is not None:
             if feature_map.kernel is None:
+                if key_mask is not None:
+                    # Of a masked NaN the map's weights would get one.
+                    k = k.masked_fill(~key_mask[:, None, :, None], 0)
                 q = features_of(feature_map, q, "q", positions, backend)
                 k = features_of(feature_map, k, "k", positions, backend)
             else:
@@ -146,37 +148,16 @@ def linear_attention(
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
         call = LinearCall(q, k, v, key_mask, cu_seqlens, state, log_decay, phi, causal, delay, eps)
-        function, is_kernel = _backend(backend, call)
-        broken = None if is_kernel else _broken(call)
-        if broken is not None:
-            log_decay = None if log_decay is None else log_decay.masked_fill(broken, 0)
-            call = call._replace(k=without(k, broken), v=without(v, broken), log_decay=log_decay)
-        o, final = function(call)
-        if broken is not None:
-            broken = broken if key_mask is None else broken & key_mask[:, None]
-            seen, kept = who_sees(broken, q.shape[2], causal=causal, cu_seqlens=cu_seqlens, delay=delay)
-            o = see(o, seen)
-            if return_state:
-                final = LinearAttentionState(keep(final.kv, kept), keep(final.z, kept))
+        o, final = _backend(backend, call)(call)
     return (o, final) if return_state else o
 
 
-def _broken(call: LinearCall) -> Tensor | None:
-    """Tell which keys, values or log decays are broken, ``[B, HKV, S]`` bool; None where it is known that none are."""
-    # A decay to nothing is one.
-    decays = () if call.log_decay is None else (call.log_decay.clamp(min=LEAST_LOG_DECAY),)
-    return broken_keys(call.k, call.v, *decays)
-
-
-Backend = Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]
-
-
-def _backend(backend: str, call: LinearCall) -> tuple[Backend, bool]:
-    """Return the backend's function, and whether it is the kernels'."""
+def _backend(backend: str, call: LinearCall) -> Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]:
+    """Return the backend's function."""
     chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
 
-        return linear_attention_triton, True
-    return (linear_attention_reference if chosen == "reference" else linear_attention_chunked), False
+        return linear_attention_triton
+    return linear_attention_reference if chosen == "reference" else linear_attention_chunked

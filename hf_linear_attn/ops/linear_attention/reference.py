@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.state import LinearAttentionState
 
@@ -32,10 +32,14 @@ def linear_attention_reference(call: LinearCall) -> tuple[Tensor, LinearAttentio
         )
     q, k, v, key_mask, log_decay, delay = call.q, call.k, call.v, call.key_mask, call.log_decay, call.delay
     dtype, state_dtype = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+    if hidden is not None:
+        # 0 times a NaN is one.
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     feature_map = elementwise_map(call.phi)
     phi_q, phi_k, v = feature_map.phi(q.double()), feature_map.phi(k.double()), v.double()
-    if key_mask is not None:
-        phi_k = phi_k * key_mask[:, None, :, None]
+    if hidden is not None:
+        phi_k = phi_k.masked_fill(hidden, 0)
     groups = q.shape[1] // k.shape[1]
     scores = phi_q @ phi_k.repeat_interleave(groups, 1).transpose(-1, -2)
     folded, faded = max(k.shape[2] - delay, 0), None

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
-from hf_linear_attn.ops.chunks import Span, pieces, sequences, spans, split
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
@@ -85,7 +84,7 @@ class _Walk:
         log_decay: Tensor | None = None,
     ) -> None:
         self.q, self.k, self.v, self.phi = q, k, v, phi
-        self.mask = None if key_mask is None else key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
+        self.hidden = None if key_mask is None else ~key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
         # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
         self.log_decay = None if log_decay is None else log_decay[..., None].double().clamp(min=LEAST_LOG_DECAY)
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -119,18 +118,17 @@ class _Walk:
     def keys(self, span: Span) -> Tensor:
         """Return phi(k), masked, as ``[rows, C, F]``."""
         phi_k = _rows(self.phi.phi(self.cut(self.k, span)))
-        return phi_k if self.mask is None else phi_k * _rows(self.cut(self.mask, span))
-
-    def masked_(self, x: Tensor, span: Span) -> Tensor:
-        """Zero the rows of masked keys, in place."""
-        return x if self.mask is None else x.mul_(_rows(self.cut(self.mask, span)))
+        return phi_k if self.hidden is None else phi_k.masked_fill(_rows(self.cut(self.hidden, span)), 0)
 
     def values(self, span: Span) -> Tensor:
-        """Return [v, 1] as ``[rows, C, V + 1]``."""
+        """Return [v, 1], masked, as ``[rows, C, V + 1]``."""
         v = self.cut(self.v, span)
         v1 = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=self.dtype, device=v.device)
         v1[..., :-1] = v
         v1[..., -1] = 1
+        if self.hidden is not None:
+            # 0 times a NaN is one.
+            v1.masked_fill_(self.cut(self.hidden, span), 0)
         return _rows(v1)
 
     def weighted(self, errors: Sequence[Tensor], span: Span) -> Tensor:
@@ -362,7 +360,7 @@ def chunked_backward(
             dv1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
             if db is not None:
                 near.add_products_(db, span, phi_k, dphi, -1)
-            near.derive(dk_rows, near.k, span, near.masked_(dphi, span), phi_k)
+            near.derive(dk_rows, near.k, span, dphi, phi_k)
             near.paste(dv_rows, span, dv1[..., :-1])
         if db is not None and at_end is not None and near.log_decay is not None:
             after = db[..., 0].flip(2).cumsum(2).flip(2) + at_end.view(*db.shape[:2], 1)
@@ -377,10 +375,13 @@ def chunked_backward(
             for span in pieces(far.k.shape[2], SPAN):
                 phi_k, v1 = far.keys(span), far.values(span)
                 dphi = torch.bmm(v1, r1.transpose(1, 2))
-                far.derive(dk_rows, far.k, span, far.masked_(dphi, span), phi_k)
+                far.derive(dk_rows, far.k, span, dphi, phi_k)
                 far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
         r1 = split(r1, 0, r1.shape[0] // k.shape[1])
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
+    if call.key_mask is not None:
+        for x in (dk, dv):
+            x.masked_fill_(~call.key_mask[:, None, :, None], 0)
     return dq, dk, dv, dkv0, dz0, dlog_decay
 
 

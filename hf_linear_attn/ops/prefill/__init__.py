@@ -167,7 +167,7 @@ def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim
 
 def prefill(
     call: Prefill, of_k: Pair | None, rotation: Rotation | None, backend: Literal["triton", "numba"]
-) -> Prefilled | None:
+) -> Prefilled:
     """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
 
     The kernels and the loop are the only implementations: what is computed is said by the general path of a layer.
@@ -179,7 +179,7 @@ def prefill(
         backend: Which of both.
 
     Returns:
-        What they give; None where that is for the general path to say, as a loop finds of keys that are not finite.
+        What they give.
     """
     # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
     if backend == "numba":

@@ -57,18 +57,15 @@ FAR_OFF = np.int32(2**30)
 
 
 @within
-def hold(keys, values, columns, slot, k, v, dim, value_dim):
-    """Put a key and its value into the window; return 0, or NaN where not all of it is finite."""
-    row, total = ahead(values, slot * value_dim), np.float32(0.0)
+def hold(keys, values, columns, slot, k, v, dim, value_dim, visible):
+    """Put a key and its value into the window; zeros where nobody is to see them, since 0 times a NaN is one."""
+    row = ahead(values, slot * value_dim)
     for i in range(dim):
-        x = wide(k[i])
-        keys[i * columns + slot] = x
-        total += x * np.float32(0.0)
-    for i in range(value_dim):
-        x = wide(v[i])
-        row[i] = x
-        total += x * np.float32(0.0)
-    return total
+        keys[i * columns + slot] = wide(k[i]) if visible else np.float32(0.0)
+    if visible:
+        take(row, v, value_dim, ONE)
+    else:
+        clear(row, value_dim)
 
 
 @within(inline="always")
@@ -122,6 +119,15 @@ def shares_of(row, ages, of_sinks, own, far_score, i, window, slots, sinks, colu
 def is_at(mask, place):
     """Tell whether a mask of a row, which may be none, shows a place."""
     return mask == 0 or pointer(mask, np.uint8(0))[place] != 0
+
+
+@within
+def is_seen(seen, stride, queries):
+    """Tell whether any of the queries sees a sink."""
+    found = np.uint8(0)
+    for t in range(queries):
+        found |= seen[t * stride]
+    return found != 0
 
 
 @within
@@ -231,7 +237,7 @@ def write_block(o, o_t, near, far, of_near, of_far, first, count, value_dim, tok
                 out[j] = narrow(row[j] * x, token)
 
 
-NUMBERS = 75
+NUMBERS = 74
 """Addresses, sizes, strides and factors of a call."""
 
 
@@ -241,7 +247,7 @@ def read(first, last, token, numbers):
     (
         q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
         weight_q, power_q, weight_k, power_k, bias, direction, decay_bias, decay_key, decay_value,
-        o, kv_out, z_out, keys_out, broken, work,
+        o, kv_out, z_out, keys_out, work,
         HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
         wq_h, pq_h, wk_h, pk_h, name, mix, of_scores, of_norm, of_map, of_queries, by_half, at_end,
@@ -274,7 +280,6 @@ def read(first, last, token, numbers):
     fades = ahead(of_far, rows)
     slot_at = pointer(work + 4 * (size * first + size - 2 * E), long)
     ages = pointer(work + 4 * (size * first + size - 3 * E), short)
-    poison = zero
     for unit in range(first, last):
         b, hk, part = unit // (HKV * S), unit // S % HKV, unit % S
         head, of_sums = (hk * S + part) * G, b * HKV + hk
@@ -293,19 +298,21 @@ def read(first, last, token, numbers):
         for n in range(N):
             at = of_sums * N + n
             of_sink = ahead(pointer(sink_k, token), at * D), ahead(pointer(sink_v, token), at * V)
-            poison += hold(keys, values, E, C + n, of_sink[0], of_sink[1], D, V)
+            hold(keys, values, E, C + n, *of_sink, D, V, is_seen(ahead(pointer(seen, flag), b * s_b + n), s_t, T))
         for at in range(P):
             slot = (at - P) % C
-            slot_at[slot] = at - P if is_at(real, at) else -FAR_OFF
-            poison += hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V)
+            visible = is_at(real, at)
+            slot_at[slot] = at - P if visible else -FAR_OFF
+            hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V, visible)
         started = kv != 0
         for a in range(0, T, BLOCK):
             count, leaving = min(BLOCK, T - a), P + a - W
             for i in range(BLOCK):
                 at, slot = P + a + i, (a + i) % C
-                slot_at[slot] = a + i if i < count and is_at(real, at) else -FAR_OFF
+                visible = i < count and is_at(real, at)
+                slot_at[slot] = a + i if visible else -FAR_OFF
                 if i < count:
-                    poison += hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V)
+                    hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V, visible)
             for c in range(C):
                 ages[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
             for g in range(G):
@@ -395,8 +402,6 @@ def read(first, last, token, numbers):
             take(ahead(pointer(kv_out, kind), of_sums * F * V), sums, F * V, ONE)
             take(ahead(pointer(z_out, kind), of_sums * F), norm, F, ONE)
             take(ahead(pointer(keys_out, kind), of_sums * D), keys_sum, D, ONE)
-    if poison != 0:
-        pointer(broken, flag)[0] = np.uint8(1)
 
 
 @within(inline="always")
@@ -421,8 +426,8 @@ def _bf16(table):
 TASKS = {torch.float32: _fp32, torch.bfloat16: _bf16}
 
 
-def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> Prefilled | None:
-    """Attend with a loop; None where a key or value is not finite; see :func:`hf_linear_attn.ops.prefill.prefill`."""
+def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> Prefilled:
+    """Attend with a loop; see :func:`hf_linear_attn.ops.prefill.prefill`."""
     (B, H, T, D), HKV, V, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.window
     M = 0 if call.weight is None else call.weight.shape[2]
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
@@ -452,8 +457,7 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     ]
     o, work = empty_like_tokens(q, V), q.new_empty(B * HKV * S * size, dtype=torch.float32)
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
-    broken = q.new_zeros((), dtype=torch.uint8)
-    tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, broken, work
+    tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, work
     numbers = (
         *map(address, tensors),
         HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, E, size,
@@ -466,4 +470,4 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
     in_parts(entry(TASKS[q.dtype]), B * HKV * S, work_of_unit, numbers, tensors)
-    return None if broken else Prefilled(o, kv, z, keys)
+    return Prefilled(o, kv, z, keys)

@@ -9,7 +9,6 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
-from hf_linear_attn.ops.finite import broken_keys, keep, see, who_sees, without
 from hf_linear_attn.ops.library import no_gradients
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
@@ -220,10 +219,6 @@ def _decode_step_torch_(
     eps: float,
 ) -> Tensor:
     tokens = k.shape[2]
-    # A lone token sees itself, and nobody else stands in its product.
-    broken = broken_keys(k, v) if tokens > 1 else None
-    if broken is not None:
-        k, v = without(k, broken), without(v, broken)
     feature_map = elementwise_map(phi)
     kv, z = state
     batch, kv_heads, _, dim = k.shape
@@ -254,10 +249,4 @@ def _decode_step_torch_(
         sums = phi_k.sum(1).view(batch, kv_heads, dim)
         z += sums if z.ndim == 3 else sums[:, :, None]
     den = den.add_(eps) if feature_map.non_negative else guarded(den, eps)
-    o = num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)
-    if broken is None:
-        return o
-    seen, kept = who_sees(broken if key_mask is None else broken & key_mask[:, None], tokens)
-    for x in state:
-        x.copy_(keep(x, kept))
-    return see(o, seen)
+    return num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.feature_maps.elementwise import EXP_CLAMP
-from hf_linear_attn.ops.finite import LEAST_LOG_DECAY
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY
 
 # The interpreter multiplies the bit patterns of bf16 operands: there, and only there, dots upcast them.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))

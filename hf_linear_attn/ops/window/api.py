@@ -9,8 +9,6 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
-from hf_linear_attn.ops.finite import see
-from hf_linear_attn.ops.window.finite import take_out
 from hf_linear_attn.ops.window.opaque import window_attention_opaque, window_sums_opaque
 from hf_linear_attn.ops.window.problem import Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
@@ -124,16 +122,11 @@ def window_attention(
         return window_attention_triton(call, own_key)
     exporting = torch.compiler.is_exporting()
     opaque = chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled()))
-    seen = None
-    if not opaque:
-        call, seen = take_out(call)
     if own_key is not None:
-        score = own_key.score(q, call.k, window, scaling)
+        score = own_key.score(q, k, window, scaling)
         call = call._replace(own=(score, own_key.number > 0, own_key.value))
-    # What runs as one node of a graph has numbers, and takes out by itself what is broken.
     plain = window_attention_opaque if opaque else window_attention_torch
-    o = (window_attention_reference if chosen == "reference" else plain)(call)
-    return o if seen is None else see(o, seen)
+    return (window_attention_reference if chosen == "reference" else plain)(call)
 
 
 def window_sums(
@@ -152,11 +145,7 @@ def window_sums(
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
     call = WindowCall(q, k, v, key_mask, sinks, None, window, scaling)
-    if torch.compiler.is_exporting():
-        return window_sums_opaque(call)
-    call, seen = take_out(call)
-    num, den = window_sums_torch(call)
-    return num if seen is None else see(num, seen), den
+    return (window_sums_opaque if torch.compiler.is_exporting() else window_sums_torch)(call)
 
 
 def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

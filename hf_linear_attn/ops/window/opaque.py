@@ -11,9 +11,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.finite import see
 from hf_linear_attn.ops.library import refuse_vmap
-from hf_linear_attn.ops.window.finite import take_out
 from hf_linear_attn.ops.window.problem import INPUTS, WindowCall
 from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
 
@@ -27,10 +25,7 @@ def window_attention_opaque(call: WindowCall) -> Tensor:
 @torch.library.custom_op("hf_linear_attn::window_forward", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
 def window_forward(*inputs: Any) -> Tensor:
     """Return ``o [B, H, T, V]``."""
-    # What traced this node had no numbers to look at.
-    call, seen = take_out(WindowCall.of(*inputs))
-    o = window_attention_torch(call)
-    return (o if seen is None else see(o, seen)).contiguous()
+    return window_attention_torch(WindowCall.of(*inputs)).contiguous()
 
 
 @window_forward.register_fake
@@ -47,9 +42,8 @@ def window_sums_opaque(call: WindowCall) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("hf_linear_attn::sums_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
 def sums_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return the numerator ``[B, H, T, V]`` and the denominator ``[B, H, T]``."""
-    call, seen = take_out(WindowCall.of(*inputs))
-    num, den = window_sums_torch(call)
-    return (num if seen is None else see(num, seen)).contiguous(), den.contiguous()
+    num, den = window_sums_torch(WindowCall.of(*inputs))
+    return num.contiguous(), den.contiguous()
 
 
 @sums_forward.register_fake

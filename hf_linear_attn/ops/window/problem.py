@@ -40,6 +40,17 @@ class WindowCall(NamedTuple):
     window: int
     scaling: float
 
+    def shown(self) -> "WindowCall":
+        """Return the call with zeros for keys, values and sinks that nobody is to see: 0 times a NaN is one."""
+        k, v, sinks = self.k, self.v, self.sinks
+        if self.key_mask is not None:
+            hidden = ~self.key_mask[:, None, :, None]
+            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        if sinks is not None:
+            unseen = ~sinks[2].any(1)[:, None, :, None]
+            sinks = sinks[0].masked_fill(unseen, 0), sinks[1].masked_fill(unseen, 0), sinks[2]
+        return self._replace(k=k, v=v, sinks=sinks)
+
     def inputs(self) -> tuple[Any, ...]:
         """Return what an operator takes, as :data:`INPUTS` names it."""
         return (*self[:4], *(self.sinks or (None,) * 3), *(self.own or (None,) * 3), *self[6:])

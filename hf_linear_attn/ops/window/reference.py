@@ -8,7 +8,7 @@ from hf_linear_attn.ops.window.problem import WindowCall
 
 def window_attention_reference(call: WindowCall) -> Tensor:
     """Compute :func:`hf_linear_attn.ops.window.window_attention`."""
-    q, k, v, key_mask, sinks, own, window, scaling = call
+    q, k, v, key_mask, sinks, own, window, scaling = call.shown()
     dtype, groups, past = q.dtype, q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     i = torch.arange(q.shape[2], device=q.device)[:, None] + past
     j = torch.arange(k.shape[2], device=q.device)[None]
@@ -24,7 +24,7 @@ def window_attention_reference(call: WindowCall) -> Tensor:
         own_score = own[0].double().masked_fill(~own[1][:, None], -torch.inf)
         scores = torch.cat([scores, own_score[..., None]], -1)
     weights = scores.softmax(-1)
-    o = weights[..., : k.shape[2]] @ v.masked_fill(~visible.any(1)[:, None, :, None], 0)
+    o = weights[..., : k.shape[2]] @ v
     if own is not None:
         o = o + weights[..., -1:] * own[2].double()
     return o.to(dtype)

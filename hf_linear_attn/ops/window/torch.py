@@ -116,7 +116,7 @@ class Band:
     """
 
     def __init__(self, call: WindowCall) -> None:
-        q, k, v, key_mask, sinks, of_own, window, _ = call
+        q, k, v, key_mask, sinks, of_own, window, _ = call.shown()
         own = of_own is not None
         self.batch, self.heads, self.tokens, _ = q.shape
         self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens

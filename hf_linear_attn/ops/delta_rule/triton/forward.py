@@ -7,7 +7,6 @@ With b a chunk's running sums of log decays, E = exp(b), G_ij = exp(b_i - b_j), 
     R  = U - W S                                                   delta_walk, a program per head and tile of values
     S' = exp(b_C) S + K^T (r beta exp(b_C - b) R)
     O  = (E Q S + tril(Q K^T * G) (r beta R)) / |q|                delta_read, a program per chunk, head, tile of values
-    O, where a broken key is in rows before it                     delta_mend, a program per head and tile of values
 
 R is what the values add to what stands at their keys; beta R is written. Lengths are factors on rows of fp32, so that
 what products take are the keys as they are. Tiles: K ``[BT, BK]``, V ``[BT, BV]``, S ``[BD, BV]`` with F whole.
@@ -22,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.delta_rule.triton.mend import mend_kernel
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import (
     decay_between,
@@ -382,22 +380,14 @@ def forward_launches(p: DeltaProblem) -> tuple[Forward, list[Launch]]:
     """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     chunks, out = p.chunks(), allocate_forward(p)
     found, launches = walk_launches(p, chunks, out.kv)
-    q, k, v, g, F, V, HKV = p.q, p.k, p.v, p.log_decay, p.k.shape[3], p.v.shape[3], p.k.shape[1]
-    # Without a decay no kernel reads it.
-    gate = p.beta if g is None else g
+    q, k, F, V, HKV = p.q, p.k, p.k.shape[3], p.v.shape[3], p.k.shape[1]
     arguments = {
         **p.shared(chunks),
-        **{"q": q, "v": v, "g": gate, "u": found.u, "b": found.b, "r": found.r, "states": found.states},
-        **{"kv": out.kv, "o": out.o},
+        **{"q": q, "u": found.u, "b": found.b, "r": found.r, "states": found.states, "o": out.o},
         **strides("q", q),
-        **strides("v", v),
-        **strides("g", gate),
         **strides("o", out.o),
-        **{"G": q.shape[1] // HKV, "BK": min(64, p.padded(F)), "BD": p.padded(F)},
+        **{"G": q.shape[1] // HKV, "BK": min(64, p.padded(F))},
     }
     programs = chunks.count * q.shape[1] * -(-V // p.tile("delta_read").width)
     read = p.launch("delta_read", read_kernel, programs, arguments, (q, k, found.u, found.states), (out.o,))
-    # Where all is finite, this reads one feature of each final state.
-    programs = p.rows * HKV * -(-V // p.tile("delta_mend").width)
-    mend = p.launch("delta_mend", mend_kernel, programs, arguments, (out.kv[:, :, 0],), ())
-    return out, [*launches, read, mend]
+    return out, [*launches, read]

@@ -19,7 +19,7 @@ from hf_linear_attn.ops.triton.plan import (
     strides,
 )
 
-WALKS = ("delta_walk", "delta_back", "delta_mend")
+WALKS = ("delta_walk", "delta_back")
 """Kernels that carry a state, of which a program holds a tile ``[F, BV]`` in registers."""
 
 OF_KEYS = ("delta_dq", "delta_dk")

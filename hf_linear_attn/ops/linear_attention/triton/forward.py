@@ -24,16 +24,13 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.mend import can_look, mend, mend_launch, mend_tile
 from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     counted_in,
     faded,
     fold,
-    fresh,
     guarded,
-    is_broken,
     kept_by_chunk,
     read,
     sums_at,
@@ -205,14 +202,13 @@ def forward_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     MAP: tl.constexpr, SIGNED: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, FINAL: tl.constexpr,
-    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, LOOKS: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+    VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr, APART: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment of one query head and write its outputs and normalisers."""
     NV: tl.constexpr = (V + BV - 1) // BV
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V % BV == 0
-    given = q, k, v, mask, o, b
     pid = tl.program_id(0)
     i_v = pid % NV
     i_h = (pid // NV) % H
@@ -301,32 +297,11 @@ def forward_kernel(
             tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
                 tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
-    if CAUSAL and LOOKS:
-        if VARLEN:
-            # A program without tokens has read a state that nobody wrote.
-            s = tl.where(start < end, s, 0.0)
-        # The state has seen all values of the segment.
-        if is_broken(tl.sum(s, 1)):
-            if SOURCE == "segment":
-                from_s = states + (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
-                from_z = from_s + D * V
-            elif SOURCE == "sequence":
-                from_s = kv0 + (n * (H // G) + i_hk) * (D * V)
-                from_z = z0 + (n * (H // G) + i_hk) * D
-            else:
-                from_s = None
-                from_z = None
-            mend(
-                given, from_s, from_z, T, start, start, end, row, first, delay, eps, i_h, ov + fresh(PIN), H, G,
-                (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
-                D, V, BD, BT, MAP, SIGNED, "none" if SOURCE == "none" else "carried",
-                MASKED, DELAYED, FADED, PRECISION, PIN,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
 def stored_forward_kernel(
-    q, k, v, mask, o, den, sums, starts, parts, table, b,
+    q, k, v, mask, o, den, starts, parts, table, b,
     T, L, NSEG, delay, eps, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, d_b, m_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -336,7 +311,6 @@ def stored_forward_kernel(
     """Write the outputs and normalisers of BT queries, from their segment's start and its keys so far."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
-    given = q, k, v, mask, o, b
     pid = tl.program_id(0)
     i_h = pid % H
     i_t = (pid // H) % tl.cdiv(L, BT)
@@ -368,8 +342,6 @@ def stored_forward_kernel(
     # [BT, BD]
     fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
     sh = i_s.to(tl.int64) * (H // G) + i_hk
-    # Any row of what the segment's keys add to the state has seen all its values.
-    broken = is_broken(tl.load(sums + sh * (D * V + D) + ov, mask=ov < V, other=0.0))
     # [BD, BV]
     s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     acc = product(fq, s, PRECISION)
@@ -400,12 +372,6 @@ def stored_forward_kernel(
     acc = acc * (1.0 / total)[:, None]
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc, rows, ov < V, EXACT_V)
     tl.store(den + ot, total, mask=rows)
-    if broken:
-        mend_tile(
-            given, starts, parts, table, T, L, NSEG, delay, eps, H, G,
-            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (o_b, o_h, o_t), m_b,
-            D, V, BD, BV, BT, MAP, SIGNED, VARLEN, MASKED, DELAYED, FADED, PRECISION, PIN,
-        )  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -569,7 +535,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     reads = (q, k, v) if p.causal else (q,)
     if cut.stored:
         chosen = p.tile("stored_forward")
-        arguments |= {"sums": sums.arguments["states"], "starts": starts.states, "parts": starts.parts}
+        arguments |= {"starts": starts.states, "parts": starts.parts}
         arguments |= {"BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
         last = Launch("stored_forward", stored_forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
@@ -579,11 +545,9 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     arguments |= {
         **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
         **{"BV": chosen.width, "BT": chosen.tokens, "CAUSAL": p.causal},
-        **{"SOURCE": source, "FINAL": p.causal and not segments.split, "LOOKS": can_look(p)},
+        **{"SOURCE": source, "FINAL": p.causal and not segments.split},
         "APART": takes_apart(p, chosen),
     }
     programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
     walked = Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
-    if not p.causal or can_look(p):
-        return out, [*launches, walked]
-    return out, [*launches, walked, mend_launch(walked, sums.arguments["states"] if segments.split else out.kv)]
+    return out, [*launches, walked]

@@ -148,18 +148,3 @@ def whole_z(parts, od, inside, D: tl.constexpr):
     """Return in fp32 the sum of keys of which a scan wrote three parts."""
     o3 = tl.arange(0, 4)
     return tl.sum(load_tile(parts, od[:, None] + o3[None, :] * D, inside, o3 < 3, False).to(tl.float32), 1)
-
-
-@triton.jit
-def is_broken(x):
-    """Tell whether any of these numbers is not finite."""
-    return tl.sum(x * 0.0, 0) != 0.0
-
-
-@triton.jit
-def fresh(PIN: tl.constexpr):
-    """Return 0, which the compiler doesn't know: what is computed from it isn't kept in registers all along a walk."""
-    if PIN:
-        return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return 0

@@ -6,8 +6,7 @@ divides: that is f, the value of a key of each query's own. Then it takes the sa
 in their sight, the sinks and that key (`window`). Neither features of queries nor f cross memory.
 
 Features of keys are computed before, once for all heads of a group; segments are summed and scanned as for linear
-attention, and keys summed up by blocks as for the window. A last launch looks whether a tile has read a value that is
-NaN or infinite, and mends it.
+attention, and keys summed up by blocks as for the window.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
-from hf_linear_attn.ops.linear_attention.triton.mend import first_broken
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
 from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
@@ -117,38 +115,44 @@ def attend_far(
     return acc * (1.0 / (total + eps))[:, None]
 
 
-@triton.jit
-def write_rows(
-    given, c, row, i_h, i_s, start, end, first, ot, on,
-    T, S, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
-    of_q, of_k, of_v, of_f, of_o, t_b, c_b, m_b, w_h, w_d, p_h,
+@triton.jit(
+    do_not_specialize=[
+        "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
+    ]
+)  # fmt: skip
+def prefill_kernel(
+    q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
+    weight, power, bias, direction, o, table,
+    T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
     CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of the queries from ``c`` on, those before ``end``, from the keys before index S.
-
-    ``given`` are the tensors as the kernel got them, ``of_q`` to ``of_o`` the strides of a batch's row, a head and a
-    token.
-    """
-    (
-        q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
-        weight, power, bias, direction, o,
-    ) = given  # fmt: skip
-    q_t, k_t, v_t, f_t, o_t = of_q[2], of_k[2], of_v[2], of_f[2], of_o[2]
+    """Write the outputs of BT queries."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
     kind: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float16 else q.dtype.element_ty
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_t = (pid // H) % tl.cdiv(L, BT)
+    i_s = pid // H // tl.cdiv(L, BT)
+    _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
+    c = start + i_t * BT
+    if c >= end:
+        return
     i_hk = i_h // G
     od = tl.arange(0, BD)
     om = tl.arange(0, BM)
     ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    on = tl.arange(0, BN)
     rows = rows_before(end, c, ot)
-    q += row * of_q[0] + i_h.to(tl.int64) * of_q[1] + c * q_t
-    k += row * of_k[0] + i_hk.to(tl.int64) * of_k[1]
-    v += row * of_v[0] + i_hk.to(tl.int64) * of_v[1]
-    phi_k += row * of_f[0] + i_hk.to(tl.int64) * of_f[1]
+    q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    k += row * k_b + i_hk.to(tl.int64) * k_h
+    v += row * v_b + i_hk.to(tl.int64) * v_h
+    phi_k += row * f_b + i_hk.to(tl.int64) * f_h
     far_v = v
     if CODED:
         codes += row * c_b
@@ -195,99 +199,8 @@ def write_rows(
     own = tl.exp2(e - largest)
     old = tl.exp2(m - largest)
     acc = acc * old[:, None] + own[:, None] * f.to(tl.float32)
-    o += row * of_o[0] + i_h.to(tl.int64) * of_o[1] + c * o_t
+    o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc / (mass * old + own)[:, None], rows, ov < V, EXACT_V)
-
-
-@triton.jit
-def rows_to_mend(
-    o, o_t, v, v_t, codes, at, T, P, ov, V: tl.constexpr, BT: tl.constexpr, CODED: tl.constexpr
-):  # fmt: skip
-    """Return the first of the rows of a head that show a value of a later token, and that token's row; 0 if none do.
-
-    Products multiply the values of keys that a query does not see by 0, so that a broken one is in all rows of a tile
-    that reads it, the first as well. Rows from its own token on see it, near or far: rows before it have to be mended
-    in the first such tile alone.
-    """
-    TILES: tl.constexpr = 64
-    oi = tl.arange(0, TILES)
-    if CODED:
-        codes += at
-    c = tl.zeros([], dtype=tl.int64)
-    stop = tl.zeros([], dtype=tl.int64)
-    tile = tl.zeros([], dtype=tl.int64)
-    while tile < T:
-        firsts = tile + oi * BT
-        inside = (firsts < T)[:, None] & (ov < V)[None, :]
-        x = tl.load(o + firsts[:, None] * o_t + ov[None, :], mask=inside, other=0.0).to(tl.float32)
-        least = tl.min(tl.where(tl.sum(x * 0.0, 1) == 0.0, TILES, oi), 0)
-        tile += least * BT
-        if least < TILES:
-            end = tl.minimum(tile + BT, T)
-            broken = first_broken(v, codes, v_t, P + tile, P + end, 0, 0, ov, V, CODED, False) - P
-            if broken < end:
-                c = tile
-                stop = broken
-                tile += T
-            else:
-                # It shows what an earlier token holds, or its own query.
-                tile += BT
-    return c, stop
-
-
-@triton.jit(
-    do_not_specialize=[
-        "T", "S", "P", "W", "NB", "L", "NSEG", "delay", "eps", "scaling", "factor", "sharpness", "c_b", "m_b",
-    ]
-)  # fmt: skip
-def prefill_kernel(
-    q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
-    weight, power, bias, direction, o, table,
-    T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
-    D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
-    CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, MENDS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the outputs of BT queries; where MENDS, those of a head before its first broken value once more.
-
-    For rows before a broken value the text ends there, which is all that is different.
-    """
-    given = (
-        q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
-        weight, power, bias, direction, o,
-    )  # fmt: skip
-    pid = tl.program_id(0)
-    i_h = pid % H
-    if MENDS:
-        i_b = (pid // H).to(tl.int64)
-        c, stop = rows_to_mend(
-            o + i_b * o_b + i_h.to(tl.int64) * o_h, o_t, v + i_b * v_b + (i_h // G).to(tl.int64) * v_h, v_t,
-            codes, i_b * c_b, T, P, tl.arange(0, BV), V, BT, CODED,
-        )  # fmt: skip
-        # All threads have to have read what is written once more.
-        tl.debug_barrier()
-        i_s = i_b * NSEG + c // L
-        _n, row, first, start, _end = segment_bounds(table, i_s, T, L, NSEG, False)
-        end = stop
-        keys = P + stop
-    else:
-        i_t = (pid // H) % tl.cdiv(L, BT)
-        i_s = pid // H // tl.cdiv(L, BT)
-        _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, False)
-        c = start + i_t * BT
-        keys = S
-    if c >= end:
-        return
-    write_rows(
-        given, c, row, i_h, i_s, start, end, first, tl.arange(0, BT), tl.arange(0, BN),
-        T, keys, P, W, NB, delay, eps, scaling, factor, sharpness, H, G,
-        (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (f_b, f_h, f_t), (o_b, o_h, o_t),
-        t_b, c_b, m_b, w_h, w_d, p_h, D, M, V, BD, BM, BV, SINKS, BS, BLOCK,
-        R, PAIRS, AT_END, MAP, QUERY, CODED, MASKED, DELAYED, SPLIT, PRECISION,
-    )  # fmt: skip
 
 
 def linear_problem(target: Target, p: Prefill) -> Problem:
@@ -381,10 +294,9 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
         **{"MAP": p.name, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
-        **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V)), "MENDS": False},
+        **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V))},
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
     reads = (p.q, p.k, p.v, p.features, *(() if p.turns is None else (p.turns,)))
     last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
-    after = Launch("mend_prefill", prefill_kernel, len(p.q) * H, arguments | {"MENDS": True}, chosen)
-    return out, [*launches, *of_keys, last, after]
+    return out, [*launches, *of_keys, last]

@@ -23,11 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.linear_attention.triton.steps import is_broken
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, padded, strides
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
-from hf_linear_attn.ops.window.triton.mend import mend_window
 from hf_linear_attn.ops.window.triton.problem import BLOCK, WindowProblem, fp32
 from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, near, sees_sink
 from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
@@ -114,12 +112,11 @@ def window_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
-    given = q, k, v, codes, sink_k, sink_v, seen, f, o, lse, score
     pid = tl.program_id(0)
     i_h = pid % H
     i_t = (pid // H) % tl.cdiv(T, BT)
@@ -162,14 +159,6 @@ def window_kernel(
     o += i_b * o_b + i_h.to(tl.int64) * o_h + c * o_t
     store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
     tl.store(lse + row, m + tl.log2(mass), mask=rows)
-    if is_broken(tl.sum(acc, 1)):
-        # What is read there was written here, by other threads.
-        tl.debug_barrier()
-        mend_window(
-            given, T, S, P, W, scaling, H, G,
-            (q_b, q_h, q_t), (k_b, k_h, k_t), (v_b, v_h, v_t), (f_b, f_h, f_t), (o_b, o_h, o_t), c_b,
-            D, V, BD, BV, BT, SINKS, BS, MASKED, OWN, PRECISION, PIN,
-        )  # fmt: skip
 
 
 class WindowForward(NamedTuple):
@@ -227,7 +216,6 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
         **p.shared(chosen),
         **p.of_queries(),
         **{"bias": p.bias, "prefix": out.prefix, "o": out.o, "lse": out.lse, "score": out.score},
-        "PIN": p.target.arch.startswith("sm_"),
         **strides("o", out.o),
     }
     own: tuple[Tensor, ...] = () if p.f is None else (p.f,)
