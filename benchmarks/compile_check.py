@@ -282,12 +282,12 @@ def gpu_target(arch: str) -> GPUTarget:
 
 UNCOUNTED = (
     *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
-    *("decode", "decode_rows", "hybrid", "hybrid_rows", "mend_prefill"),
+    *("decode", "decode_rows", "hybrid", "hybrid_rows"),
 )
 """Kernels whose clocks are few."""
 
 MULTIPLIES = re.compile(
-    r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse|mend)"
+    r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse)"
 )
 """Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
 
@@ -418,27 +418,6 @@ def _listing(code: str, label: str, branch: str, instruction: str) -> Listing:
     return Listing(lines, re.compile(instruction), loops)
 
 
-def _usual(code: str, place: str, rare: str) -> str:
-    """Leave out the instructions that run only where a value is not finite: those from files of that name.
-
-    Args:
-        code: Machine code, in which lines say where the instructions after them come from.
-        place: What such a line has; several stand together for what was inlined.
-        rare: What it has where what follows is left out.
-    """
-    kept, leave, said = [], False, False
-    for line in code.splitlines():
-        if re.search(place, line):
-            leave = bool(re.search(rare, line)) or (said and leave)
-            said = True
-        else:
-            said = False
-            instruction = re.match(r"\s+\S", line) and not re.match(r"\s*[.;#]", line)
-            if not (leave and instruction):
-                kept.append(line)
-    return "\n".join(kept)
-
-
 def _figures(listing: Listing, matrix: str, spill: str) -> dict[str, int]:
     loop = listing.largest()
     body = [] if loop is None else listing.lines[loop[0] : loop[1] + 1]
@@ -455,11 +434,10 @@ def _nvidia(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
         file.flush()
         usage, code = (
             subprocess.run([TOOLS / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c", "-gi"]))
+            for tool, flags in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     bad = len(unwritten(code)) + len(halved(code)) if "HGMMA" in matrix else 0
-    code = _usual(code, r"//## File", r"/mend\.py")
     listing = _listing(code, r"\s*(\.L_x_\d+):", r"BRA.*`\((\.L_x_\d+)\)", r"/\*[0-9a-f]{4,5}\*/\s+\S")
     spilled = len(re.findall(r"\bSTL", code))
     used = {"registers": int(found[1]), "stack": int(found[2]), "spilled": spilled, "unwritten": bad}
@@ -467,7 +445,7 @@ def _nvidia(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
 
 
 def _amd(compiled: object, matrix: str) -> tuple[dict[str, int], Listing]:
-    code = _usual(compiled.asm["amdgcn"], r"\.loc\s", r"\bmend\.py")
+    code = compiled.asm["amdgcn"]
 
     def figure(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", code)[1])
