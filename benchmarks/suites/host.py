@@ -29,8 +29,7 @@ from hf_linear_attn.ops import dispatch
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton import run
-from hf_linear_attn.ops.triton.plan import Target
-from hf_linear_attn.ops.triton.start import Start
+from hf_linear_attn.ops.triton.plan import Launch, Target
 from hf_linear_attn.ops.window import window_attention
 
 RECOMMENDED = {"feature_map": "norm_preserving", "rotary": "undo", "window": 64, "sinks": 4}
@@ -47,7 +46,7 @@ class Compiled:
 
 def launch_nothing() -> None:
     """Plan for an H100, and launch nothing."""
-    Start.run = lambda self: Compiled()  # type: ignore[method-assign]
+    Launch.run = lambda self, arguments=None: Compiled()  # type: ignore[method-assign]
     run.target_of = lambda device: Target("sm_90", 132)  # type: ignore[attr-defined]
     dispatch._obstacle = lambda device: None
 

@@ -28,8 +28,7 @@ from hf_linear_attn.layers import spans
 from hf_linear_attn.layers.rules import additive
 from hf_linear_attn.ops import dispatch, features
 from hf_linear_attn.ops.triton import run
-from hf_linear_attn.ops.triton.plan import Target
-from hf_linear_attn.ops.triton.start import Start
+from hf_linear_attn.ops.triton.plan import Launch, Target
 
 Device = Literal["cpu", "cuda"]
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -140,7 +139,7 @@ def as_on_gpu() -> Iterator[None]:
         (dispatch, "_obstacle", lambda device: None),
         (spans, "walks", lambda layer, whole: False),
         (run, "target_of", lambda device: H100),
-        (Start, "run", lambda start: None),
+        (Launch, "run", lambda launch, arguments=None: None),
         *((module, "wants_kernels", wants_kernels) for module in (dispatch, features, additive)),
     ]
     with ExitStack() as stack:

@@ -11,9 +11,9 @@ from hf_linear_attn.layers.ready import Ready
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
+from hf_linear_attn.ops.library import is_transformed
 from hf_linear_attn.ops.prefill import SERVED, Prefill, prefill, prefill_obstacle
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
-from hf_linear_attn.ops.triton.remember import is_replaced
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -119,7 +119,7 @@ def chosen_in_one(backend: str, device: torch.device) -> InOne | None:
     if wants_kernels(backend, device):
         return "triton"
     # What traces, transforms or counts operations is to see them.
-    return "numba" if wants_loops(backend, device) and not is_replaced() else None
+    return "numba" if wants_loops(backend, device) and not is_transformed() else None
 
 
 def _map_of(layer: "LinearAttention") -> tuple[str, Pair | None, Pair | None] | None:

@@ -4,11 +4,46 @@ What depends on lengths alone is made once for all layers and calls, and nobody 
 a mask is computed in every layer: nothing tells whether a mask's memory has been written in between.
 """
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.remember import shared_by_texts
+from hf_linear_attn.ops.library import is_tracing
 from hf_linear_attn.ops.window.api import running_sum
+
+MOST_TEXTS = 8
+"""Shapes of texts of which each function below keeps what it has computed."""
+
+
+def shared_by_texts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute a tensor once for all layers and calls whose texts are of one shape; nothing may change it.
+
+    Args:
+        compute: Takes a device, and settings that hash; of a tensor among them it is computed anew.
+    """
+
+    @lru_cache(MOST_TEXTS)
+    def once(stream: int, device: torch.device, *settings: Any) -> Tensor:
+        # Gradients may need it another time.
+        with torch.inference_mode(False):
+            return compute(device, *settings)
+
+    @wraps(compute)
+    def shared(device: torch.device, *settings: Any) -> Tensor:
+        stream = None if is_tracing() or any(isinstance(x, Tensor) for x in settings) else _stream(device)
+        return compute(device, *settings) if stream is None else once(stream, device, *settings)
+
+    return shared
+
+
+def _stream(device: torch.device) -> int | None:
+    """Return where work of a device is queued now; None while it is captured, for replays to do it again."""
+    if device.type != "cuda":
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
 def positions_of(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:

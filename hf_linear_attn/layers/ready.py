@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
+from hf_linear_attn.ops.library import is_transformed
 from hf_linear_attn.ops.step import HybridStep
-from hf_linear_attn.ops.triton.remember import is_replaced
 
 if TYPE_CHECKING:
     from hf_linear_attn.layers.attention import Call, LinearAttention
@@ -56,7 +56,7 @@ class Ready:
         state = call.state
         return (
             state is not None
-            and not is_replaced()
+            and not is_transformed()
             and layer is self._layer
             and not layer.disabled
             and layer.shard is None

@@ -13,19 +13,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 
 from hf_linear_attn.errors import ArgumentError, BackendError
 from hf_linear_attn.ops.triton.plan import target_of
-from hf_linear_attn.ops.triton.record import give_up
-from hf_linear_attn.ops.triton.remember import remembered
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 BACKENDS = ("auto", "reference", "torch", "triton", "numba")
 
@@ -99,26 +93,7 @@ def choose_backend(
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
     # Asked for by name they are refused where they cannot run; what they have no loop for is PyTorch's.
     wants_loops(backend, device)
-    # Its operations are many, and what they allocate is to be freed.
-    give_up()
     return "reference" if backend == "reference" else "torch"
-
-
-def repeated_with_kernels(function: Callable[P, R]) -> Callable[P, R]:
-    """Repeat calls that are alike where kernels compute them; see :func:`remembered`.
-
-    Args:
-        function: Takes a tensor first, and a ``backend`` by name.
-    """
-    return remembered(function, _by_kernels)
-
-
-def _by_kernels(arguments: tuple[Any, ...], settings: dict[str, Any]) -> bool:
-    """Tell whether kernels compute a call, in no other precision than what a call like it did."""
-    asked = settings.get("backend", "auto")
-    if asked != "triton" and not (asked == "auto" and arguments and getattr(arguments[0], "is_cuda", False)):
-        return False
-    return not _is_any_autocast_enabled()
 
 
 def wants_kernels(backend: str, device: torch.device) -> bool:

@@ -1,13 +1,16 @@
 """Fixtures for the attention op's tests."""
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import model
-from hf_linear_attn.ops.triton import plan, remember
+from hf_linear_attn.ops.triton import plan, run
 from tests.ops.oracle import DEVICE
 
 
@@ -28,12 +31,25 @@ def device() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+class OnlyAllocates(TorchDispatchMode):
+    """Refuses what a plan must not do: on the meta device nothing is computed, and a plan would leave it out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "empty" in str(func) or func.is_view, f"a plan computes {func}"
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    """Forget plans around each test: many change what plans depend on."""
-    remember.forget()
-    yield
-    remember.forget()
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make plans anew in each test, since many change what plans depend on; hold that they only allocate."""
+    make = run.plan_of.__wrapped__
+
+    @lru_cache
+    def plan_of(*arguments: Any) -> Any:
+        with OnlyAllocates():
+            return make(*arguments)
+
+    monkeypatch.setattr(run, "plan_of", plan_of)
 
 
 TILE, STORED_TILE = (16, 16) if DEVICE.type == "cpu" else (64, 128)

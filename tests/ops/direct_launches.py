@@ -19,9 +19,9 @@ from triton.runtime import driver
 from hf_linear_attn import linear_attention
 from hf_linear_attn.ops import dispatch
 from hf_linear_attn.ops.step import HybridStep, decode_state, decode_step_, hybrid_step_
-from hf_linear_attn.ops.triton import remember, run
-from hf_linear_attn.ops.triton.plan import Target
-from hf_linear_attn.ops.triton.start import Number, Start
+from hf_linear_attn.ops.triton import run
+from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
+from hf_linear_attn.ops.triton.run import Number, clear_caches, execute
 from tests.ops.test_hybrid_step import Case, drawn
 
 LAUNCHES: list[list[Any]] = []
@@ -92,7 +92,7 @@ def same(name: str, call: Callable[..., Any], *given: Any) -> None:
         LAUNCHES.clear()
         LOOKS.clear()
         if not again:
-            remember.forget()
+            clear_caches()
         call(*given)
         found.append(([*LAUNCHES], len(LOOKS)))
     (first, looks), (second, again) = found
@@ -104,20 +104,19 @@ def main() -> None:
     driver.set_active(Driver())
     dispatch._obstacle = lambda device: None
     run.target_of = lambda device: Target("sm_90", 132)
-    start = Start.run
-    Start.run = lambda self: LOOKS.append(self.kernel.__name__) or start(self)
+    launch = Launch.run
+    Launch.run = lambda self, arguments=None: LOOKS.append(self.role) or launch(self, arguments)
 
-    def starts(x: torch.Tensor, n: int, m: int) -> list[Start]:
-        return [Start(add, 2, {"x": x, "out": x, "n": n, "m": m, "num_warps": 1})]
+    def plan(x: torch.Tensor, n: int, m: int) -> tuple[torch.Tensor, Launch]:
+        return x, Launch("add", add, 2, {"x": x, "out": x, "n": n, "m": m}, Tile(1, 1, 1, 1))
 
     # Calls that differ in what Triton compiles for alone: where x begins, and a number that is none of a plan's.
-    plan = remember.remembered(lambda x, n, m: remember.launch(starts(x, n, m), x.device))
     whole, right, kernels = torch.zeros(20), True, set()
     for shift, n in [(shift, n) for shift in (0, 1, 4) for n in (1, 2, 3, 16, 32, 2**31, 2**40)] * 3:
         x = whole[shift : shift + 16]
         LAUNCHES.clear()
-        plan(x, Number(n), 5)
-        starts(x, n, 5)[0].run()
+        execute(plan, x, Number(n), 5)
+        plan(x, n, 5)[1].run()
         repeated, expected = LAUNCHES
         right = right and repeated == expected
         kernels.add(expected[0])

@@ -11,7 +11,7 @@ from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.torch import delta_rule_chunked
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import own_precision
 
 
@@ -47,7 +47,6 @@ def delta_rule(
     l2norm: bool = ...,
     backend: str = ...,
 ) -> Tensor: ...
-@repeated_with_kernels
 def delta_rule(
     q: Tensor,
     k: Tensor,

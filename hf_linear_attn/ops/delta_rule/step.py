@@ -12,12 +12,11 @@ from hf_linear_attn.ops.delta_rule.checks import check_call
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import no_gradients
 from hf_linear_attn.ops.state import check_rows
 
 
-@repeated_with_kernels
 @no_gradients
 def delta_step_(
     q: Tensor,

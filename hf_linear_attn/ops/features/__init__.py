@@ -9,7 +9,6 @@ from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.triton.record import give_up
 
 LARGEST_PAIR = 128
 """Dimensions up to which the weights of paired maps fit into shared memory."""
@@ -44,8 +43,6 @@ def features_of(
             from hf_linear_attn.ops.features.triton.op import features_triton
 
             return features_triton(x, pair, rotation)
-    # A map's formula is read at every call, and its hooks hear of every call.
-    give_up()
     x = x if rotation is None else rotation.undo(x, backend)
     features: Tensor = feature_map(x, side, positions)
     return features.to(x.dtype)

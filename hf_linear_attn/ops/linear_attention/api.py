@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linear_attn.checks import check_eps, check_type
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
@@ -53,7 +53,6 @@ def linear_attention(
     positions: Tensor | None = ...,
     log_decay: Tensor | None = ...,
 ) -> Tensor: ...
-@repeated_with_kernels
 def linear_attention(
     q: Tensor,
     k: Tensor,

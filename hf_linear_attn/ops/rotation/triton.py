@@ -12,7 +12,7 @@ from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, readable, strides
 from hf_linear_attn.ops.triton.primitives import load_plain, store_tile
-from hf_linear_attn.ops.triton.run import directly, planned, target_for
+from hf_linear_attn.ops.triton.run import directly, execute, target_for
 
 TILE = 4096
 """Entries that a program turns."""
@@ -41,7 +41,7 @@ def turn_kernel(
 
 
 def turn_launch(
-    target: Target, x: Tensor, turns: Tensor, pairs: str, *, at_end: bool, derive: bool
+    target: Target, x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool
 ) -> tuple[Tensor, Launch]:
     """Plan the kernel; return the result, allocated, and the launch.
 
@@ -73,10 +73,8 @@ def triton_turn(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool
     return _turn(x, turns, pairs, at_end, derive)
 
 
-@planned
-def _turn(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool) -> tuple[Tensor, list[Launch]]:
-    o, launch = turn_launch(target_for(x.device), readable(x), turns.contiguous(), pairs, at_end=at_end, derive=derive)
-    return o, [launch]
+def _turn(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool) -> Tensor:
+    return execute(turn_launch, target_for(x.device), readable(x), turns.contiguous(), pairs, at_end, derive)
 
 
 @triton_turn.register_fake

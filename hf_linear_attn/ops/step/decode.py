@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import no_gradients
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
@@ -43,7 +43,6 @@ def decode_state(
     )
 
 
-@repeated_with_kernels
 @no_gradients
 def decode_step_(
     q: Tensor,

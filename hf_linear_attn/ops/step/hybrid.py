@@ -1,16 +1,14 @@
 """A whole step of a layer with a window in one call: features, fold, read, window, sinks and join."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loops
 from hf_linear_attn.ops.features import LARGEST_PAIR
-from hf_linear_attn.ops.library import refuse_functional
+from hf_linear_attn.ops.library import is_transformed, refuse_functional
 from hf_linear_attn.ops.step.problem import HybridStep
-from hf_linear_attn.ops.triton.remember import is_replaced, is_seen, remembered
-from hf_linear_attn.ops.triton.start import Number
 from hf_linear_attn.ops.window.api import window_obstacle
 
 
@@ -61,27 +59,14 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
     """
     if not wants_kernels(backend, step.q.device):
         return _looped_(step, backend)
-    backend = "triton"
-    if is_seen():
-        return _advance_(step, backend)
-    # Where in its text a token stands only goes on to the launch.
-    return _repeated_(*step[:_LENGTH], Number(step.length), *step[_LENGTH + 1 :], backend)
-
-
-_LENGTH = HybridStep._fields.index("length")
-
-
-@remembered
-def _repeated_(*inputs: Any) -> Tensor:
-    *of_step, backend = inputs
-    return _advance_(HybridStep(*of_step), backend)
+    return _advance_(step, "triton")
 
 
 def _looped_(step: HybridStep, backend: str) -> Tensor:
     refuse_functional("numba", step.q, step.k, step.v)
     if not wants_loops(backend, step.q.device):
         reason: str | None = "there is neither a GPU nor Numba"
-    elif is_replaced():
+    elif is_transformed():
         reason = "loops cannot run under vmap, nor while operations are traced"
     else:
         reason = _loop_obstacle(step)

@@ -254,9 +254,14 @@ class Launch:
     reads: tuple[Tensor, ...] = field(default=())
     writes: tuple[Tensor, ...] = field(default=())
 
-    def run(self) -> None:
-        """Launch the kernel."""
-        self.kernel[(self.programs,)](**self.arguments, **self.options)
+    def run(self, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Launch the kernel, with other arguments and options where they are given.
+
+        Returns:
+            What Triton compiled for it; None where it is interpreted.
+        """
+        given = self.arguments | self.options if arguments is None else arguments
+        return self.kernel[(self.programs,)](**given)
 
     @property
     def options(self) -> dict[str, Any]:

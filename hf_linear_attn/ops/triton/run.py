@@ -1,8 +1,15 @@
-"""What the kernels' ops have in common: the target they are planned for, and running a plan."""
+"""How ops run kernels: plans that are pure functions of what a call is like, and launches that follow them.
+
+To choose tiles and to plan launches takes the host longer than to launch kernels. All of it depends on nothing but
+shapes, strides, dtypes and settings: a plan is made of tensors on the meta device, kept in an ``lru_cache``, and says
+what is allocated and which kernels are launched with what.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,13 +17,71 @@ from torch._C import _increment_version
 from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
-from hf_linear_attn.ops.triton.plan import Launch, Target, target_of
-from hf_linear_attn.ops.triton.record import recording
-from hf_linear_attn.ops.triton.remember import aside, is_seen, launch, remembered
-from hf_linear_attn.ops.triton.start import PLAIN, Start
+from hf_linear_attn.ops.library import is_tracing
+from hf_linear_attn.ops.triton.plan import Launch, Target, takes_tf32, target_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MOST_PLANS = 4096
+"""Plans that are kept; a process that meets more shapes makes the oldest anew."""
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles one kernel for addresses and numbers that this divides, and another for the rest."""
+
+PLAIN = (type(None), str, int, float, bool)
+"""Types of settings, known to be no tensors without a look at their bases."""
+
+
+class Number(int):
+    """A number that a launch takes and on which its plan does not depend, as where in a text a token stands."""
+
+
+class Spec(NamedTuple):
+    """What a plan knows of a tensor; Triton compiles for addresses, too."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    misaligned: int
+
+
+class NumberSpec(NamedTuple):
+    """What a plan knows of a :class:`Number`: what Triton compiles a kernel for."""
+
+    is_one: bool
+    is_aligned: bool
+    is_long: bool
+
+
+class Slot(int):
+    """The number of a call's tensor or :class:`Number`, given ones first, then those that are allocated."""
+
+
+class Step(NamedTuple):
+    """A launch of a plan.
+
+    Attributes:
+        launch: What is launched, with meta tensors among its arguments.
+        named: Slots of its arguments that are tensors or numbers, by name.
+        values: Its arguments in the order of the kernel's parameters, but for those.
+        places: Their places among the values, with their slots.
+        compiled: What Triton compiled for it, once it has been launched; empty before, and where it is interpreted.
+    """
+
+    launch: Launch
+    named: Mapping[str, int]
+    values: list[Any]
+    places: Sequence[tuple[int, int]]
+    compiled: list[Any]
+
+
+class Plan(NamedTuple):
+    """What is allocated, the launches in order, and the result, slots in the place of tensors."""
+
+    allocated: Sequence[Spec]
+    steps: Sequence[Step]
+    result: Any
 
 
 def target_for(device: torch.device) -> Target:
@@ -40,33 +105,164 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def has_changed(*tensors: Tensor | None) -> None:
     """Tell autograd that tensors have other values now: it does not see what kernels write."""
-    aside(_count_versions, *(x for x in tensors if x is not None))
+    _increment_version([x for x in tensors if x is not None and not x.is_inference()])
 
 
-def _count_versions(*tensors: Tensor) -> None:
-    for x in tensors:
-        if x.is_inference():
-            tensors = tuple(x for x in tensors if not x.is_inference())
-            break
-    _increment_version(tensors)
-
-
-def planned(plan: Callable[P, tuple[R, list[Launch]]]) -> Callable[P, R]:
-    """Make of a function that plans a call one that runs it; calls that are alike are planned once.
+def execute(
+    plan: Callable[..., tuple[R, Sequence[Launch] | Launch]], *arguments: Any, zeros: tuple[str, ...] = ()
+) -> R:
+    """Run the launches that a function plans, and return its result; calls that are alike are planned once.
 
     Args:
-        plan: Takes the tensors of a call and its settings, by position; returns the results, allocated, and the
-            launches that compute them, in order.
+        plan: Takes the arguments; returns the results, allocated by ``torch.empty``, and the launch that computes
+            them, or several in order. It depends on nothing but shapes, strides, dtypes and settings, and on
+            :func:`takes_tf32`; only where texts are packed it computes with tensors, namely their boundaries.
+        *arguments: Tensors in the layout that kernels read, tuples of them, and settings that hash.
+        zeros: Fields of the result that begin as zeros, since the launches do not write all of them.
     """
-
-    @functools.wraps(plan)
-    def run(*arguments: P.args, **settings: P.kwargs) -> R:
-        result, launches = plan(*arguments, **settings)
-        device = next(x.device for x in arguments if isinstance(x, Tensor))
-        launch([Start(x.kernel, x.programs, x.arguments | x.options) for x in launches], device)
+    if is_tracing() or any(getattr(x, "cu_seqlens", None) is not None for x in arguments):
+        # What watches sees what is allocated; boundaries are cut into tables on the device.
+        result, launches = plan(*arguments)
+        launches = [launches] if isinstance(launches, Launch) else launches
+        for name in zeros:
+            getattr(result, name).zero_()
+        with _on(next(x.device for x in launches[0].arguments.values() if isinstance(x, Tensor))):
+            for launch in launches:
+                launch.run()
         return result
+    given: list[Any] = []
+    key = _spec(arguments, given)
+    device = next(x.device for x in given if type(x) is not int)
+    made = plan_of(plan, key, takes_tf32())
+    slots = given + [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in made.allocated]
+    for name in zeros:
+        slots[getattr(made.result, name)].zero_()
+    with _on(device):
+        for step in made.steps:
+            _launch(step, slots)
+    return _mapped(made.result, Slot, slots.__getitem__)  # type: ignore[no-any-return]
 
-    return remembered(run)
+
+@functools.lru_cache(MOST_PLANS)
+def plan_of(plan: Callable[..., tuple[Any, Sequence[Launch] | Launch]], arguments: Any, tf32: bool) -> Plan:
+    """Make a plan.
+
+    Args:
+        plan: As of :func:`execute`.
+        arguments: Its arguments, with :class:`Spec` and :class:`NumberSpec` in the place of tensors and numbers.
+        tf32: What :func:`takes_tf32` says.
+    """
+    known: list[Any] = []
+    result, launches = plan(*_meta(arguments, known))
+    inputs = len(known)
+
+    def slot(x: Any, *, as_address: bool = True) -> Slot:
+        for number, y in enumerate(known):
+            if x is y:
+                return Slot(number)
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and x.untyped_storage() is y.untyped_storage():
+                if as_address and x.dtype == y.dtype and not x.storage_offset():
+                    # A kernel gets an address, which is that of what the view begins with.
+                    return Slot(number)
+                raise RuntimeError(f"{plan.__name__} plans with a view that begins elsewhere, or returns one")
+        if not isinstance(x, Tensor):
+            raise RuntimeError(f"{plan.__name__} plans with a number that it was not given")
+        known.append(x)
+        return Slot(len(known) - 1)
+
+    steps = []
+    for launch in [launches] if isinstance(launches, Launch) else launches:
+        named = {name: slot(x) for name, x in launch.arguments.items() if isinstance(x, Tensor | Number)}
+        parameters = inspect.signature(launch.kernel.fn).parameters
+        given = launch.arguments | launch.options
+        values = [None if name in named else given.get(name, x.default) for name, x in parameters.items()]
+        places = [(place, named[name]) for place, name in enumerate(parameters) if name in named]
+        steps.append(Step(launch, named, values, places, []))
+    shaped = _mapped(result, Tensor, lambda x: slot(x, as_address=False))
+    return Plan([Spec(x.shape, x.stride(), x.dtype, 0) for x in known[inputs:]], steps, shaped)
+
+
+def clear_caches() -> None:
+    """Drop all plans: they know nothing of tile tables that have changed since."""
+    plan_of.cache_clear()
+
+
+def _spec(arguments: tuple[Any, ...], given: list[Any]) -> Any:
+    """Return what a plan may know of arguments, and list their tensors and numbers."""
+    parts: list[Any] = []
+    # At each token of each layer the host waits for this.
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            given.append(x)
+            parts.append(Spec(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT))
+        elif kind in PLAIN:
+            parts.append(x)
+        elif kind is Number:
+            given.append(int(x))
+            parts.append(NumberSpec(x == 1, x % ALIGNMENT == 0, x.bit_length() > 31))
+        elif isinstance(x, tuple):
+            parts.append(_spec(x, given))
+        elif isinstance(x, Tensor):
+            raise TypeError(f"kernels take plain tensors, not a {kind.__name__}")
+        else:
+            parts.append(x)
+    return _like(arguments, parts)
+
+
+def _like(x: tuple[Any, ...], parts: list[Any]) -> Any:
+    """Return parts as a tuple of the same type, be it a named one."""
+    make = getattr(x, "_make", tuple)
+    return make(parts)
+
+
+def _meta(x: Any, known: list[Any]) -> Any:
+    """Return arguments with tensors on the meta device, and numbers that stand for others, in place of specs."""
+    if type(x) is Spec:
+        known.append(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta"))
+        return known[-1]
+    if type(x) is NumberSpec:
+        known.append(Number(-1))
+        return known[-1]
+    return _like(x, [_meta(y, known) for y in x]) if isinstance(x, tuple) else x
+
+
+def _mapped(x: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Return a result with a function's values in the place of what is of a kind."""
+    if isinstance(x, kind):
+        return function(x)
+    return _like(x, [_mapped(y, kind, function) for y in x]) if isinstance(x, tuple) else x
+
+
+def _launch(step: Step, slots: Sequence[Any]) -> None:
+    """Launch a kernel.
+
+    Before a launch Triton looks at every argument to find what it compiled for such a one: with some fifty of them that
+    takes the host longer than all else of a call. Calls of one plan are alike in all that Triton looks at: dtypes,
+    where in a row of 16 bytes tensors begin, and which numbers are 1, multiples of 16 or long. So what it compiled is
+    handed the arguments, as Triton's own tutorial of a fused softmax does. For AMD's processors Triton also asks how
+    much memory lies behind a tensor, which no plan knows.
+    """
+    if step.compiled:
+        values = step.values.copy()
+        for place, slot in step.places:
+            values[place] = slots[slot]
+        step.compiled[0][(step.launch.programs, 1, 1)](*values)
+        return
+    given = {name: slots[slot] for name, slot in step.named.items()}
+    compiled = step.launch.run(step.launch.arguments | step.launch.options | given)
+    if compiled is not None and not torch.version.hip:
+        step.compiled.append(compiled)
+
+
+_NOTHING = nullcontext()
+
+
+def _on(device: torch.device) -> Any:
+    """Return a context in which launches go to a device; most are on it already, and torch's takes long to enter."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def directly(
@@ -89,7 +285,7 @@ def directly(
     function = None if save is None or backward is None else _function(run, save, backward)
 
     def call(*inputs: P.args, **settings: P.kwargs) -> R:
-        if is_seen() and recording() is None:
+        if is_tracing():
             return op(*inputs, **settings)
         needs_gradient = False
         for x in inputs:

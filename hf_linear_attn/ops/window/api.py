@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle, repeated_with_kernels
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.window.opaque import window_attention_opaque, window_sums_opaque
 from hf_linear_attn.ops.window.problem import Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
@@ -75,7 +75,6 @@ def key_product(q: Tensor, keys: Tensor) -> Tensor:
     return (grouped * keys[:, :, None]).sum(-1).flatten(1, 2)
 
 
-@repeated_with_kernels
 def window_attention(
     q: Tensor,
     k: Tensor,

@@ -410,14 +410,10 @@ class Backward(NamedTuple):
 
 
 def allocate_backward(p: DeltaProblem) -> Backward:
-    """Allocate the gradients; keys that no query sees, because they lag, get zeros."""
+    """Allocate the gradients."""
     dg = p.beta.new_empty(0) if p.log_decay is None else torch.empty_like(p.log_decay)
     dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in (p.q, p.k, p.v))
-    out = Backward(dq, dk, dv, torch.empty_like(p.beta), dg, p.state())
-    if p.delay:
-        for x in out[1:5]:
-            x.zero_()
-    return out
+    return Backward(dq, dk, dv, torch.empty_like(p.beta), dg, p.state())
 
 
 def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[Backward, list[Launch]]:

@@ -13,8 +13,8 @@ from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, has_changed, planned, target_for
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import contiguous, directly, execute, has_changed, target_for
 
 
 def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
@@ -57,9 +57,8 @@ def triton_delta_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _forward(*inputs)
 
 
-@planned
-def _forward(*inputs: Any) -> tuple[Forward, list[Launch]]:
-    return forward_launches(_problem(*inputs))
+def _forward(*inputs: Any) -> Forward:
+    return execute(forward_launches, _problem(*inputs))
 
 
 @triton_delta_forward.register_fake
@@ -75,9 +74,11 @@ def triton_delta_backward(
     return _gradients(do, dkv, *inputs)
 
 
-@planned
-def _gradients(do: Tensor, dkv: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
-    return backward_launches(_problem(*inputs), readable(do), contiguous(dkv))
+def _gradients(do: Tensor, dkv: Tensor | None, *inputs: Any) -> Backward:
+    problem = _problem(*inputs)
+    # Keys that no query sees, because they lag, are not written.
+    zeros = ("dk", "dv", "dbeta", "dg") if problem.delay else ()
+    return execute(backward_launches, problem, readable(do), contiguous(dkv), zeros=zeros)
 
 
 @triton_delta_backward.register_fake
@@ -134,11 +135,9 @@ def _changing(*inputs: Any) -> Tensor:
     return o
 
 
-@planned
-def _step(*inputs: Any) -> tuple[Tensor, list[Launch]]:
+def _step(*inputs: Any) -> Tensor:
     *tokens, kv, l2norm, rows = inputs
-    o, launch = step_launch(_problem(*tokens, None, None, 0, l2norm), kv, rows)
-    return o, [launch]
+    return execute(step_launch, _problem(*tokens, None, None, 0, l2norm), kv, rows)
 
 
 @triton_delta_step_.register_fake

@@ -16,8 +16,8 @@ from hf_linear_attn.ops.features.triton.kernels import (
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.rotation.triton import turn
-from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
 
 INPUTS = (
     "Tensor x, Tensor? turns, Tensor weight, Tensor? power, str name, float factor, float sharpness, str pairs, "
@@ -47,10 +47,8 @@ def triton_features(*inputs: Any) -> Tensor:
     return _features(*inputs)
 
 
-@planned
-def _features(*inputs: Any) -> tuple[Tensor, list[Launch]]:
-    o, launch = features_launch(_feature_problem(*inputs))
-    return o, [launch]
+def _features(*inputs: Any) -> Tensor:
+    return execute(features_launch, _feature_problem(*inputs))
 
 
 @triton_features.register_fake
@@ -66,10 +64,8 @@ def triton_features_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return _gradients(*inputs)
 
 
-@planned
-def _gradients(do: Tensor, *inputs: Any) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
-    found, launch = features_backward_launch(_feature_problem(*inputs), readable(do))
-    return found, [launch]
+def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return execute(features_backward_launch, _feature_problem(*inputs), readable(do))
 
 
 @triton_features_backward.register_fake

@@ -71,7 +71,7 @@ class Backward(NamedTuple):
 
 
 def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
-    """Allocate the gradients; keys that no query sees, because they lag, get zeros."""
+    """Allocate the gradients."""
 
     def tokens(x: Tensor, asked: bool) -> Tensor:
         return empty_like_tokens(x, x.shape[3]) if asked else x.new_empty(0)
@@ -82,9 +82,6 @@ def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
     dlog_decay = p.q.new_empty(0)
     if of_decay and p.log_decay is not None:
         dlog_decay = torch.empty(p.log_decay.shape, dtype=p.log_decay.dtype, device=p.q.device)
-    if p.delay:
-        for x in (dk, dv, dlog_decay):
-            x.zero_()
     state = p.rows, p.k.shape[1], p.k.shape[3]
     return Backward(
         tokens(p.q, wanted.q or of_decay),

@@ -17,8 +17,8 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 )
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.triton.plan import Launch, Problem, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.plan import Problem, readable
+from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
 
 
 def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
@@ -51,10 +51,9 @@ def triton_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward(*inputs)
 
 
-@planned
-def _forward(*inputs: Any) -> tuple[Forward, list[Launch]]:
+def _forward(*inputs: Any) -> Forward:
     call = LinearCall.of(*inputs)
-    return forward_launches(_problem(call), call.eps)
+    return execute(forward_launches, _problem(call), call.eps)
 
 
 @triton_forward.register_fake
@@ -73,10 +72,12 @@ def triton_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     return _gradients(*inputs)
 
 
-@planned
-def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Backward, list[Launch]]:
+def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> Backward:
     problem, wanted = _derived(*inputs)
-    return backward_launches(problem, Saved(*inputs[:4]), readable(do), contiguous(dkv), contiguous(dz), wanted)
+    gradients = readable(do), contiguous(dkv), contiguous(dz)
+    # Keys that no query sees, because they lag, are not written.
+    zeros = ("dk", "dv", "dlog_decay") if problem.delay else ()
+    return execute(backward_launches, problem, Saved(*inputs[:4]), *gradients, wanted, zeros=zeros)
 
 
 def _derived(*inputs: Any) -> tuple[Problem, Wanted]:

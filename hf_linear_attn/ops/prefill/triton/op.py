@@ -8,8 +8,8 @@ from torch import Tensor
 from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
 from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.prefill.triton.kernels import allocate_prefill, prefill_launches
-from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
 
 OTHERS = (
     *("key_mask", "counts", "sink_k", "sink_v", "number", "far_keys", "kv", "z", "turns"),
@@ -76,10 +76,9 @@ def triton_prefill(
     return _prefill(*tensors, weight, power, bias, direction, *settings, decay_bias, decay_key, decay_value)
 
 
-@planned
-def _prefill(*inputs: Any) -> tuple[Prefilled, list[Launch]]:
+def _prefill(*inputs: Any) -> Prefilled:
     call = _laid_out(*inputs)
-    return prefill_launches(target_for(call.q.device), call)
+    return execute(prefill_launches, target_for(call.q.device), call)
 
 
 @triton_prefill.register_fake

@@ -11,9 +11,8 @@ from hf_linear_attn.ops.step.checks import check_decode, check_hybrid
 from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
-from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, has_changed, planned, target_for
-from hf_linear_attn.ops.triton.start import Number
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import Number, contiguous, directly, execute, has_changed, target_for
 
 
 def decode_step_triton_(
@@ -64,7 +63,6 @@ def _changing(*inputs: Any) -> Tensor:
     return o
 
 
-@planned
 def _step(
     q: Tensor,
     k: Tensor,
@@ -76,12 +74,11 @@ def _step(
     eps: float,
     log_decay: Tensor | None,
     rows: Tensor | None = None,
-) -> tuple[Tensor, list[Launch]]:
+) -> Tensor:
     check_decode(q, k, v, kv, z, key_mask, rows)
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     tokens = readable(q), readable(k), readable(v)
-    o, launch = decode_launch(target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay, rows)
-    return o, [launch]
+    return execute(decode_launch, target_for(q.device), *tokens, kv, z, mask, phi, eps, log_decay, rows)
 
 
 @triton_decode_.register_fake
@@ -145,7 +142,13 @@ def _read(*inputs: Any) -> Tensor:
     # A plan is the same wherever in the text the token stands.
     length = inputs[_LENGTH]
     length = length if type(length) is Number else Number(length)
-    return _hybrid(*inputs[:_LENGTH], length, *inputs[_LENGTH + 1 :])
+    step = HybridStep(*inputs[:_LENGTH], length, *inputs[_LENGTH + 1 :])
+    check_hybrid(step)
+    weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
+    decay = ("decay_bias", "decay_key", "decay_value")
+    laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
+    laid_out |= {name: contiguous(getattr(step, name)) for name in (*weights, *decay)}
+    return execute(hybrid_launch, target_for(step.q.device), step._replace(**laid_out))
 
 
 def _writing(*inputs: Any) -> Tensor:
@@ -153,19 +156,6 @@ def _writing(*inputs: Any) -> Tensor:
     o = _read(*inputs)
     has_changed(*(inputs[place] for place in _CHANGING))
     return o
-
-
-@planned
-def _hybrid(*inputs: Any) -> tuple[Tensor, list[Launch]]:
-    step = HybridStep(*inputs)
-    check_hybrid(step)
-    weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
-    decay = ("decay_bias", "decay_key", "decay_value")
-    laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
-    laid_out |= {name: contiguous(getattr(step, name)) for name in (*weights, *decay)}
-    step = step._replace(**laid_out)
-    o, launch = hybrid_launch(target_for(step.q.device), step)
-    return o, [launch]
 
 
 @triton_hybrid_.register_fake

@@ -199,8 +199,8 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
     (B, H, T, _), (_, HKV, S, D) = q.shape, k.shape
     out = allocate_window(p)
     launches = []
-    if p.f is not None and p.blocks > 1:
-        # The last block of keys is before no tile.
+    if p.f is not None:
+        # The last block of keys is before no tile, but all of them have one.
         chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
         arguments = {
             **{"k": k, "codes": p.codes, "sums": sums, "S": S, "N": p.blocks, "HKV": HKV},
@@ -209,8 +209,6 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
         }
         launches.append(Launch("key_sums", key_sums_kernel, B * HKV * p.blocks, arguments, chosen, (k,), (sums,)))
         launches.append(scan_launch(p, sums, p.before, out.prefix, fp32(p, B, HKV, D), reverse=False))
-    elif p.f is not None:
-        out.prefix.zero_() if p.before is None else out.prefix.copy_(p.before[:, :, None])
     chosen = p.tile("window")
     arguments = {
         **p.shared(chosen),

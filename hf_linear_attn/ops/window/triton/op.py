@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
-from hf_linear_attn.ops.triton.plan import Launch, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, planned, target_for
+from hf_linear_attn.ops.triton.plan import readable
+from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.problem import WindowCall
 from hf_linear_attn.ops.window.triton.backward import (
@@ -70,9 +70,8 @@ def triton_window(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward(*inputs)
 
 
-@planned
-def _forward(*inputs: Any) -> tuple[WindowForward, list[Launch]]:
-    return window_launches(_window_problem(*inputs))
+def _forward(*inputs: Any) -> WindowForward:
+    return execute(window_launches, _window_problem(*inputs))
 
 
 @triton_window.register_fake
@@ -93,12 +92,9 @@ def triton_window_backward(
     return _gradients(*inputs)
 
 
-@planned
-def _gradients(
-    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
-) -> tuple[WindowBackward, list[Launch]]:
+def _gradients(do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any) -> WindowBackward:
     problem, wanted = _window_problem(*inputs[:14]), WindowWanted(*inputs[14:])
-    return window_backward_launches(problem, WindowForward(o, lse, score, prefix), readable(do), wanted)
+    return execute(window_backward_launches, problem, WindowForward(o, lse, score, prefix), readable(do), wanted)
 
 
 @triton_window_backward.register_fake
