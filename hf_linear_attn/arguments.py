@@ -39,7 +39,7 @@ class Setting:
     Args:
         name: Its name in Python and in files; the flag has dashes for its underscores.
         kind: Its type, as annotations write it.
-        default: What it is where nobody names it, for the help.
+        default: Its default, for the help.
         help: What it is, in a sentence or two.
     """
 
@@ -346,11 +346,7 @@ class CommandLine:
 
 
 def _take(setting: Setting, left: list[str]) -> Any:
-    """Take a flag's value from the words that follow it.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
+    """Take a flag's value from the words that follow it."""
     if setting.is_switch:
         return left.pop(0) if left and left[0].lower() in (*TRUE, *FALSE) else "true"
     words: list[str] = []

@@ -89,11 +89,7 @@ def _help() -> str:
 
 
 def _named(argv: Sequence[str]) -> str:
-    """Return the command that is named first.
-
-    Raises:
-        ArgumentError: If it is none.
-    """
+    """Return the command that is named first."""
     name = argv[0] if argv else None
     known = (name or "").replace("_", "-")
     if known in COMMANDS:

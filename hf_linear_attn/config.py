@@ -135,10 +135,7 @@ class LinearAttentionConfig:
         version = values.get("format_version", 0)
         if not isinstance(version, int) or not 0 <= version <= FORMAT_VERSION:
             raise CheckpointError(
-                "format_version",
-                f"be at most {FORMAT_VERSION}",
-                version,
-                "Update hf_linear_attn to read this model.",
+                "format_version", f"be at most {FORMAT_VERSION}", version, "Update hf_linear_attn to read this model."
             )
         known = {f.name for f in fields(cls)}
         if unknown := [name for name in values if name not in known]:
@@ -147,12 +144,8 @@ class LinearAttentionConfig:
                 available=known,
             )  # fmt: skip
         if lacking := sorted(known - LATER.keys() - values.keys()):
-            raise CheckpointError(
-                "linear_attention",
-                f"hold every setting of its format, version {FORMAT_VERSION}",
-                f"none of the name {lacking[0]}",
-                "Save the model again.",
-            )
+            rule = f"hold every setting of its format, version {FORMAT_VERSION}"
+            raise CheckpointError("linear_attention", rule, f"none of the name {lacking[0]}", "Save the model again.")
         try:
             return cls(**values)
         except HFLinearAttnError as error:

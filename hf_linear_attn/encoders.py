@@ -126,12 +126,8 @@ def sentence_modules(name: str | None) -> list[dict[str, Any]]:
         raise _unusable(name, f"{MODULES} is no list of modules")
     first = modules[0]["path"] if modules else ""
     if first not in ("", "."):
-        raise CheckpointError(
-            "model",
-            "have its Transformer at the folder's root",
-            name,
-            f"Name {name}/{first}, and pass pooling=... for what stands beside it.",
-        )
+        remedy = f"Name {name}/{first}, and pass pooling=... for what stands beside it."
+        raise CheckpointError("model", "have its Transformer at the folder's root", name, remedy)
     if any(".." in Path(module["path"]).parts or Path(module["path"]).is_absolute() for module in modules):
         raise CheckpointError("model", "name modules inside its folder", name, "Use a folder from a source you trust.")
     return modules

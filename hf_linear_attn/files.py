@@ -29,7 +29,7 @@ def output_folder(
     """See that a folder can be written, and that no file of the user's is lost there; nothing on disk changes.
 
     It is refused where it is the folder of an input, lies inside of one, or holds one, by whatever path or link; and
-    where it has files that are no earlier run's. Whoever writes makes it, once nothing else is to be refused.
+    where it has files that are no earlier run's. The caller creates it, once nothing else is to be refused.
 
     Args:
         path: The folder.
@@ -49,12 +49,8 @@ def output_folder(
     for name, sources in inputs.items():
         for source in sources:
             if isinstance(source, str | Path) and source != "" and _shares(folder, Path(source)):
-                raise ArgumentError(
-                    argument,
-                    f"be apart from `{name}`, {str(source)!r}",
-                    str(path),
-                    "Choose another folder: no run writes to what it reads.",
-                )
+                remedy = "Choose another folder: no run writes to what it reads."
+                raise ArgumentError(argument, f"be apart from `{name}`, {str(source)!r}", str(path), remedy)
     if not overwrite:
         _check_empty(folder, argument, marks)
     try:
@@ -114,24 +110,16 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _check_empty(folder: Path, argument: str, marks: Iterable[str]) -> None:
-    """Refuse a folder with files that are no run's.
-
-    Raises:
-        ArgumentError: If it has any.
-    """
+    """Refuse a folder with files that are no run's."""
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
     except OSError:  # there is none, or it is none: making it says so
         return
     if names and not any(True for mark in marks for _ in folder.glob(mark)):
         listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-        raise ArgumentError(
-            argument,
-            "be new, empty or of a run that goes on" if marks else "be new or empty",
-            str(folder),
-            "Choose another, or pass --overwrite (overwrite=True), which replaces files of the same names.",
-            where=f"it holds {listed}",
-        )
+        rule = "be new, empty or of a run that goes on" if marks else "be new or empty"
+        remedy = "Choose another, or pass --overwrite (overwrite=True), which replaces files of the same names."
+        raise ArgumentError(argument, rule, str(folder), remedy, where=f"it holds {listed}")
 
 
 def remove(folder: Path, patterns: Iterable[str]) -> None:
@@ -189,13 +177,8 @@ def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[P
         if isinstance(error, CheckpointError):
             raise
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
-        raise CheckpointError(
-            argument,
-            "have room for the model",
-            f"{free_mib:.0f} MiB free",
-            f"Writing failed ({error}); make room and run again.",
-            where=str(folder),
-        ) from error
+        rule, remedy = "have room for the model", f"Writing failed ({error}); make room and run again."
+        raise CheckpointError(argument, rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

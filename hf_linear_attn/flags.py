@@ -23,9 +23,6 @@ def check_flags(argv: Sequence[str], program: str, sources: Iterable[str]) -> No
         argv: Arguments without the program's name.
         program: The command, for messages.
         sources: Patterns of the files, within this package, whose dataclasses declare its settings.
-
-    Raises:
-        ArgumentError: If there is one.
     """
     names = [flag_name(word) for word in argv if word.startswith("--") and word != "--"]
     if _USERS in names:

@@ -87,13 +87,8 @@ def check_weights(
     if drawn:
         more = f" and {len(drawn) - 3} more" if len(drawn) > 3 else ""
         remedy = f"which would be drawn at random: name a checkpoint with them{otherwise}."
-        raise CheckpointError(
-            argument,
-            f"hold all weights of {kind}",
-            str(name),
-            f"It lacks {', '.join(drawn[:3])}{more}, {remedy}",
-            where=where,
-        )
+        remedy = f"It lacks {', '.join(drawn[:3])}{more}, {remedy}"
+        raise CheckpointError(argument, f"hold all weights of {kind}", str(name), remedy, where=where)
 
 
 def why_not_loaded(name: str | Path, error: BaseException) -> str:
@@ -123,23 +118,14 @@ def _check_files(folder: Path, argument: str) -> None:
                 argument, "hold files and folders only", path.name, "Remove what is none.", where=str(folder)
             )
     if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
-        raise CheckpointError(
-            argument,
-            "hold a model without adapters beside it",
-            "adapter_config.json",
-            "They name another model to load in its place: merge them with PEFT's merge_and_unload, and save that.",
-            where=str(folder),
-        )
+        rule = "hold a model without adapters beside it"
+        remedy = "They name another model to load in its place: merge them with PEFT's merge_and_unload, and save that."
+        raise CheckpointError(argument, rule, "adapter_config.json", remedy, where=str(folder))
     for index in folder.glob(f"*{SUFFIX}.index.json"):
         for file in _files_of(index, argument):
             if not isinstance(file, str) or Path(file).name != file or "\\" in file or Path(file).suffix != SUFFIX:
-                raise CheckpointError(
-                    argument,
-                    "name safetensors files beside its index only",
-                    file,
-                    "Save the model again.",
-                    where=str(index),
-                )
+                rule = "name safetensors files beside its index only"
+                raise CheckpointError(argument, rule, file, "Save the model again.", where=str(index))
 
 
 def _files_of(index: Path, argument: str) -> list[Any]:

@@ -154,12 +154,8 @@ def load_tokenizer(name: str, *, local_files_only: bool = False) -> PreTrainedTo
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except Exception as error:  # whatever Transformers raises of files that are none of its own
-        raise CheckpointError(
-            "tokenizer",
-            "be loadable from the model's folder",
-            name,
-            f"Save it there; loading it failed: {first_line(error)}",
-        ) from error
+        remedy = f"Save it there; loading it failed: {first_line(error)}"
+        raise CheckpointError("tokenizer", "be loadable from the model's folder", name, remedy) from error
 
 
 def process_state() -> PartialState:
@@ -237,12 +233,8 @@ def users_code(file: str | Path, argument: str) -> Iterator[None]:
             if Path(frame.filename) == Path(file).resolve()
         ]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), None)
-        raise ArgumentError(
-            argument,
-            "run without an error",
-            str(file),
-            f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}",
-        ) from error
+        remedy = f"Correct it, {type(error).__name__} in line {line}: {first_line(error)}"
+        raise ArgumentError(argument, "run without an error", str(file), remedy) from error
 
 
 def trained_positions(model: PreTrainedModel) -> int | None:

@@ -96,29 +96,16 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
 
 
 def _observable(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """Return the layers to observe, by the identity of their modules.
-
-    Raises:
-        ArgumentError: If the model is patched.
-        UnsupportedError: If there are none, or the model cannot use ``scaled_dot_product_attention``.
-    """
+    """Return the layers to observe, by the identity of their modules."""
     if is_patched(model):
         raise ArgumentError(
             "model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first."
         )
     layers = {id(layer.module): layer for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0}
     if not layers:
-        raise UnsupportedError(
-            "model",
-            "have full self-attention layers that call Transformers' AttentionInterface",
-            type(model).__name__,
-            "There is nothing to look at.",
-        )
+        rule = "have full self-attention layers that call Transformers' AttentionInterface"
+        raise UnsupportedError("model", rule, type(model).__name__, "There is nothing to look at.")
     if not getattr(model, "_supports_sdpa", False):
-        raise UnsupportedError(
-            "model",
-            "support scaled_dot_product_attention",
-            type(model).__name__,
-            "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it.",
-        )
+        remedy = "Its attention does more than softmax(scaling q.k) v, so maps cannot be compared with it."
+        raise UnsupportedError("model", "support scaled_dot_product_attention", type(model).__name__, remedy)
     return layers

@@ -126,7 +126,7 @@ def _results(part: Part, inputs: Tensors, backend: str) -> Tensors:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill memory with NaN when it is allocated, so that what nobody writes is noticed."""
+    """Fill memory with NaN when it is allocated, so that reads of uninitialised memory are noticed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # torch.utils.deterministic is made at import, and type checkers do not see what it holds.
     memory: Any = torch.utils.deterministic

@@ -105,11 +105,7 @@ def inspect_model(
 def _tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None
 ) -> torch.Tensor:
-    """Return the first tokens of a text, ``[1, T]``, as many as may be looked at.
-
-    Raises:
-        ArgumentError: If they are fewer than two, or more than the model has positions for.
-    """
+    """Return the first tokens of a text, ``[1, T]``, as many as may be looked at."""
     positions = position_limit(model)
     if max_tokens is None:
         max_tokens = min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS)
@@ -120,13 +116,8 @@ def _tokens(
     if ids.shape[1] < 2:
         raise ArgumentError("text", "have at least 2 tokens", text, "Pass more text.")
     if positions is not None and ids.shape[1] > positions:
-        raise ArgumentError(
-            "max_tokens",
-            f"be at most {positions}, for which the model has positions",
-            max_tokens,
-            "Lower it, or leave it out.",
-            where=type(model).__name__,
-        )
+        rule = f"be at most {positions}, for which the model has positions"
+        raise ArgumentError("max_tokens", rule, max_tokens, "Lower it, or leave it out.", where=type(model).__name__)
     return ids
 
 

@@ -212,7 +212,7 @@ def _window_part(
         sinks = x["sink_k"], x["sink_v"], seen
         settings = {"window": WINDOW, "scaling": D**-0.5, "key_mask": real, "sinks": sinks, "own_key": own_key}
         o = window_attention(x["q"], x["k"], x["v"], **settings, backend=backend)  # type: ignore[arg-type]
-        # What a padded query gives, nobody reads.
+        # The output of a padded query is undefined.
         return {"o": o * real[:, None, :, None]}
 
     return Part(f"a window of {WINDOW} with {SINKS} sinks and a key of each query's own", x, compute)

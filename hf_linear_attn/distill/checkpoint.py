@@ -76,13 +76,9 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         last = next(reversed(checkpoints(folder)), None)
-        raise CheckpointError(
-            "output_dir",
-            "have room for a checkpoint",
-            f"{free_mib:.0f} MiB free",
-            f"Writing failed ({error}); make room and run again to go on from the last good one: {last}.",
-            where=str(folder),
-        ) from error
+        rule = "have room for a checkpoint"
+        remedy = f"Writing failed ({error}); make room and run again to go on from the last good one: {last}."
+        raise CheckpointError("output_dir", rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -111,13 +107,8 @@ def load_newest(folder: Path) -> Checkpoint | None:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             logger.warning("checkpoint %s cannot be read (%s); trying the one before it", path, error)
     if found:
-        raise CheckpointError(
-            "output_dir",
-            "hold a readable checkpoint",
-            [path.name for path in found],
-            "All are damaged: empty the folder to start over.",
-            where=str(folder),
-        )
+        rule, remedy = "hold a readable checkpoint", "All are damaged: empty the folder to start over."
+        raise CheckpointError("output_dir", rule, [path.name for path in found], remedy, where=str(folder))
     return None
 
 

@@ -14,8 +14,9 @@ import torch
 from hf_linear_attn.arguments import CommandLine, Given, Setting, settings_of
 from hf_linear_attn.distill.data import load_data
 from hf_linear_attn.distill.models import fit_positions, load_teacher, model_name
-from hf_linear_attn.distill.plan import H100_TFLOPS, Plan
+from hf_linear_attn.distill.plan import H100_TFLOPS
 from hf_linear_attn.distill.plan import plan as compute_plan
+from hf_linear_attn.distill.planned import Plan
 from hf_linear_attn.distill.presets import available_presets, preset
 from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.result import DistillResult

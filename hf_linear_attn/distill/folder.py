@@ -1,6 +1,7 @@
 """The folder of a run: what it may be, how a run knows its own, what starting anew removes, and what is saved."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
-from hf_linear_attn.distill.picture import draw_losses
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.encoders import copy_sentence_files
+from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
+from hf_linear_attn.evaluation.report import standalone
 from hf_linear_attn.files import output_folder, paths_read, remove, whole_folder, write_atomic
 
 RECORD = "distillation.json"
@@ -22,6 +24,9 @@ READ = ("model", "student", "dataset", "feature_map_file", "chat_template")
 
 _MARKS = (RECORD, "checkpoints/step-*/meta.json")  # the latter of runs before there was a record at their start
 _MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "layers.json", "loss.svg")
+
+POINTS = 200
+"""Most points of a line in the picture of losses."""
 
 
 def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
@@ -59,8 +64,27 @@ def save_result(
         tokenizer.save_pretrained(temporary)
         if result.settings.encoder:
             copy_sentence_files(result.settings.model, temporary)
-    draw_losses({"student": result.history}, folder / "loss.svg")
+    draw_losses(result.history, folder / "loss.svg")
     names = ("metrics", "tokens", "elapsed_s", "trainable_parameters")
     record = {"settings": result.settings.to_dict(), **{name: getattr(result, name) for name in names}}
     write_atomic(folder / RECORD, json.dumps(record, indent=2))
     write_card(result, folder)
+
+
+def draw_losses(history: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw loss against training tokens, a line per stage, on logarithmic axes; nothing where nothing was logged.
+
+    Args:
+        history: Records with ``stage``, ``tokens`` and ``loss_nats``.
+        path: The SVG file.
+    """
+    known = [record for record in history if record["loss_nats"] > 0]
+    if not known:
+        return
+    lines, starts = [], []
+    for number, stage in enumerate(dict.fromkeys(record["stage"] for record in known)):
+        points = [(r["tokens"], r["loss_nats"], None, None) for r in known if r["stage"] == stage]
+        lines.append(Series(stage, number, points[:: -(-len(points) // POINTS)]))
+        starts.append((points[0][0], stage))
+    axes = Axes("training tokens", "loss (nats; transfer: error over variance)", log_y=True, marks=starts)
+    write_atomic(path, standalone(line_chart("Loss against training tokens", lines, axes)) + "\n")

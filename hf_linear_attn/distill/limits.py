@@ -41,9 +41,6 @@ def check_limits(settings: Any) -> dict[str, Any]:
 
     Returns:
         What takes the place of defaults that do not go with what was asked for.
-
-    Raises:
-        ArgumentError: If something is to be refused.
     """
     _check_ranges(settings)
     _check_datasets(settings)

@@ -37,12 +37,8 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfi
     """
     found = projections(model)
     if not found or not is_patched(model):
-        raise UnsupportedError(
-            "model",
-            "be patched and have attention projections",
-            type(model).__name__,
-            "Call patch_model first, or train with trainable='full'.",
-        )
+        remedy = "Call patch_model first, or train with trainable='full'."
+        raise UnsupportedError("model", "be patched and have attention projections", type(model).__name__, remedy)
     leaves = {name.rpartition(".")[2] for name in found}
     elsewhere = {
         name.rpartition(".")[2]

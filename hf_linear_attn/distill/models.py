@@ -36,12 +36,8 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
         if name == "layers":
             value = own[name] if value is None else sorted(set(value))
         if value != own[name]:
-            raise ArgumentError(
-                name,
-                f"be the student's own, {own[name]!r}",
-                value,
-                "Leave it out, or convert `model` anew in place of `student`.",
-            )
+            remedy = "Leave it out, or convert `model` anew in place of `student`."
+            raise ArgumentError(name, f"be the student's own, {own[name]!r}", value, remedy)
     return settings.with_changes(**{name: own[name] for name in (*CONVERSION, "softmax_budget")})
 
 
@@ -60,20 +56,12 @@ def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> Dis
 
 
 def check_lengths(settings: DistillationSettings, model: PreTrainedModel) -> None:
-    """Refuse sequences of which the linear branch sees nothing; warn of positions that the model never saw.
-
-    Raises:
-        ArgumentError: If the longest sequences end within the window and its sinks.
-    """
+    """Refuse sequences of which the linear branch sees nothing; warn of positions that the model never saw."""
     longest, window = settings.trained_length(), settings.conversion.window
     near = (window or 0) + settings.conversion.sinks
     if longest <= near and settings.conversion.mix != "window":
-        raise ArgumentError(
-            "block_tokens",
-            f"reach beyond the window and its sinks, {near} tokens",
-            longest,
-            "The linear branch would see nothing and learn nothing: raise it, or lower `window`.",
-        )
+        remedy = "The linear branch would see nothing and learn nothing: raise it, or lower `window`."
+        raise ArgumentError("block_tokens", f"reach beyond the window and its sinks, {near} tokens", longest, remedy)
     if settings.block_tokens <= near and settings.conversion.mix != "window":
         logger.warning(
             "sequences of %d tokens end within the window and its sinks: only longer ones teach the linear branch",
@@ -119,12 +107,8 @@ def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
         return {} if dtype is None else {"dtype": getattr(torch, dtype)}
     package = "bitsandbytes" if dtype == "nf4" else "torchao"
     if importlib.util.find_spec(package) is None:
-        raise ArgumentError(
-            argument,
-            f"be a dtype where {package} is not installed",
-            dtype,
-            f"Run `pip install {package}`, or `pip install 'hf_linear_attn[quantised]'` for all of them.",
-        )
+        remedy = f"Run `pip install {package}`, or `pip install 'hf_linear_attn[quantised]'` for all of them."
+        raise ArgumentError(argument, f"be a dtype where {package} is not installed", dtype, remedy)
     config: Any
     if dtype == "nf4":
         settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
@@ -225,58 +209,33 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
 
 
 def check_direction(settings: DistillationSettings, model: PreTrainedModel) -> None:
-    """Refuse to teach an encoder to predict next tokens, which it sees.
-
-    Raises:
-        ArgumentError: If the stages ask for it.
-    """
+    """Refuse to teach an encoder to predict next tokens, which it sees."""
     if is_encoder(model) and not settings.encoder:
-        raise ArgumentError(
-            "stages",
-            "be an encoder's, `transfer` and `embed`",
-            settings.stages,
-            "Use the preset `encoder`.",
-            where=type(model).__name__,
-        )
+        rule = "be an encoder's, `transfer` and `embed`"
+        raise ArgumentError("stages", rule, settings.stages, "Use the preset `encoder`.", where=type(model).__name__)
 
 
 def check_pair(
     teacher: PreTrainedModel | PreTrainedConfig | None, student: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a teacher, or one of that config, and a student that cannot belong together.
-
-    Raises:
-        ArgumentError: If one of them is patched wrongly, or architectures or vocabularies differ.
-    """
+    """Refuse a teacher, or one of that config, and a student that cannot belong together."""
     if not is_patched(student):
         raise ArgumentError(
             "student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher."
         )
     vocabulary = student.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
-        raise ArgumentError(
-            "tokenizer",
-            f"have at most the models' {vocabulary} tokens",
-            len(tokenizer),
-            "Use the tokenizer that the teacher was trained with.",
-        )
+        remedy = "Use the tokenizer that the teacher was trained with."
+        raise ArgumentError("tokenizer", f"have at most the models' {vocabulary} tokens", len(tokenizer), remedy)
     if teacher is None:
         return
     config: PreTrainedConfig = teacher.config if isinstance(teacher, PreTrainedModel) else teacher
     if isinstance(teacher, PreTrainedModel) and is_patched(teacher):
         raise ArgumentError("teacher", "be a softmax model", type(teacher).__name__, "Pass the unpatched original.")
     if config.model_type != student.config.model_type:
-        raise ArgumentError(
-            "student",
-            f"have the teacher's architecture, {config.model_type!r}",
-            student.config.model_type,
-            "Patch a copy of the teacher.",
-        )
+        rule = f"have the teacher's architecture, {config.model_type!r}"
+        raise ArgumentError("student", rule, student.config.model_type, "Patch a copy of the teacher.")
     expected = config.get_text_config().vocab_size
     if expected != vocabulary:
-        raise ArgumentError(
-            "student",
-            f"have the teacher's tokenizer and vocabulary of {expected}",
-            vocabulary,
-            "Distillation compares next-token distributions: use models with one tokenizer.",
-        )
+        remedy = "Distillation compares next-token distributions: use models with one tokenizer."
+        raise ArgumentError("student", f"have the teacher's tokenizer and vocabulary of {expected}", vocabulary, remedy)

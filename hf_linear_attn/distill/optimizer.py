@@ -26,12 +26,9 @@ def make_optimizer(settings: DistillationSettings, groups: list[dict[str, Any]])
     device = groups[0]["params"][0].device.type
     if settings.optimizer == "paged_adamw_8bit":
         if device != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
-            raise ArgumentError(
-                "optimizer",
-                "be `adamw` or `adamw_8bit` without bitsandbytes and a CUDA device",
-                settings.optimizer,
-                "Run `pip install bitsandbytes` on a machine with such a device, or use adamw_8bit.",
-            )
+            rule = "be `adamw` or `adamw_8bit` without bitsandbytes and a CUDA device"
+            remedy = "Run `pip install bitsandbytes` on a machine with such a device, or use adamw_8bit."
+            raise ArgumentError("optimizer", rule, settings.optimizer, remedy)
         import bitsandbytes
 
         return bitsandbytes.optim.PagedAdamW8bit(groups, **options)  # type: ignore[no-any-return]

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_linear_attn.distill.plan import GIB, H100_TFLOPS, SLACK, Plan, Planner, check_machine
+from hf_linear_attn.distill.plan import GIB, H100_TFLOPS, Planner, check_machine
+from hf_linear_attn.distill.planned import SLACK, Plan
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.errors import ArgumentError
@@ -77,12 +78,8 @@ def recipes_for(
         if shorter
         else _sharded(config, given, gpu_memory, gpus)
     )
-    raise ArgumentError(
-        "gpu_memory",
-        f"hold the leanest recipe, {name!r}, which needs {plans[name].total_gib / SLACK:.1f} GiB on each GPU",
-        gpu_memory,
-        remedy,
-    )
+    rule = f"hold the leanest recipe, {name!r}, which needs {plans[name].total_gib / SLACK:.1f} GiB on each GPU"
+    raise ArgumentError("gpu_memory", rule, gpu_memory, remedy)
 
 
 def recipes() -> dict[str, dict[str, Any]]:
@@ -106,20 +103,13 @@ def shorter_sequences(planner: Planner, gpu_memory: float) -> str | None:
 
 
 def check_fits(config: PreTrainedConfig, settings: DistillationSettings, found: Plan, gpu_memory: float) -> None:
-    """Refuse a GPU memory that does not hold a plan.
-
-    Raises:
-        ArgumentError: If it does not, with what would fit.
-    """
+    """Refuse a GPU memory that does not hold a plan."""
     if found.fits(gpu_memory):
         return
     remedy = None if found.sharded else shorter_sequences(Planner(config, settings), gpu_memory)
-    raise ArgumentError(
-        "gpu_memory",
-        f"hold this run, which needs {found.total_gib / SLACK:.1f} GiB on each GPU",
-        gpu_memory,
-        remedy or "Leave out recipe and preset: `plan` then looks for recipes that fit.",
-    )
+    rule = f"hold this run, which needs {found.total_gib / SLACK:.1f} GiB on each GPU"
+    remedy = remedy or "Leave out recipe and preset: `plan` then looks for recipes that fit."
+    raise ArgumentError("gpu_memory", rule, gpu_memory, remedy)
 
 
 def _sharded(config: PreTrainedConfig, given: Mapping[str, Any], gpu_memory: float, gpus: int) -> str:

@@ -135,12 +135,9 @@ def launch(settings: DistillationSettings) -> Accelerator:
     if accelerator.mixed_precision not in ("no", settings.mixed_precision) and (
         accelerator.mixed_precision != "bf16" or settings.mixed_precision != "auto"
     ):
-        raise ArgumentError(
-            "mixed_precision",
-            f"be the launcher's, {accelerator.mixed_precision!r}",
-            settings.mixed_precision,
-            "Pass --mixed-precision to the script; it knows 'no' and 'bf16'.",
-        )
+        rule = f"be the launcher's, {accelerator.mixed_precision!r}"
+        remedy = "Pass --mixed-precision to the script; it knows 'no' and 'bf16'."
+        raise ArgumentError("mixed_precision", rule, settings.mixed_precision, remedy)
     if accelerator.distributed_type == DistributedType.FSDP:
         remedy = "Launch with MULTI_GPU and pass --shard: maps stay whole then."
         raise ArgumentError("distributed_type", "not be FSDP", "FSDP", remedy)
@@ -193,12 +190,8 @@ def load_models(
     settings = resolve(settings, student, accelerator.mixed_precision)
     check_lengths(settings, student)
     if settings.pack and not settings.encoder and not takes(student, "position_ids"):
-        raise ArgumentError(
-            "pack",
-            f"be False for {type(student).__name__}",
-            settings.pack,
-            "It takes no position_ids, so packed documents would see each other: pass --no-pack.",
-        )
+        remedy = "It takes no position_ids, so packed documents would see each other: pass --no-pack."
+        raise ArgumentError("pack", f"be False for {type(student).__name__}", settings.pack, remedy)
 
     def load() -> PreTrainedModel:
         return place(load_teacher(settings) if teacher is None else teacher, settings, accelerator)
@@ -322,12 +315,8 @@ def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
     if path is not None and path.exists():
         selection = Selection.load(path)
         if selection.by != settings.softmax_by:
-            raise ArgumentError(
-                "softmax_by",
-                f"be what chose the layers in {path}, {selection.by!r}",
-                settings.softmax_by,
-                "Restore it, or choose another `output_dir`.",
-            )
+            rule = f"be what chose the layers in {path}, {selection.by!r}"
+            raise ArgumentError("softmax_by", rule, settings.softmax_by, "Restore it, or choose another `output_dir`.")
     else:
         if "transfer" in settings.stages:
             changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ class Selection:
         write_atomic(path, json.dumps(asdict(self), indent=2))
 
     @classmethod
-    def load(cls, path: Path) -> "Selection":
+    def load(cls, path: Path) -> Self:
         """Read what :meth:`save` wrote."""
         return cls(**json.loads(path.read_text()))
 
@@ -119,13 +119,50 @@ def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
     """
     count = max(1, round(budget * len(parts))) if budget > 0 else 0
     if not 0 <= budget < 1 or count >= len(parts):
-        raise ArgumentError(
-            "softmax_budget",
-            f"leave at least one of {len(parts)} converted layers",
-            budget,
-            "Lower it; with every layer softmax there is nothing to distil.",
-        )
+        remedy = "Lower it; with every layer softmax there is nothing to distil."
+        raise ArgumentError("softmax_budget", f"leave at least one of {len(parts)} converted layers", budget, remedy)
     return count
+
+
+class _Trials:
+    """Tries layers of a student as softmax, one choice after the other.
+
+    Args:
+        student: The patched model; it is in evaluation mode within a ``with`` block.
+        budget: Share of the converted layers to restore.
+        runs: Returns the number of trials, from the numbers of layers and of those to restore.
+        progress: Whether to show a progress bar.
+    """
+
+    def __init__(self, student: nn.Module, budget: float, runs: Callable[[int, int], int], progress: bool) -> None:
+        self.student, self.training = student, student.training
+        self.parts = linear_attention_parts(student)
+        self.count = layers_to_keep(self.parts, budget)
+        self.bar = tqdm(total=runs(len(self.parts), self.count), desc="layer selection", disable=not progress)
+
+    def __enter__(self) -> Self:
+        self.student.train(False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.student.train(self.training)
+        self.bar.close()
+
+    def mean(self, softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
+        """Return the mean of each loss with some layers softmax."""
+        with as_softmax([self.parts[layer] for layer in softmax]):
+            found = [mean_over_tokens(self.student, batches, losses) for batches, losses in asked]
+        self.bar.update()
+        return found
+
+    def entry(self, layer: int, **figures: float) -> dict[str, Any]:
+        """Return a layer's line of the ranking."""
+        return {"layer": layer, "name": self.parts[layer].name, **figures}
+
+    def step(self, chosen: Sequence[int], **figures: float) -> dict[str, Any]:
+        """Return the point of the curve at which the last of some layers was added."""
+        last = self.entry(chosen[-1]) if chosen else {"layer": None, "name": None}
+        return {"softmax_layers": len(chosen), **last, **figures}
 
 
 @torch.no_grad()
@@ -144,48 +181,22 @@ def select_by_kl(
         budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
         progress: Show a progress bar.
 
-    Returns:
-        The selection.
-
     Raises:
         ArgumentError: If the budget is out of range, or would leave no converted layer.
     """
-    parts = linear_attention_parts(student)
-    count = layers_to_keep(parts, budget)
-    expected = [teacher.divergence(batch) for batch in batches]
-    training = student.training
-    student.train(False)
-    runs = 1 + sum(len(parts) - n for n in range(max(count, 1)))
-    chosen: list[int] = []
-    ranking: list[dict[str, Any]] = []
-    with tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
-
-        def score(layers: list[int]) -> float:
-            with as_softmax([parts[layer] for layer in layers]):
-                found = mean_over_tokens(student, batches, expected)
-            bar.update()
-            return found
-
-        curve: list[dict[str, Any]] = [{"softmax_layers": 0, "layer": None, "name": None, "kl_nats": score([])}]
-        for turn in range(max(count, 1)):
-            tried = {layer: score([*chosen, layer]) for layer in range(len(parts)) if layer not in chosen}
-            if turn == 0:
-                ranking = [
-                    {"layer": layer, "name": parts[layer].name, "kl_nats": kl}
-                    for layer, kl in sorted(tried.items(), key=lambda item: item[1])
-                ]
-            if turn < count:
-                best = min(tried, key=lambda layer: tried[layer])
-                chosen.append(best)
-                curve.append(
-                    {
-                        "softmax_layers": len(chosen),
-                        "layer": best,
-                        "name": parts[best].name,
-                        "kl_nats": tried[best],
-                    }
-                )
-    student.train(training)
+    with _Trials(student, budget, lambda n, count: 1 + sum(n - k for k in range(max(count, 1))), progress) as trials:
+        asked = batches, [teacher.divergence(batch) for batch in batches]
+        chosen: list[int] = []
+        ranking: list[dict[str, Any]] = []
+        curve = [trials.step([], kl_nats=trials.mean([], asked)[0])]
+        for turn in range(max(trials.count, 1)):
+            left = [layer for layer in range(len(trials.parts)) if layer not in chosen]
+            tried = {layer: trials.mean([*chosen, layer], asked)[0] for layer in left}
+            best = sorted(tried, key=lambda layer: tried[layer])
+            ranking = ranking or [trials.entry(layer, kl_nats=tried[layer]) for layer in best]
+            if turn < trials.count:
+                chosen.append(best[0])
+                curve.append(trials.step(chosen, kl_nats=tried[best[0]]))
     return Selection(ranking, curve, sorted(chosen))
 
 
@@ -207,44 +218,24 @@ def select_by_recall(
         budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
         progress: Show a progress bar.
 
-    Returns:
-        The selection.
-
     Raises:
         ArgumentError: If the budget is out of range, or would leave no converted layer.
     """
-    parts = linear_attention_parts(student)
-    count = layers_to_keep(parts, budget)
-    losses = [text_loss(batch) for batch in text], [text_loss(batch) for batch in answers]
-    training = student.training
-    student.train(False)
-    with tqdm(total=2 + len(parts) + count, desc="layer selection", disable=not progress) as bar:
+    asked = [(batches, [text_loss(batch) for batch in batches]) for batches in (answers, text)]
+    with _Trials(student, budget, lambda n, count: 2 + n + count, progress) as trials:
 
         def figures(softmax: Iterable[int]) -> dict[str, float]:
-            with as_softmax([parts[layer] for layer in softmax]):
-                of_text = mean_over_tokens(student, text, losses[0])
-                of_answers = mean_over_tokens(student, answers, losses[1])
-            bar.update()
-            return {"answer_nats": of_answers, "loss_nats": of_text}
+            return dict(zip(("answer_nats", "loss_nats"), trials.mean(softmax, *asked), strict=True))
 
-        layers = range(len(parts))
+        layers = range(len(trials.parts))
         before = figures(layers)
-        ranking: list[dict[str, Any]] = []
+        ranking = []
         for layer in layers:
             found = figures(other for other in layers if other != layer)
             rise = max(found["loss_nats"] - before["loss_nats"], LEAST_LOSS_NATS)
             score = (found["answer_nats"] - before["answer_nats"]) / rise
-            ranking.append({"layer": layer, "name": parts[layer].name, **found, "score": score})
+            ranking.append(trials.entry(layer, **found, score=score))
         ranking.sort(key=lambda entry: -entry["score"])
-        chosen = [entry["layer"] for entry in ranking[:count]]
-        curve = [
-            {
-                "softmax_layers": n,
-                "layer": chosen[n - 1] if n else None,
-                "name": parts[chosen[n - 1]].name if n else None,
-                **figures(chosen[:n]),
-            }
-            for n in range(count + 1)
-        ]
-    student.train(training)
+        chosen = [entry["layer"] for entry in ranking[: trials.count]]
+        curve = [trials.step(chosen[:n], **figures(chosen[:n])) for n in range(trials.count + 1)]
     return Selection(ranking, curve, sorted(chosen), by="recall")

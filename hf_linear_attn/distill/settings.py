@@ -41,7 +41,7 @@ CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not i
 RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4, rotary="auto")
 """How a model is converted that is going to be trained.
 
-``patch_model``'s own defaults are for a model that nobody trains: its ``elu`` has nothing to learn. What the study
+``patch_model``'s own defaults are for a model that is not trained: its ``elu`` has no parameters. What the study
 chose, docs/results/distillation.md, is worthless before training and best after it.
 """
 

@@ -29,13 +29,9 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        raise UnsupportedError(
-            "shard",
-            "be False for a model that does not name its layers in _no_split_modules",
-            True,
-            "Leave it out, or shard the model yourself and pass it in.",
-            where=type(model).__name__,
-        )
+        rule = "be False for a model that does not name its layers in _no_split_modules"
+        remedy = "Leave it out, or shard the model yourself and pass it in."
+        raise UnsupportedError("shard", rule, True, remedy, where=type(model).__name__)
     dtype = torch.bfloat16 if mixed_precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     maps = {p for part in linear_attention_parts(model) for p in part.parameters()}

@@ -42,7 +42,7 @@ def visibility(q: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, ca
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
     visible = visible.tril()[None, None] if causal else visible[None, None]
     if key_mask is not None:
-        # A padded query sees itself, so that its row is finite; nobody reads it.
+        # A padded query sees itself, so that its row is finite; its output is not read.
         visible = visible & key_mask[:, None, None, :] | torch.eye(tokens, dtype=torch.bool, device=q.device)
     if cu_seqlens is not None:
         piece = torch.searchsorted(cu_seqlens, torch.arange(tokens, device=q.device), right=True)

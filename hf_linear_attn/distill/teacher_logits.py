@@ -141,12 +141,7 @@ def _top_logits(
 
 
 def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
-    """Tell whether a file is there and has all those sequences.
-
-    Raises:
-        ArgumentError: If it has another number of classes.
-        CheckpointError: If it is of other data.
-    """
+    """Tell whether a file is there and has all those sequences."""
     try:
         with safe_open(path, framework="pt") as file:
             expected = file.get_tensor(f"{numbers[0]}.crc32").item()
@@ -173,12 +168,8 @@ def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(
-            "teacher_logits",
-            "have room for the logits",
-            str(path.parent),
-            f"Writing failed ({error}); make room and run again to go on.",
-        ) from error
+        remedy = f"Writing failed ({error}); make room and run again to go on."
+        raise CheckpointError("teacher_logits", "have room for the logits", str(path.parent), remedy) from error
 
 
 def file_name(length: int, start: int) -> str:
@@ -193,11 +184,7 @@ def fingerprint(batch: Batch) -> int:
 
 
 def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) -> None:
-    """Refuse logits of another sequence than that of ``batch``.
-
-    Raises:
-        CheckpointError: If the checksums differ.
-    """
+    """Refuse logits of another sequence than that of ``batch``."""
     if expected != fingerprint(batch):
         raise CheckpointError(
             "teacher_logits",
@@ -223,12 +210,8 @@ class TeacherLogits(Teacher):
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                "teacher_logits",
-                "be a folder of precomputed logits",
-                str(folder),
-                "Run `hf-linear-attn teacher-logits` to its end.",
-            ) from error
+            remedy = "Run `hf-linear-attn teacher-logits` to its end."
+            raise CheckpointError("teacher_logits", "be a folder of precomputed logits", str(folder), remedy) from error
 
     def row(self, number: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the kept tokens ``[N, k]`` and log-probabilities ``[N, k]`` of one sequence.
@@ -244,12 +227,8 @@ class TeacherLogits(Teacher):
                 tokens, log_p = file.get_tensor(f"{number}.tokens"), file.get_tensor(f"{number}.log_p")
                 expected = file.get_tensor(f"{number}.crc32").item()
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                "teacher_logits",
-                f"hold sequence {number} of {length} tokens",
-                str(self.folder),
-                "Write the logits with these settings.",
-            ) from error
+            rule, remedy = f"hold sequence {number} of {length} tokens", "Write the logits with these settings."
+            raise CheckpointError("teacher_logits", rule, str(self.folder), remedy) from error
         check_fingerprint(expected, batch, number, self.folder)
         return tokens.long(), log_p.float()
 

@@ -69,10 +69,7 @@ def forward(
     cache = returned_cache(output)
     if cache is None:
         raise UnsupportedError(
-            "model",
-            "return a cache",
-            type(model).__name__,
-            "Evaluate a model that generates with a cache.",
+            "model", "return a cache", type(model).__name__, "Evaluate a model that generates with a cache."
         )
     logits: Tensor = output.logits
     return (logits if all_logits else logits[:, -1:]), cache
@@ -228,13 +225,8 @@ class PrefixReader:
 
     def _read_padded(self, batch: Sequence[Tensor]) -> tuple[Tensor, Any, Tensor]:
         if not accepts(self._model, "position_ids"):
-            raise UnsupportedError(
-                "batch_size",
-                "be 1 for a model that takes no position_ids",
-                len(batch),
-                "Prompts of unequal length need left padding.",
-                where=type(self._model).__name__,
-            )
+            rule, remedy = "be 1 for a model that takes no position_ids", "Prompts of unequal length need left padding."
+            raise UnsupportedError("batch_size", rule, len(batch), remedy, where=type(self._model).__name__)
         longest = max(len(prompt) for prompt in batch)
         ids = torch.full((len(batch), longest), self._pad_id)
         mask = torch.zeros_like(ids)

@@ -64,13 +64,8 @@ def make_template(tokenizer: PreTrainedTokenizerBase) -> Template:
         ArgumentError: If the tokenizer has none.
     """
     if not tokenizer.chat_template:
-        raise ArgumentError(
-            "chat_template",
-            "be left out for a tokenizer without one",
-            True,
-            "Set tokenizer.chat_template.",
-            where=type(tokenizer).__name__,
-        )
+        rule = "be left out for a tokenizer without one"
+        raise ArgumentError("chat_template", rule, True, "Set tokenizer.chat_template.", where=type(tokenizer).__name__)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _TEMPLATE_MARK}], tokenize=False, add_generation_prompt=True
     )

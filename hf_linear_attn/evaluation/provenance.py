@@ -36,7 +36,7 @@ def source_commit() -> str | None:
     """Return the commit of this package's source, marked where it was changed, or None where it is no checkout."""
     here = ["git", "-C", str(Path(__file__).parent)]
     try:
-        # A package installed inside of somebody's repository is not that repository's commit.
+        # A package installed inside another repository is not of that repository's commit.
         subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
         found = subprocess.run(
             [*here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

@@ -36,22 +36,26 @@ def write_report(results: Results, output_dir: str | Path, *, plots: bool = True
     folder.mkdir(parents=True, exist_ok=True)
     results = with_parts(results)
     sections = _sections(results) if plots else []
-    css = files("hf_linear_attn.evaluation").joinpath("report.css").read_text(encoding="utf-8")
+    css = _css()
     if plots:
         (folder / "figures").mkdir(exist_ok=True)
         for picture in (picture for section in sections for picture in section.pictures):
-            write_atomic(folder / "figures" / f"{picture.name}.svg", standalone(picture.svg, css) + "\n")
+            write_atomic(folder / "figures" / f"{picture.name}.svg", standalone(picture.svg) + "\n")
     write_atomic(folder / "report.md", _markdown(results, sections))
     path = folder / "report.html"
     write_atomic(path, _html(results, sections, css))
     return path
 
 
-def standalone(svg: str, css: str) -> str:
+def _css() -> str:
+    return files("hf_linear_attn.evaluation").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def standalone(svg: str) -> str:
     """Return an SVG that carries its colours and a background."""
     head, _, rest = svg.partition(">")
     background = '<rect width="100%" height="100%" style="fill:var(--card)"/>'
-    return f'{head} font-family="system-ui, sans-serif"><style>{css}</style>{background}{rest}'
+    return f'{head} font-family="system-ui, sans-serif"><style>{_css()}</style>{background}{rest}'
 
 
 def headlines(results: Results) -> list[Headline]:

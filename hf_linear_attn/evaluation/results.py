@@ -78,13 +78,9 @@ def read_results(path: Path) -> dict[str, Any]:
     validator = jsonschema.Draft202012Validator(schema() | {"additionalProperties": True})
     wrong = jsonschema.exceptions.best_match(validator.iter_errors(results))
     if wrong is not None:
-        raise CheckpointError(
-            "paths",
-            "be results of an evaluation",
-            str(path),
-            f"{wrong.message[-_LONGEST_REASON:]}: restore the file, or evaluate again.",
-            where=wrong.json_path.removeprefix("$."),
-        )
+        rule = "be results of an evaluation"
+        remedy = f"{wrong.message[-_LONGEST_REASON:]}: restore the file, or evaluate again."
+        raise CheckpointError("paths", rule, str(path), remedy, where=wrong.json_path.removeprefix("$."))
     return dict(results)
 
 

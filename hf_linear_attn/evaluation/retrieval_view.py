@@ -11,26 +11,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, short_number
 from hf_linear_attn.evaluation.scores import by_length, out_of_reach
 from hf_linear_attn.evaluation.statistics import EFFECTIVE_THRESHOLD
-from hf_linear_attn.evaluation.view import (
-    Headline,
-    Picture,
-    Results,
-    Row,
-    Section,
-    Table,
-    chart,
-    interval,
-    numbers_of,
-    or_status,
-    other_of,
-    percent,
-    slug,
-    teachers_of,
-    tokens,
-)
+from hf_linear_attn.evaluation.view import Results, Row
 
 # A score is kept, or not, where the other model has one to keep.
 _WORTH_KEEPING = 0.5
@@ -72,7 +57,7 @@ def kinds_of(results: Results) -> dict[Kind, list[str]]:
 
 def _unasked(results: Results) -> dict[str, list[int]]:
     """Return the lengths at which the teacher itself fails a task: nothing is asked of others there."""
-    teachers = teachers_of(results)
+    teachers = view.teachers_of(results)
     return out_of_reach(results["cells"], teachers[0]) if teachers else {}
 
 
@@ -87,8 +72,8 @@ def sentences(results: Results) -> list[str]:
             found.append(f"{task}: {first} holds {_reach(rows[first])}{others}.")
     for task, lengths in _unasked(results).items():
         found.append(
-            f"{task}: {teachers_of(results)[0]} itself finds no more than by chance at "
-            f"{', '.join(map(tokens, lengths))} tokens, so nothing is asked of the others there."
+            f"{task}: {view.teachers_of(results)[0]} itself finds no more than by chance at "
+            f"{', '.join(map(view.tokens, lengths))} tokens, so nothing is asked of the others there."
         )
     worst = max((floor["score"] for floor in results["floors"] if floor["score"] is not None), default=None)
     if worst is not None:
@@ -96,25 +81,25 @@ def sentences(results: Results) -> list[str]:
     for model in dict.fromkeys(cell["model"] for cell in results["cells"]):
         beyond = [c["length"] for c in results["cells"] if c["model"] == model and c["status"] == "unsupported"]
         if beyond:
-            found.append(f"{model} cannot read {tokens(min(beyond))} tokens or more: its positions end before.")
+            found.append(f"{model} cannot read {view.tokens(min(beyond))} tokens or more: its positions end before.")
     return found
 
 
-def headlines(results: Results) -> list[Headline]:
+def headlines(results: Results) -> list[view.Headline]:
     """Say how much of the other model's score was kept, for each kind of task, held-out forms in text first."""
     return [one for kind, tasks in kinds_of(results).items() for one in _kept(results, kind, tasks)]
 
 
-def _kept(results: Results, kind: Kind, tasks: Collection[str]) -> list[Headline]:
+def _kept(results: Results, kind: Kind, tasks: Collection[str]) -> list[view.Headline]:
     """Say it of the longest length at which the other model has a score to keep."""
-    first, other = results["model"]["name"], other_of(results)
+    first, other = results["model"]["name"], view.other_of(results)
     unasked = _unasked(results)
     mine, theirs = (_by_task(results, name, tasks, unasked) for name in (first, other))
     if not mine:
         if not _by_task(results, first, tasks, {}):
             return []
         detail = f"the {other} itself finds no more than by chance: {', '.join(tasks)}"
-        return [Headline("-", f"nothing asked: {kind}", detail)]
+        return [view.Headline("-", f"nothing asked: {kind}", detail)]
     shared = [length for length in mine if set(mine[length]) == set(theirs.get(length, {}))]
     length = max(mine)
     kept = None
@@ -129,15 +114,17 @@ def _kept(results: Results, kind: Kind, tasks: Collection[str]) -> list[Headline
     if skipped:
         detail += f"; not asked, for the {other} fails: {', '.join(skipped)}"
     if kept is None:
-        return [Headline(f"{_mean(mine[length]):.0%}", f"score at {tokens(length)} tokens: {kind}", detail)]
-    return [Headline(f"{kept:.0%}", f"of the {other}'s score kept at {tokens(length)} tokens: {kind}", detail)]
+        return [view.Headline(f"{_mean(mine[length]):.0%}", f"score at {view.tokens(length)} tokens: {kind}", detail)]
+    return [
+        view.Headline(f"{kept:.0%}", f"of the {other}'s score kept at {view.tokens(length)} tokens: {kind}", detail)
+    ]
 
 
-def pictures(results: Results) -> list[Section]:
+def pictures(results: Results) -> list[view.Section]:
     """Draw scores by length for each kind of task, by number of pairs, and by depth and length."""
     kinds = kinds_of(results)
     by_length_too = [
-        Section(
+        view.Section(
             f"Score by length: {kind}",
             _ABOUT[kind.trained] + " All depths together, with Wilson's 95% interval. The dotted line is RULER's "
             f"threshold for an effective length, {100 * EFFECTIVE_THRESHOLD:.1f}%.",
@@ -147,20 +134,20 @@ def pictures(results: Results) -> list[Section]:
     ]
     return [
         *by_length_too,
-        Section(
+        view.Section(
             "Score by number of pairs",
             "How many facts of one form a model can hold; one of them is asked. All depths together, with Wilson's 95% "
             "interval. A guess among n values that were read is right once in n.",
             _capacity(results),
         ),
-        Section(
+        view.Section(
             "Score by depth and length",
             "Depth is where the asked needle stands: 0% is the start of the context, 100% right before the question.",
             [
                 picture
                 for tasks in kinds.values()
                 for task in tasks
-                for model in numbers_of(results)
+                for model in view.numbers_of(results)
                 for picture in _map(results, task, model)
             ],
             legend=False,
@@ -174,7 +161,7 @@ _ABOUT = {
 }
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: Results) -> list[view.Table]:
     """Return effective lengths, differences on the same prompts, and every cell."""
     lengths = [
         [row["model"], row["task"], *(_known(row[name]) for name in ("tokens", "status", "at_least", "at_most"))]
@@ -204,8 +191,8 @@ def tables(results: Results) -> list[Table]:
             f"{row['length']:,}",
             "-" if row["depth"] is None or part == "floors" else f"{row['depth']:g}%",
             str(row["n"]),
-            or_status(row, percent(row["score"])),
-            interval(row["ci95"]),
+            view.or_status(row, view.percent(row["score"])),
+            view.interval(row["ci95"]),
             str(row["nulls"]),
         ]
         for part in ("cells", "capacity", "floors")
@@ -214,9 +201,9 @@ def tables(results: Results) -> list[Table]:
     header = ("model", "other", "task", "length", "n", "difference", "95% interval", "wins", "losses", "McNemar p")
     cell_header = ("model", "task", "form", "haystack", "length", "depth", "n", "score", "95% interval", "nulls")
     return [
-        Table("Effective length", ("model", "task", "tokens", "status", "at least", "at most"), lengths),
-        Table("Difference on the same prompts", header, paired),
-        Table("Retrieval cells", cell_header, cells),
+        view.Table("Effective length", ("model", "task", "tokens", "status", "at least", "at most"), lengths),
+        view.Table("Difference on the same prompts", header, paired),
+        view.Table("Retrieval cells", cell_header, cells),
     ]
 
 
@@ -250,27 +237,28 @@ def _list(rows: Mapping[str, Row], beside: Mapping[str, str] | None = None) -> s
 def _reach(row: Row) -> str:
     if row["status"] == "undetermined":
         if row["at_least"]:
-            return f"to {tokens(row['at_least'])} tokens, possibly {tokens(row['at_most'])} (too few samples to tell)"
-        return f"to at most {tokens(row['at_most'])} tokens (too few samples to tell)"
+            least, most = view.tokens(row["at_least"]), view.tokens(row["at_most"])
+            return f"to {least} tokens, possibly {most} (too few samples to tell)"
+        return f"to at most {view.tokens(row['at_most'])} tokens (too few samples to tell)"
     if row["tokens"] is None:
         return "at no tested length"
-    return f"to {tokens(row['tokens'])} tokens" + (
+    return f"to {view.tokens(row['tokens'])} tokens" + (
         ", the longest tested" if row["tokens"] == row["longest_tested"] else ""
     )
 
 
-def _lines(results: Results, task: str) -> list[Picture]:
-    rows = {model: by_length(results["cells"], model, task) for model in numbers_of(results)}
+def _lines(results: Results, task: str) -> list[view.Picture]:
+    rows = {model: by_length(results["cells"], model, task) for model in view.numbers_of(results)}
     series = [
         Series(model, n, [(r["length"], r["score"], *r["ci95"]) for r in rows[model]])
-        for model, n in numbers_of(results).items()
+        for model, n in view.numbers_of(results).items()
     ]
     axes = Axes("context length in tokens", "score", y_range=(0.0, 1.03), percent=True, threshold=EFFECTIVE_THRESHOLD)
     n = max((row["n"] for found in rows.values() for row in found), default=0)
-    return chart(f"score-{slug(task)}", f"{task}: score by length", f"n = {n} per length", series, axes)
+    return view.chart(f"score-{view.slug(task)}", f"{task}: score by length", f"n = {n} per length", series, axes)
 
 
-def _capacity(results: Results) -> list[Picture]:
+def _capacity(results: Results) -> list[view.Picture]:
     """Draw the score by number of pairs, for each form and length of which several numbers were asked."""
     groups: dict[tuple[str, int], dict[int, str]] = {}
     for cell in results["capacity"]:
@@ -280,7 +268,7 @@ def _capacity(results: Results) -> list[Picture]:
     for (form, length), tasks in groups.items():
         cells = [cell for cell in results["capacity"] if cell["length"] == length]
         series = []
-        for model, number in numbers_of(results).items():
+        for model, number in view.numbers_of(results).items():
             points = [
                 (pairs, row["score"], *row["ci95"])
                 for pairs, task in sorted(tasks.items())
@@ -289,11 +277,13 @@ def _capacity(results: Results) -> list[Picture]:
             series.append(Series(model, number, points))
         axes = Axes("pairs in the context", "score", y_range=(0.0, 1.03), percent=True)
         title = f"{form}: score by number of pairs"
-        drawn += chart(f"capacity-{slug(form)}-{length}", title, f"{tokens(length)} tokens", series, axes)
+        drawn += view.chart(
+            f"capacity-{view.slug(form)}-{length}", title, f"{view.tokens(length)} tokens", series, axes
+        )
     return drawn
 
 
-def _map(results: Results, task: str, model: str) -> list[Picture]:
+def _map(results: Results, task: str, model: str) -> list[view.Picture]:
     cells = [cell for cell in results["cells"] if cell["task"] == task and cell["model"] == model]
     if not cells or cells[0]["depth"] is None:
         return []
@@ -309,7 +299,7 @@ def _map(results: Results, task: str, model: str) -> list[Picture]:
         "needle depth",
     )
     subtitle = f"score in percent, n = {max(cell['n'] for cell in cells)} per field"
-    return [Picture(f"heat-{slug(task)}-{slug(model)}", title, subtitle, svg)]
+    return [view.Picture(f"heat-{view.slug(task)}-{view.slug(model)}", title, subtitle, svg)]
 
 
 def _field(cell: Row | None) -> HeatCell:

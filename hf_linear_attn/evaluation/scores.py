@@ -70,13 +70,6 @@ def paired_differences(cells: Sequence[dict[str, Any]], first: str, others: Sequ
                 match = theirs.get(row["length"])
                 if match is not None and match["prompts"] == row["prompts"]:
                     difference = paired_difference(row["scores"], match["scores"])
-                    found.append(
-                        {
-                            "model": first,
-                            "other": other,
-                            "task": task,
-                            "length": row["length"],
-                            **difference.to_dict(),
-                        }
-                    )
+                    cell = {"model": first, "other": other, "task": task, "length": row["length"]}
+                    found.append(cell | difference._asdict())
     return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +39,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     return (0.0 if successes == 0 else max(0.0, centre - half)), (1.0 if successes == n else min(1.0, centre + half))
 
 
-@dataclass(frozen=True)
-class PairedDifference:
+class PairedDifference(NamedTuple):
     """Difference of two models on the same samples.
 
     Args:
@@ -55,14 +53,10 @@ class PairedDifference:
 
     n: int
     difference: float
-    ci95: tuple[float, float]
+    ci95: list[float]
     wins: int
     losses: int
     p_value: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, ready for JSON."""
-        return {**asdict(self), "ci95": list(self.ci95)}
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> PairedDifference:
@@ -81,7 +75,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     return PairedDifference(
         n=len(difference),
         difference=float(difference.mean()),
-        ci95=(float(low), float(high)),
+        ci95=[float(low), float(high)],
         wins=wins,
         losses=losses,
         p_value=_sign_test(wins, losses),

@@ -65,12 +65,8 @@ class SampleStore:
         run_path = folder / RUN_FILE
         if run_path.exists():
             if not resume and (folder / "results.json").exists():
-                raise CheckpointError(
-                    "output_dir",
-                    "be a folder without results",
-                    str(folder),
-                    "Pass overwrite to replace that run, or resume to report on it anew.",
-                )
+                remedy = "Pass overwrite to replace that run, or resume to report on it anew."
+                raise CheckpointError("output_dir", "be a folder without results", str(folder), remedy)
             self._check_same(self._read_run(run_path), run, folder)
         else:
             write_atomic(run_path, json.dumps(run, indent=2) + "\n")
@@ -83,12 +79,8 @@ class SampleStore:
             run = json.loads(path.read_text(encoding="utf-8"))
             return {part: dict(run[part]) for part in ("settings", "fingerprints")}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                "output_dir",
-                "hold a run that can be gone on with",
-                str(path),
-                f"It is damaged ({error!r}): pass overwrite, or choose another folder.",
-            ) from error
+            remedy = f"It is damaged ({error!r}): pass overwrite, or choose another folder."
+            raise CheckpointError("output_dir", "hold a run that can be gone on with", str(path), remedy) from error
 
     @staticmethod
     def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], folder: Path) -> None:
@@ -99,13 +91,8 @@ class SampleStore:
                 listed = "; ".join(
                     f"{name} was {old[part].get(name)!r} and is {new[part].get(name)!r}" for name in changed
                 )
-                raise CheckpointError(
-                    "output_dir",
-                    f"hold a run of the same {what}",
-                    str(folder),
-                    "Choose another folder, or pass overwrite.",
-                    where=listed,
-                )
+                remedy = "Choose another folder, or pass overwrite."
+                raise CheckpointError("output_dir", f"hold a run of the same {what}", str(folder), remedy, where=listed)
 
     def reload(self) -> None:
         """Read the records that all processes have written.
@@ -121,13 +108,9 @@ class SampleStore:
                     record = _record(line)
                     self._records[record["key"]] = record
                 except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-                    raise CheckpointError(
-                        "output_dir",
-                        "hold a run that can be gone on with",
-                        str(path),
-                        f"It is damaged ({error!r}): remove that line, which is measured anew, or pass overwrite.",
-                        where=f"line {number}",
-                    ) from error
+                    rule = "hold a run that can be gone on with"
+                    remedy = f"It is damaged ({error!r}): remove that line, which is measured anew, or pass overwrite."
+                    raise CheckpointError("output_dir", rule, str(path), remedy, where=f"line {number}") from error
 
     def key(self, fingerprint: str, sample_id: str) -> str:
         """Return the key of a sample under this run's settings."""

@@ -146,18 +146,10 @@ def load_subject(path: str, role: str, settings: EvaluationSettings, kind: Kind 
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without any token that ends, begins or pads a text.
-
-    Raises:
-        ArgumentError: If the tokenizer has neither EOS, BOS nor a padding token.
-    """
+    """Refuse a tokenizer without any token that ends, begins or pads a text."""
     if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:
-        raise ArgumentError(
-            "tokenizer",
-            "have an EOS, BOS or padding token",
-            type(tokenizer).__name__,
-            "Set tokenizer.eos_token to the token that ends a text.",
-        )
+        remedy = "Set tokenizer.eos_token to the token that ends a text."
+        raise ArgumentError("tokenizer", "have an EOS, BOS or padding token", type(tokenizer).__name__, remedy)
 
 
 def prepare(
@@ -179,39 +171,23 @@ def prepare(
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if kind == "causal" and (head is None or model.config.is_encoder_decoder):
         raise UnsupportedError(
-            "model",
-            "be a causal language model",
-            type(model).__name__,
-            "Pass one with a head.",
-            where=name,
+            "model", "be a causal language model", type(model).__name__, "Pass one with a head.", where=name
         )
     model.train(False)
     subject = Subject(name=name, role=role, model=model, path=path)
     if role == "teacher" and subject.linear_attention is not None:
-        raise ArgumentError(
-            "teacher",
-            "be a softmax model, and this one is patched",
-            path or type(model).__name__,
-            "Name the softmax model that it was made from; `compare` shows two students side by side.",
-        )
+        rule = "be a softmax model, and this one is patched"
+        remedy = "Name the softmax model that it was made from; `compare` shows two students side by side."
+        raise ArgumentError("teacher", rule, path or type(model).__name__, remedy)
     if role == "model":
         if settings.attn == "linear" and subject.linear_attention is None:
-            raise UnsupportedError(
-                "attn",
-                "be 'softmax' or 'auto' for a model without a patched layer",
-                "linear",
-                "Call patch_model first, or load a folder that a patched model was saved to.",
-                where=name,
-            )
+            rule = "be 'softmax' or 'auto' for a model without a patched layer"
+            remedy = "Call patch_model first, or load a folder that a patched model was saved to."
+            raise UnsupportedError("attn", rule, "linear", remedy, where=name)
         if settings.attn == "softmax" and subject.linear_attention is not None:
             if path is None:
-                raise ArgumentError(
-                    "attn",
-                    "be 'linear' or 'auto' for a patched model in memory",
-                    "softmax",
-                    "Call unpatch_model first.",
-                    where=name,
-                )
+                rule = "be 'linear' or 'auto' for a patched model in memory"
+                raise ArgumentError("attn", rule, "softmax", "Call unpatch_model first.", where=name)
             from hf_linear_attn.patching import unpatch_model
 
             unpatch_model(model)
@@ -235,10 +211,7 @@ def gather_subjects(
     known = [id(one) for one in (model, teacher, *baselines.values()) if one is not None]
     if len(set(known)) != len(known):
         raise ArgumentError(
-            "teacher",
-            "be another object than `model`",
-            "the same model",
-            "patch_model works in place: load twice.",
+            "teacher", "be another object than `model`", "the same model", "patch_model works in place: load twice."
         )
     subjects = []
     for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):

@@ -86,6 +86,15 @@ class Suite(ABC):
         self.settings, self.subjects, self.tokenizer = settings, subjects, tokenizer
         self.own: Any = settings.of(self.Settings)
 
+    def record(self, store: SampleStore, subject: Subject, what: object) -> dict[str, Any] | None:
+        """Return what :meth:`keep` put into a store, if it did."""
+        return store.get(store.key(subject.fingerprint, f"{self.name}/{subject.name}/{what}"))
+
+    def keep(self, store: SampleStore, subject: Subject, what: object, **values: Any) -> None:
+        """Put values of a model into a store, under a name of their own."""
+        name = f"{self.name}/{subject.name}/{what}"
+        store.add([{"key": store.key(subject.fingerprint, name), "id": name, **values}])
+
     @abstractmethod
     def check(self) -> None:
         """Refuse at once, with an error of this package, what cannot work."""

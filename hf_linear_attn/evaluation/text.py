@@ -155,11 +155,7 @@ def plan_windows(corpus: Corpus, length: int, stride: int | None) -> list[Window
     step = longest_stride if stride is None else stride
     if not 1 <= step <= longest_stride:
         raise ArgumentError(
-            "stride",
-            f"lie in 1..{longest_stride}",
-            step,
-            "A longer one would skip tokens.",
-            where=f"{length} tokens",
+            "stride", f"lie in 1..{longest_stride}", step, "A longer one would skip tokens.", where=f"{length} tokens"
         )
     windows = []
     for number, document in enumerate(corpus.documents):

@@ -122,22 +122,14 @@ def _checked_opset(settings: ExportSettings) -> int | None:
         raise ArgumentError("opset", "be left out where the format is torch", settings.opset, "It is ONNX's.")
     opset = OLDEST_OPSET if settings.opset is None else settings.opset
     if opset < OLDEST_OPSET:
-        raise ArgumentError(
-            "opset",
-            f"be {OLDEST_OPSET} or newer",
-            opset,
-            f"Leave it out for {OLDEST_OPSET}, which every runtime of today reads.",
-        )
+        remedy = f"Leave it out for {OLDEST_OPSET}, which every runtime of today reads."
+        raise ArgumentError("opset", f"be {OLDEST_OPSET} or newer", opset, remedy)
     if settings.format == "torch":
         return None
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise ArgumentError(
-            "format",
-            "be one whose packages are installed",
-            "onnx",
-            f"Install {', '.join(missing)}: pip install 'hf_linear_attn[export]'; or use --format torch.",
-        )
+        remedy = f"Install {', '.join(missing)}: pip install 'hf_linear_attn[export]'; or use --format torch."
+        raise ArgumentError("format", "be one whose packages are installed", "onnx", remedy)
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
@@ -200,12 +192,9 @@ def _onnx(graph: Graph, opset: int) -> Any:
             verbose=False,
         )
     except Exception as error:  # whatever the exporter raises of an operator that it does not know
-        raise UnsupportedError(
-            "model",
-            f"be made of operators that ONNX's opset {opset} has",
-            "another",
-            f"PyTorch's exporter ended with: {first_line(error)}. Use --format torch, or a newer --opset.",
-        ) from error
+        rule = f"be made of operators that ONNX's opset {opset} has"
+        remedy = f"PyTorch's exporter ended with: {first_line(error)}. Use --format torch, or a newer --opset."
+        raise UnsupportedError("model", rule, "another", remedy) from error
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
     return program
@@ -232,20 +221,12 @@ def _compare(model: PreTrainedModel, graph: Graph, path: Path, settings: ExportS
             found.append(logits)
         difference = float((torch.cat(found, 1) - own).abs().max())
     except Exception as error:  # whatever a runtime raises of a file that it cannot run
-        raise CheckpointError(
-            "format",
-            "give a file that runs here",
-            settings.format,
-            f"It ended with: {first_line(error)}. Choose another --opset or --format.",
-        ) from error
+        remedy = f"It ended with: {first_line(error)}. Choose another --opset or --format."
+        raise CheckpointError("format", "give a file that runs here", settings.format, remedy) from error
     if not difference <= LARGEST_DIFFERENCE * float(own.abs().max()):
-        raise CheckpointError(
-            "format",
-            "give the model's own logits",
-            f"a difference of {difference:.3g}",
-            "Choose another --opset or --format, and report it: nothing was written.",
-            where=settings.format,
-        )
+        rule = "give the model's own logits"
+        remedy = "Choose another --opset or --format, and report it: nothing was written."
+        raise CheckpointError("format", rule, f"a difference of {difference:.3g}", remedy, where=settings.format)
     return tokens, difference
 
 

@@ -123,7 +123,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             other._apply(function, by)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Clear the state."""
         self.recent, self.unread, self.base = {}, {}, None
         self.state.reset()
         for other in self.others:
@@ -148,7 +148,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             other.activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens read since the last crop, and stop keeping the others.
+        """Drop the last tokens read since the last crop, and stop keeping the others.
 
         Args:
             tokens_to_remove: Minus their number, <= 0.
@@ -215,7 +215,7 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
         return -1
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Clear the state."""
         LinearAttentionLayer.reset(self)
         LinearAttentionCacheLayer.reset(self)
 
@@ -230,7 +230,7 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
         LinearAttentionCacheLayer.activate_past_recording(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens in both parts, where the recurrent one can."""
+        """Drop the last tokens in both parts, where the recurrent one can."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         LinearAttentionCacheLayer.crop(self, tokens_to_remove)
 
@@ -308,13 +308,9 @@ def _with_others(cache: Cache, layer: LinearAttentionCacheLayer) -> LinearAttent
 # What a tracer asks of this is its answer: an error of its own it could not raise.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_export(name: str) -> None:
-    raise UnsupportedError(
-        "cache",
-        "be None while a model is exported",
-        "a cache of keys and values",
-        "Exporters hand keys and values from step to step, and a state is neither: export with use_cache=False.",
-        where=name,
-    )
+    rule = "be None while a model is exported"
+    remedy = "Exporters hand keys and values from step to step, and a state is neither: export with use_cache=False."
+    raise UnsupportedError("cache", rule, "a cache of keys and values", remedy, where=name)
 
 
 def _static_length(cache: Cache) -> int | None:

@@ -61,12 +61,8 @@ def from_pretrained(path: str | Path, **kwargs: Any) -> PreTrainedModel:
             "path", "be a folder or hub name with a model's config.json", str(path), why_not_loaded(path, error)
         ) from error
     if getattr(config, "linear_attention", None) is None:
-        raise CheckpointError(
-            "path",
-            "hold a patched model",
-            str(path),
-            "Its config.json has no `linear_attention`; load it with Transformers and call patch_model.",
-        )
+        remedy = "Its config.json has no `linear_attention`; load it with Transformers and call patch_model."
+        raise CheckpointError("path", "hold a patched model", str(path), remedy)
     LinearAttentionConfig.from_dict(config.linear_attention)
     base = class_of(config)
     cls: Any = linear_attention_class(base)

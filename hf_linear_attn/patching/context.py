@@ -18,7 +18,7 @@ from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCache
 from hf_linear_attn.patching.call_cache import cache_argument
 from hf_linear_attn.patching.context_file import read_context_file, write_context_file
 from hf_linear_attn.patching.fingerprint import model_fingerprint
-from hf_linear_attn.patching.first_contexts import in_circles
+from hf_linear_attn.patching.first_contexts import in_ring_buffers
 from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.inputs import check_ids, check_tensor, left_padded
 from hf_linear_attn.patching.scope import part_of
@@ -56,12 +56,9 @@ def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
         ArgumentError: If the copy was used before, or rows or mask do not fit.
     """
     if cache.get_seq_length() != cache.context_mask.shape[1]:
-        raise ArgumentError(
-            "cache",
-            f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens",
-            f"a cache of {cache.get_seq_length()}",
-            "Call context.copy() for each answer.",
-        )
+        rule = f"be a fresh copy of a context of {cache.context_mask.shape[1]} tokens"
+        remedy = "Call context.copy() for each answer."
+        raise ArgumentError("cache", rule, f"a cache of {cache.get_seq_length()}", remedy)
     if (rows := cache.context_mask.shape[0]) != ids.shape[0]:
         raise ArgumentError(
             "cache",
@@ -75,12 +72,9 @@ def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
         return torch.cat([past, mask], dim=1)
     whole = (ids.shape[0], past.shape[1] + ids.shape[1])
     if mask.shape != whole or not torch.equal(mask[:, : past.shape[1]], past):
-        raise ArgumentError(
-            "attention_mask",
-            f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}",
-            tuple(mask.shape),
-            "Leave it out where the new tokens are not padded.",
-        )
+        rule = f"cover the {ids.shape[1]} new tokens, or begin with the context's mask of {past.shape[1]}"
+        remedy = "Leave it out where the new tokens are not padded."
+        raise ArgumentError("attention_mask", rule, tuple(mask.shape), remedy)
     return mask
 
 
@@ -95,11 +89,7 @@ class Context:
         self._cache, self.fingerprint = cache, fingerprint
 
     def get_seq_length(self, *args: Any) -> int:
-        """Refuse to stand for a cache, of which models ask this first.
-
-        Raises:
-            ArgumentError: Always.
-        """
+        """Refuse to stand for a cache, of which models ask this first."""
         raise ArgumentError("cache", "be a cache", "a Context", "Pass context.copy(), a fresh one for each answer.")
 
     def __len__(self) -> int:
@@ -224,12 +214,8 @@ def encode_context(
     """
     fingerprint = model_fingerprint(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            "model",
-            "be a decoder-only model",
-            type(model).__name__,
-            "An encoder's states belong to its source text; keep encoder_outputs instead.",
-        )
+        remedy = "An encoder's states belong to its source text; keep encoder_outputs instead."
+        raise UnsupportedError("model", "be a decoder-only model", type(model).__name__, remedy)
     check_type("chunk_size", chunk_size, int | None)
     if chunk_size is not None and chunk_size < 1:
         raise ArgumentError("chunk_size", "be at least 1, or None", chunk_size, "The default is 4096.")
@@ -278,27 +264,19 @@ def read_context(path: str | Path, model: PreTrainedModel, fingerprint: str) -> 
     """Load a context for a model of a known fingerprint; see :func:`load_context`."""
     tensors, about = read_context_file(path)
     if about.get("fingerprint") != fingerprint:
-        raise CheckpointError(
-            "model",
-            f"be the one that read this text, {str(about.get('fingerprint'))[:12]}",
-            fingerprint[:12],
-            "A state means nothing to other weights or another conversion; encode the text with this model.",
-            where=type(model).__name__,
-        )
+        rule = f"be the one that read this text, {str(about.get('fingerprint'))[:12]}"
+        remedy = "A state means nothing to other weights or another conversion; encode the text with this model."
+        raise CheckpointError("model", rule, fingerprint[:12], remedy, where=type(model).__name__)
     try:
         length = about["length"]
-        tensors = tensors if about["format_version"] > 1 else in_circles(tensors, length)
+        tensors = tensors if about["format_version"] > 1 else in_ring_buffers(tensors, length)
         tensors |= {name: tensors[first] for name, first in about.get("same", {}).items()}
         return Context.of_tensors(model, tensors, length, fingerprint, about.get("padded"))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever tensors of other names and shapes bring
-        raise CheckpointError(
-            "path",
-            "hold the states of this model's layers",
-            str(path),
-            f"Encode the text again; reading them failed, {type(error).__name__}: {first_line(error)}",
-        ) from error
+        remedy = f"Encode the text again; reading them failed, {type(error).__name__}: {first_line(error)}"
+        raise CheckpointError("path", "hold the states of this model's layers", str(path), remedy) from error
 
 
 def empty_cache(model: PreTrainedModel) -> ContextCache:
@@ -313,13 +291,8 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
     tensors = {"seen": cache.context_mask.sum(1)}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, HybridCacheLayer) or not isinstance(layer, (LinearAttentionCacheLayer, DynamicLayer)):
-            raise UnsupportedError(
-                "model",
-                "have attention layers only, to keep a context as a file",
-                type(layer).__name__,
-                "Keep the context in memory.",
-                where=f"cache layer {index}",
-            )
+            rule, remedy = "have attention layers only, to keep a context as a file", "Keep the context in memory."
+            raise UnsupportedError("model", rule, type(layer).__name__, remedy, where=f"cache layer {index}")
         if isinstance(layer, LinearAttentionCacheLayer):
             for call, part in enumerate((layer, *layer.others)):
                 tensors |= {f"layers.{index}.{call}.{name}": x for name, x in part.state.read().items()}

@@ -84,13 +84,8 @@ def read_context_file(path: str | Path) -> tuple[dict[str, Tensor], dict[str, An
         raise CheckpointError("path", "hold a saved context", str(path), "Make one with encode_context.")
     version = about.get("format_version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-        raise CheckpointError(
-            "format_version",
-            f"be at most {FORMAT_VERSION}",
-            version,
-            "Update hf_linear_attn to read this context.",
-            where=str(path),
-        )
+        remedy = "Update hf_linear_attn to read this context."
+        raise CheckpointError("format_version", f"be at most {FORMAT_VERSION}", version, remedy, where=str(path))
     found = about.pop("checksum", None)
     if found != _checksum(tensors, about if version > TENSORS_ALONE else {}) or not _is_whole(tensors, about):
         raise CheckpointError("path", "hold what was saved", str(path), "It was changed; encode the text again.")

@@ -134,12 +134,8 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     # It may have been made before there was anyone to refuse its rules.
     check_parts(config)
     if is_patched(model):
-        raise ArgumentError(
-            "model",
-            "be a softmax model",
-            f"a patched {type(model).__name__}",
-            "Call unpatch_model first.",
-        )
+        remedy = "Call unpatch_model first."
+        raise ArgumentError("model", "be a softmax model", f"a patched {type(model).__name__}", remedy)
     chosen = choose_layers(model, config.layers if layers is None else layers)
     # Everything that can fail comes before the first change.
     refuse_split_sharing(model, chosen)
@@ -147,13 +143,8 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     for layer in chosen:
         if layer.kind == "chunked":
             # Not to be dropped either: the masks of a chunk's start and of a packed document's look alike.
-            raise UnsupportedError(
-                "layers",
-                "leave layers out whose attention restarts at each chunk (attention_chunk_size)",
-                layer.index,
-                "The default leaves them softmax.",
-                where=layer.name,
-            )
+            rule = "leave layers out whose attention restarts at each chunk (attention_chunk_size)"
+            raise UnsupportedError("layers", rule, layer.index, "The default leaves them softmax.", where=layer.name)
         if not config.allow_approximate:
             refuse_special(layer)
         _refuse_bidirectional(layer, config)
@@ -201,11 +192,7 @@ def _with_known_rotation(model: ModelT, config: LinearAttentionConfig, layers: L
 
 
 def _find_rotations(model: PreTrainedModel) -> None:
-    """Call a model on a few tokens, so that every layer finds out how it rotates.
-
-    Raises:
-        UnknownRotationError: If one does not, or the model cannot be called so.
-    """
+    """Call a model on a few tokens, so that every layer finds out how it rotates."""
     weight = next(model.parameters())
     device = weight.device
     if not has_values(weight):
@@ -230,21 +217,12 @@ def _refuse_bidirectional(layer: AttentionLayer, config: LinearAttentionConfig) 
     if attends_causally(layer.module):
         return
     if config.window is not None:
-        raise ArgumentError(
-            "window",
-            "be None for bidirectional attention",
-            config.window,
-            "Leave the window out, or this layer with layers=.",
-            where=layer.name,
-        )
+        remedy = "Leave the window out, or this layer with layers=."
+        raise ArgumentError("window", "be None for bidirectional attention", config.window, remedy, where=layer.name)
     if RULES[config.update_rule].ordered:
-        raise UnsupportedError(
-            "update_rule",
-            "be 'additive' for bidirectional attention",
-            config.update_rule,
-            "Others go by the order of keys: use that one, or leave this layer out with layers=.",
-            where=layer.name,
-        )
+        rule = "be 'additive' for bidirectional attention"
+        remedy = "Others go by the order of keys: use that one, or leave this layer out with layers=."
+        raise UnsupportedError("update_rule", rule, config.update_rule, remedy, where=layer.name)
 
 
 def _models_of(model: nn.Module) -> list[nn.Module]:

@@ -119,13 +119,9 @@ def sizes_of(layer: AttentionLayer) -> Sizes:
 
 
 def _unsupported(layer: AttentionLayer, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        "model",
-        "have attention that linear attention can stand in for",
-        type(layer.module).__name__,
-        f"There is {reason}: leave the layer out with layers=, or pass allow_approximate=True to drop it.",
-        where=layer.name,
-    )
+    rule = "have attention that linear attention can stand in for"
+    remedy = f"There is {reason}: leave the layer out with layers=, or pass allow_approximate=True to drop it."
+    return UnsupportedError("model", rule, type(layer.module).__name__, remedy, where=layer.name)
 
 
 def refuse_special(layer: AttentionLayer) -> None:
@@ -185,12 +181,9 @@ def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]
     if not candidates:
         classes = sorted({type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()})
         seen = ", ".join(classes) if classes else "none named *Attention*"
-        raise UnsupportedError(
-            "model",
-            "have self-attention layers that call Transformers' AttentionInterface",
-            type(model).__name__,
-            f"There is nothing to convert; classes looked at: {seen}.",
-        )
+        rule = "have self-attention layers that call Transformers' AttentionInterface"
+        remedy = f"There is nothing to convert; classes looked at: {seen}."
+        raise UnsupportedError("model", rule, type(model).__name__, remedy)
     if layers is None:
         texts = _text_model_types(model)
         text = [layer for layer in candidates if getattr(layer.module.config, "model_type", None) in texts]

@@ -6,7 +6,7 @@ from torch import Tensor
 from hf_linear_attn.layers.window import NOWHERE
 
 
-def in_circles(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+def in_ring_buffers(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     """Return the tensors of a file of the first format, which held the window in order, as they are held now."""
     found = {name: x for name, x in tensors.items() if name.split(".")[-1].split("_")[0] not in ("ring", "sink", "far")}
     found |= {name: x for name, x in tensors.items() if name.endswith(".far_keys")}
@@ -14,16 +14,16 @@ def in_circles(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
         mask = tensors[prefix + "ring_far"]
         window = mask.shape[1]
         sinks = tensors[prefix + "sink_slot"].shape[1] if prefix + "sink_slot" in tensors else 0
-        places = sinks + (torch.arange(window) - window + length) % (window + 1)
+        slots = sinks + (torch.arange(window) - window + length) % (window + 1)
         for name in ("k", "v"):
             x = tensors[f"{prefix}ring_{name}"]
-            circle = x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3])
-            circle[:, :, places] = x
+            ring = x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3])
+            ring[:, :, slots] = x
             if sinks:
-                circle[:, :, :sinks] = tensors[f"{prefix}sink_{name}"]
-            found[f"{prefix}near_{name}"] = circle
+                ring[:, :, :sinks] = tensors[f"{prefix}sink_{name}"]
+            found[f"{prefix}near_{name}"] = ring
         held = mask.new_zeros(len(mask), sinks + window + 1)
-        held[:, places] = mask
+        held[:, slots] = mask
         if sinks:
             held[:, :sinks] = tensors[prefix + "sink_slot"] < NOWHERE
         found[prefix + "near_mask"] = held

@@ -14,7 +14,7 @@ from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
-from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
+from hf_linear_attn.patching.masks import Reader, linear_attention_mask, padding_of
 from hf_linear_attn.patching.scope import Seen, current, part_of
 
 IMPLEMENTATION = "hf_linear_attn"
@@ -119,15 +119,9 @@ def linear_attention_forward(
     layer = None if scope is None else scope.next_layer()
     key_mask = cu_seqlens = None
     if attention_mask is not None:
-        key_mask, cu_seqlens = padding_of(
-            attention_mask,
-            query.shape[0],
-            query.shape[2],
-            start=0 if layer is None else layer.length,
-            causal=causal,
-            strict=not part.settings.allow_approximate,
-            name=part.name,
-        )
+        start, strict = 0 if layer is None else layer.length, not part.settings.allow_approximate
+        reader = Reader(query.shape[0], query.shape[2], start, causal, strict, part.name)
+        key_mask, cu_seqlens = padding_of(attention_mask, reader)
     if cu_seqlens is None:
         cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
     state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation
@@ -158,10 +152,10 @@ def _after_rollback(
     rotation = call.rotation
     call = call._replace(in_place=not layer.record_past)
     if unread := layer.take_unread():
-        # Nobody asks what it attends to.
-        nobody = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
+        # Only the state is needed: the queries, and their outputs, do not matter.
+        unused = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
         others = None if rotation is None else rotation.of_others(unread["turns"])
-        part(nobody, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=others))
+        part(unused, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=others))
     if layer.record_past:
         mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if call.key_mask is None else call.key_mask
         turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
@@ -171,13 +165,9 @@ def _after_rollback(
 
 
 def _unhooked(part: LinearAttention) -> UnsupportedError:
-    return UnsupportedError(
-        "rotary",
-        "be 'keep' where an attention module is not called through its hooks",
-        "undo",
-        "Call the module itself instead of its forward: the hooks see its rotation.",
-        where=part.name,
-    )
+    rule = "be 'keep' where an attention module is not called through its hooks"
+    remedy = "Call the module itself instead of its forward: the hooks see its rotation."
+    return UnsupportedError("rotary", rule, "undo", remedy, where=part.name)
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
@@ -197,21 +187,12 @@ def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, 
 
 def _refuse_unsupported(part: LinearAttention, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("output_attentions"):
-        raise UnsupportedError(
-            "output_attentions",
-            "be False",
-            True,
-            "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be.",
-            where=part.name,
-        )
+        remedy = "Linear attention has no attention weights; `hf-linear-attn inspect` shows what they would be."
+        raise UnsupportedError("output_attentions", "be False", True, remedy, where=part.name)
     if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            "key",
-            f"hold the {query.shape[2]} new tokens only",
-            tuple(key.shape),
-            "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=.",
-            where=part.name,
-        )
+        rule = f"hold the {query.shape[2]} new tokens only"
+        remedy = "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=."
+        raise UnsupportedError("key", rule, tuple(key.shape), remedy, where=part.name)
     if part.settings.allow_approximate:
         return
     for argument, meaning in UNSUPPORTED.items():

@@ -43,28 +43,16 @@ def left_padded(mask: Tensor, ids: Tensor) -> Tensor:
         ArgumentError: If it has another shape, other values, or padding elsewhere.
     """
     if check_tensor("attention_mask", mask).shape != ids.shape:
-        raise ArgumentError(
-            "attention_mask",
-            f"have the shape [B, T] = {tuple(ids.shape)} of input_ids",
-            tuple(mask.shape),
-            "Pass the one that the tokenizer gave with them.",
-        )
+        rule = f"have the shape [B, T] = {tuple(ids.shape)} of input_ids"
+        remedy = "Pass the one that the tokenizer gave with them."
+        raise ArgumentError("attention_mask", rule, tuple(mask.shape), remedy)
     other = mask[(mask != 0) & (mask != 1)]
     if other.numel():
-        raise ArgumentError(
-            "attention_mask",
-            "be 1 for a real token and 0 for padding",
-            other[0].item(),
-            "Pass the one that the tokenizer gave.",
-        )
+        remedy = "Pass the one that the tokenizer gave."
+        raise ArgumentError("attention_mask", "be 1 for a real token and 0 for padding", other[0].item(), remedy)
     ends = (mask.long().diff(dim=1) < 0).any(1).nonzero().flatten().tolist()
     if ends:
         where = "on the right" if not mask[ends[0], -1] else "between its tokens"
-        raise ArgumentError(
-            "attention_mask",
-            "be padded on the left",
-            f"padding {where}",
-            "Tokenise with padding_side='left'.",
-            where=f"row {ends[0]}",
-        )
+        rule, remedy = "be padded on the left", "Tokenise with padding_side='left'."
+        raise ArgumentError("attention_mask", rule, f"padding {where}", remedy, where=f"row {ends[0]}")
     return mask.long()

@@ -1,7 +1,7 @@
 """The mask function of patched models: a 2-D padding mask or None, never a T x S one."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _refuse_forgetting(mask: Tensor, cache: Cache | None, where: str) -> None:
-    """Raise where a mask hides tokens that were read as real: they are in sums, which cannot forget them."""
+    """Raise where a mask hides tokens that were read as real: they are in sums, from which they cannot be removed."""
     if cache is None or mask.is_meta:
         return
     layers = (
@@ -61,17 +61,13 @@ def _refuse_forgetting(mask: Tensor, cache: Cache | None, where: str) -> None:
         return
     shown = mask[:, :past].bool().sum(1).to(seen.device)
     if not torch.equal(shown, seen):
-        raise ArgumentError(
-            "attention_mask",
-            f"show the {seen.tolist()} real tokens that were read before, as it did then",
-            shown.tolist(),
-            "A sum cannot forget: read the text again without those tokens.",
-            where=where,
-        )
+        rule = f"show the {seen.tolist()} real tokens that were read before, as it did then"
+        remedy = "A sum cannot forget: read the text again without those tokens."
+        raise ArgumentError("attention_mask", rule, shown.tolist(), remedy, where=where)
 
 
 def leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forget that after the forward, however it ended (a forward hook)."""
+    """Clear that after the forward, however it ended (a forward hook)."""
     current.model = None if current.model is None else current.model.outer
 
 
@@ -127,12 +123,9 @@ def linear_attention_mask(
     # `generate` may build the mask ahead of the forward, which then asks again with the new tokens' part of it.
     length = q_length if attention_mask is None else attention_mask.shape[-1]
     if length < q_length or (isinstance(q_offset, int) and length not in (q_length, q_offset + q_length)):
-        raise ArgumentError(
-            "attention_mask",
-            f"cover the {q_offset} earlier and {q_length} new tokens",
-            (batch_size, length),
-            "Append ones for the new tokens to the mask of the earlier ones.",
-        )
+        rule = f"cover the {q_offset} earlier and {q_length} new tokens"
+        remedy = "Append ones for the new tokens to the mask of the earlier ones."
+        raise ArgumentError("attention_mask", rule, (batch_size, length), remedy)
     mask = None if attention_mask is None else attention_mask[:, length - q_length :]
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function) and q_length > 1:
         starts, later = _pattern_of(mask_function, batch_size, q_length, q_offset, device)
@@ -182,9 +175,6 @@ def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tup
 
     Returns:
         ``real``, and the numbers ``[B, T]`` int64 or None for one sequence per row.
-
-    Raises:
-        UnsupportedError: If a query sees a later key, or a traced graph was promised one sequence and finds more.
     """
     scope = current.model
     if scope is not None and scope.one_sequence and torch.compiler.is_compiling():
@@ -207,16 +197,27 @@ def _pattern(where: str, found: str = "another pattern (a prefix, blocks or imag
     )
 
 
-def padding_of(
-    attention_mask: Tensor,
-    batch: int,
-    tokens: int,
-    *,
-    start: int | Tensor,
-    causal: bool,
-    strict: bool,
-    name: str,
-) -> tuple[Tensor | None, Tensor | None]:
+class Reader(NamedTuple):
+    """An attention call that reads a mask.
+
+    Attributes:
+        batch: B.
+        tokens: Number T of new tokens.
+        start: Number of earlier tokens, a tensor where the cache is static.
+        causal: Whether the layer attends causally.
+        strict: Whether it refuses what is neither causality nor padding nor packing, instead of dropping it.
+        name: The attention layer's name, for messages.
+    """
+
+    batch: int
+    tokens: int
+    start: int | Tensor
+    causal: bool
+    strict: bool
+    name: str
+
+
+def padding_of(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
     """Read padding and packing of the new tokens off the mask that an attention layer was given.
 
     Masks are 4-D, bool or additive, where softmax layers remain in a model, which they are built for, and where a
@@ -224,12 +225,7 @@ def padding_of(
 
     Args:
         attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, or a 4-D mask.
-        batch: B.
-        tokens: T.
-        start: Number of earlier tokens, a tensor where the cache is static.
-        causal: Whether the layer attends causally.
-        strict: Whether a layer refuses what is neither causality nor padding nor packing, instead of dropping it.
-        name: The attention layer's name, for messages.
+        reader: The call.
 
     Returns:
         The key mask ``[B, T]`` bool or None, and ``cu_seqlens [N + 1]`` of the rows laid end to end or None.
@@ -237,53 +233,42 @@ def padding_of(
     Raises:
         UnsupportedError: If the mask has another form.
     """
-    if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
+    tokens = reader.tokens
+    if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not reader.causal:
         return _shown(attention_mask)[:, 0, 0], None
     if attention_mask.ndim == 4:
-        return _of_every_query(attention_mask, batch, tokens, start=start, causal=causal, strict=strict, name=name)
+        return _of_every_query(attention_mask, reader)
     if attention_mask.ndim == 2 and attention_mask.dtype == torch.long:
         return None, _boundaries(attention_mask)
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
         return attention_mask[:, -tokens:].bool(), None
-    raise _no_padding_mask(attention_mask, tokens, name)
+    raise _no_padding_mask(attention_mask, tokens, reader.name)
 
 
 def _no_padding_mask(mask: Tensor, tokens: int, where: str) -> UnsupportedError:
-    return UnsupportedError(
-        "attention_mask",
-        f"be a padding mask [B, T >= {tokens}]",
-        tuple(mask.shape),
-        "A mask of its own for each query cannot be expressed by a sum over keys.",
-        where=where,
-    )
+    rule = f"be a padding mask [B, T >= {tokens}]"
+    remedy = "A mask of its own for each query cannot be expressed by a sum over keys."
+    return UnsupportedError("attention_mask", rule, tuple(mask.shape), remedy, where=where)
 
 
-def _of_every_query(
-    attention_mask: Tensor,
-    batch: int,
-    tokens: int,
-    *,
-    start: int | Tensor,
-    causal: bool,
-    strict: bool,
-    name: str,
-) -> tuple[Tensor | None, Tensor | None]:
+def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
     """Read a mask ``[B or 1, H or 1, T, S]`` that shows each query its keys; see :func:`padding_of`.
 
     A real token sees itself, whatever the pattern, and packed sequences begin where a real token is hidden from the
     next one.
     """
-    visible = _shown(attention_mask)[:, 0].expand(batch, -1, -1)
+    tokens, start = reader.tokens, reader.start
+    visible = _shown(attention_mask)[:, 0].expand(reader.batch, -1, -1)
     i = torch.arange(tokens, device=visible.device)
     # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
     most = visible.shape[2] - tokens
     new = i + (torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most))
     real = visible[:, i, new]
     # Transformers' own are right by themselves but for what reaches too far; a layer that was a window may stay one.
-    exact = strict and _is_callers() and not (torch.compiler.is_compiling() or visible.is_meta)
+    exact = reader.strict and _is_callers() and not (torch.compiler.is_compiling() or visible.is_meta)
     # A step on a GPU would wait for the answer.
     if exact and not (tokens == 1 and visible.is_cuda):
-        _refuse_scores(attention_mask, name)
+        _refuse_scores(attention_mask, reader.name)
     if tokens == 1:
         return real, None
     segments = torch.zeros_like(real, dtype=torch.long)
@@ -292,8 +277,8 @@ def _of_every_query(
         hidden = ~visible.gather(2, before.clamp(min=0)[:, :, None])[:, :, 0]
         segments = (real & hidden & (before >= 0) & (i > 0)).cumsum(1)
     wrong = None
-    if strict:
-        beyond = (torch.arange(visible.shape[2], device=visible.device) > new[:, None]) & causal
+    if reader.strict:
+        beyond = (torch.arange(visible.shape[2], device=visible.device) > new[:, None]) & reader.causal
         if most == 0:
             # A tree, or a prefix that several texts share: one's tokens see another's.
             beyond = beyond | (segments[:, :, None] != segments[:, None])
@@ -302,7 +287,7 @@ def _of_every_query(
             known = visible.any(1)
             hidden_keys = known[:, None] & ~visible & ~beyond & real[:, :, None]
             wrong = wrong | hidden_keys | (known[:, new] & ~real)[:, :, None]
-    real, found = _read(real, segments.diff(dim=1) != 0, wrong, name)
+    real, found = _read(real, segments.diff(dim=1) != 0, wrong, reader.name)
     return (real, None) if found is None else (None, _boundaries(found, real))
 
 

@@ -86,21 +86,12 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """
         parts = [part for part in self.modules() if isinstance(part, LinearAttention)]
         if attn_implementation != IMPLEMENTATION and not all(is_mixed(part) for part in parts):
-            raise UnsupportedError(
-                "attn_implementation",
-                "not be set on a model whose attention is converted",
-                attn_implementation,
-                "Call unpatch_model first.",
-                where=type(self).__name__,
-            )
+            rule, remedy = "not be set on a model whose attention is converted", "Call unpatch_model first."
+            raise UnsupportedError("attn_implementation", rule, attn_implementation, remedy, where=type(self).__name__)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: continuous batching keeps pages of keys and values, which linear attention does not have.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Refuse: continuous batching keeps pages of keys and values, which linear attention does not have."""
         raise UnsupportedError(
             "model",
             "be a softmax model for continuous batching",

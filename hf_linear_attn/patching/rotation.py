@@ -1,4 +1,4 @@
-"""How a model rotates its queries and keys: found by running an attention module with angles that tell."""
+"""How a model applies RoPE to its queries and keys: found by running an attention module with known cos and sin."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def is_rotated(module: nn.Module, name: str) -> bool:
     """Tell whether an attention module is handed a rotation.
 
     Raises:
-        UnknownRotationError: If it makes one by itself, which nobody else sees.
+        UnknownRotationError: If it applies one of its own, which cannot be seen from outside.
     """
     takes, source = _forward_of(type(module))  # type: ignore[arg-type]  # classes are hashable
     if takes:

@@ -42,7 +42,7 @@ class ModuleScope:
         layer: The cache layer of its first call; None without a cache.
         calls: Attention calls so far: some modules make several.
         outer: The scope of the module around it.
-        rotation: By which the module turns its queries and keys; None where it does not, or nobody asks.
+        rotation: By which the module rotates its queries and keys; None where it does not, or where it is not needed.
         looks: Whether the forward runs only to see queries and keys, and ends there.
     """
 
@@ -139,7 +139,7 @@ def _layout_of(
         others, named = with_angles(args, kwargs, cos, sin)
         before, current.module = current.module, ModuleScope(module, part, layer, None, None, looks=True)
         try:
-            # Adapters may drop at random: the same every time, and nobody else's numbers.
+            # Adapters may drop at random: the same every time, and without touching the global generator.
             with torch.random.fork_rng(devices):
                 module.forward(
                     *(without_cache(x) for x in others), **{key: without_cache(x) for key, x in named.items()}
@@ -167,7 +167,7 @@ class Seen(Exception):  # noqa: N818  # it tells of no error
 
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forget that after the forward, however it ended (a forward hook)."""
+    """Clear that after the forward, however it ended (a forward hook)."""
     current.module = None if current.module is None else current.module.outer
 
 

@@ -33,7 +33,7 @@ logger = getLogger(__name__)
 SUFFIX = ".context"
 
 ABANDONED_S = 3600.0
-"""Age at which a file that nobody has finished is taken for one whose writer was killed."""
+"""Age at which an unfinished file is taken for one whose writer was killed."""
 
 
 class Held(NamedTuple):
@@ -109,7 +109,7 @@ class ContextStore:
     def longest(self, ids: Tensor, *, read: bool = True) -> DynamicCache:
         """Return a cache that has read a text as far as its last block, for ``generate(ids, cache=...)``.
 
-        Blocks that nobody has read are read now, and their states kept. So the answer is the same to the bit whether
+        Blocks that are not there are read now, and their states kept. So the answer is the same to the bit whether
         the folder was empty or not.
 
         Args:
@@ -204,7 +204,7 @@ class ContextStore:
                     if time.time() - one.used_s > ABANDONED_S:
                         _remove(one.path)
         except Timeout:
-            # Somebody else is at it.
+            # Another process is trimming.
             return
 
     def _held(self) -> list[Held]:

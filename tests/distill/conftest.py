@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_linear_attn.distill import DistillationSettings
-from hf_linear_attn.distill.data import Data, Document, DocumentBlocks, RecallRows
+from hf_linear_attn.distill.data import Blocking, Data, Document, DocumentBlocks, RecallRows
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
@@ -26,7 +26,7 @@ def data(tokenizer) -> tuple[Data, Data]:
     documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
     made = [
         Data(
-            DocumentBlocks(documents[part], bos_ids(tokenizer), seed=0, shortest=16),
+            DocumentBlocks(documents[part], Blocking(bos_ids(tokenizer), 16), seed=0),
             RecallRows(tokenizer, seed=0),
             recall_share=0.25,
             answer_weight=4.0,

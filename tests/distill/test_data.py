@@ -13,6 +13,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill import data as data_package
 from hf_linear_attn.distill.data import (
+    Blocking,
     Data,
     Document,
     DocumentBlocks,
@@ -36,7 +37,7 @@ DOCUMENTS = [Document(range(100 * n, 100 * n + size)) for n, size in ((1, 7), (2
 
 
 def test_long_documents_fill_blocks_by_themselves_and_short_ones_share_one():
-    blocks = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11)
+    blocks = DocumentBlocks(DOCUMENTS, Blocking([9999], 11), seed=0)
     rows = sorted(blocks.block(number, 21) for number in range(len(blocks.places(21))))
     assert [(row.input_ids, row.starts) for row in rows] == [
         ([9999, *range(100, 107), 9999, *range(300, 312)], [0, 8]),
@@ -46,12 +47,12 @@ def test_long_documents_fill_blocks_by_themselves_and_short_ones_share_one():
         ([9999, *range(405, 425)], [0]),
     ]
     assert rows[0].weights == [0.0] + [1.0] * 7 + [0.0] + [1.0] * 12
-    alone = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=11, pack=False)
+    alone = DocumentBlocks(DOCUMENTS, Blocking([9999], 11, pack=False), seed=0)
     assert sorted(len(alone.block(number, 21).input_ids) for number in range(6)) == [8, 13, 21, 21, 21, 21]
 
 
 def test_epochs_have_the_same_blocks_in_another_order():
-    blocks = DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=5)
+    blocks = DocumentBlocks(DOCUMENTS, Blocking([], 5), seed=0)
     count = len(blocks.places(5))
     first = [blocks.block(number, 5) for number in range(count)]
     second = [blocks.block(number, 5) for number in range(count, 2 * count)]
@@ -62,28 +63,28 @@ def test_epochs_have_the_same_blocks_in_another_order():
 def test_documents_shorter_than_a_block_are_refused_if_all_are():
     message = "`block_tokens` must be at most 30, the longest document's tokens, got 31"
     with pytest.raises(ArgumentError, match=message):
-        DocumentBlocks(DOCUMENTS, bos=[], seed=0, shortest=31).block(0, 31)
-    stream = StreamBlocks(DOCUMENTS, bos=[], shortest=31)
+        DocumentBlocks(DOCUMENTS, Blocking([], 31), seed=0).block(0, 31)
+    stream = StreamBlocks(DOCUMENTS, Blocking([], 31))
     with pytest.raises(ArgumentError, match=message):
         [stream.block(number, 31) for number in range(9)]
 
 
 def test_streams_give_any_block_and_start_over_at_their_end():
-    stream = StreamBlocks(DOCUMENTS, bos=[9999], shortest=10)
-    whole = DocumentBlocks(DOCUMENTS, bos=[9999], seed=0, shortest=10)
+    stream = StreamBlocks(DOCUMENTS, Blocking([9999], 10))
+    whole = DocumentBlocks(DOCUMENTS, Blocking([9999], 10), seed=0)
     for length in (10, 21, 10):
         count = len(whole.places(length))
         read = [stream.block(number, length) for number in range(count)]
         assert sorted(read) == sorted(whole.block(number, length) for number in range(count))
         assert stream.block(count, length) == read[0]
         assert stream.block(2, length) == read[2]
-        assert StreamBlocks(DOCUMENTS, bos=[9999], shortest=10).block(4, length) == read[4]
+        assert StreamBlocks(DOCUMENTS, Blocking([9999], 10)).block(4, length) == read[4]
 
 
 def test_packed_documents_are_predicted_as_if_alone(teacher, tokenizer):
     rng = random.Random(0)
     documents = [Document([rng.randrange(3, 250) for _ in range(size)]) for size in (9, 12, 30, 7)]
-    blocks = DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16)
+    blocks = DocumentBlocks(documents, Blocking(bos_ids(tokenizer), 16), seed=0)
     data = Data(blocks, RecallRows(tokenizer, seed=0), recall_share=0.0, answer_weight=1.0, pad=0)
     packed = data.batch([0, 1], 32)
     assert packed.position_ids is not None

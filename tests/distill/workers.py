@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
-from hf_linear_attn.distill.data import Data, Document, DocumentBlocks, RecallRows
+from hf_linear_attn.distill.data import Blocking, Data, Document, DocumentBlocks, RecallRows
 from hf_linear_attn.distill.sharding import full_tensors
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
@@ -20,7 +20,7 @@ def make_data() -> tuple[Data, Data]:
     tokenizer = byte_tokenizer()
     documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
     made = Data(
-        DocumentBlocks(documents, bos_ids(tokenizer), seed=0, shortest=16),
+        DocumentBlocks(documents, Blocking(bos_ids(tokenizer), 16), seed=0),
         RecallRows(tokenizer, seed=0),
         recall_share=0.25,
         answer_weight=4.0,

@@ -34,7 +34,7 @@ def test_wilson_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_paired_difference_of_equal_models_is_zero():
     found = paired_difference([1, 0, 1, 0.5], [1, 0, 1, 0.5])
-    assert (found.difference, found.ci95, found.p_value, found.wins, found.losses) == (0, (0, 0), 1, 0, 0)
+    assert (found.difference, found.ci95, found.p_value, found.wins, found.losses) == (0, [0, 0], 1, 0, 0)
 
 
 # Two-sided exact binomial tests under a fair coin: 2 * (1 + 9) / 2^9 and 2 / 2^12.

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from logging import getLogger
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -80,30 +80,41 @@ def teaches(pieces: Iterable[tuple[Document, int]], length: int, bos: Sequence[i
     return False
 
 
-class DocumentBlocks(Blocks):
-    """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
+class Blocking(NamedTuple):
+    """How documents are laid out in blocks.
 
-    Args:
-        documents: The documents.
+    Attributes:
         bos: What a document begins with in a block, one token or none.
-        seed: Of the order.
         shortest: Tokens of the shortest blocks, which some document must fill.
         pack: Whether documents that do not fill a block share one.
         close: What ends a document in a block.
     """
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        bos: Sequence[int],
-        seed: int,
-        shortest: int,
-        *,
-        pack: bool = True,
-        close: Sequence[int] = (),
-    ) -> None:
-        self.documents, self.bos, self.close, self.seed = documents, list(bos), list(close), seed
-        self.shortest, self.pack = shortest, pack
+    bos: Sequence[int]
+    shortest: int
+    pack: bool = True
+    close: Sequence[int] = ()
+
+    def size(self, document: Document) -> tuple[int, int]:
+        """Return a document's tokens, and the special ones around it in a block."""
+        return len(document.ids), len(self.bos) * document.bos + len(self.close)
+
+    def fill(self, pieces: Iterable[tuple[Document, int]], length: int) -> Row:
+        """Return a block of documents, each from its first token shown on."""
+        return fill(pieces, length, self.bos, self.close)
+
+
+class DocumentBlocks(Blocks):
+    """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
+
+    Args:
+        documents: The documents.
+        blocking: How they are laid out.
+        seed: Of the order.
+    """
+
+    def __init__(self, documents: Sequence[Document], blocking: Blocking, seed: int) -> None:
+        self.documents, self.blocking, self.seed = documents, blocking, seed
         self._places: dict[int, list[list[tuple[int, int]]]] = {}
         self._orders: dict[int, tuple[int, list[int]]] = {}
 
@@ -114,11 +125,11 @@ class DocumentBlocks(Blocks):
             ArgumentError: If every document is shorter than the shortest block.
         """
         if length not in self._places:
-            sizes = [(n, len(d.ids), len(self.bos) * d.bos + len(self.close)) for n, d in enumerate(self.documents)]
-            check_longest(max((size + frame for _, size, frame in sizes), default=0), min(length, self.shortest))
-            self._places[length] = [
-                pieces for pieces in lay_out(sizes, length, self.pack) if teaches(self._shown(pieces), length, self.bos)
-            ]
+            blocking = self.blocking
+            sizes = [(n, *blocking.size(document)) for n, document in enumerate(self.documents)]
+            check_longest(max((size + frame for _, size, frame in sizes), default=0), min(length, blocking.shortest))
+            laid_out = lay_out(sizes, length, blocking.pack)
+            self._places[length] = [one for one in laid_out if teaches(self._shown(one), length, blocking.bos)]
             check_teaches(bool(self._places[length]))
         return self._places[length]
 
@@ -135,7 +146,7 @@ class DocumentBlocks(Blocks):
             random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
             # Steps take lengths in turn, so each keeps its own.
             self._orders[length] = epoch, order
-        return fill(self._shown(places[order[index]]), length, self.bos, self.close)
+        return self.blocking.fill(self._shown(places[order[index]]), length)
 
 
 class StreamBlocks(Blocks):
@@ -143,23 +154,11 @@ class StreamBlocks(Blocks):
 
     Args:
         documents: Iterable over the documents, each time from the first one.
-        bos: What a document begins with in a block.
-        shortest: Tokens of the shortest blocks, which some document must fill.
-        pack: Whether documents that do not fill a block share one.
-        close: What ends a document in a block.
+        blocking: How they are laid out.
     """
 
-    def __init__(
-        self,
-        documents: Iterable[Document],
-        bos: Sequence[int],
-        shortest: int,
-        *,
-        pack: bool = True,
-        close: Sequence[int] = (),
-    ) -> None:
-        self.documents, self.bos, self.close = documents, list(bos), list(close)
-        self.shortest, self.pack = shortest, pack
+    def __init__(self, documents: Iterable[Document], blocking: Blocking) -> None:
+        self.documents, self.blocking = documents, blocking
         self._next: dict[int, int] = {}
         self._blocks: dict[int, Iterator[Row]] = {}
 
@@ -169,17 +168,17 @@ class StreamBlocks(Blocks):
         def sized() -> Iterator[tuple[Document, int, int]]:
             nonlocal longest
             for document in self.documents:
-                frame = len(self.bos) * document.bos + len(self.close)
-                longest = max(longest, len(document.ids) + frame)
-                yield document, len(document.ids), frame
+                size, frame = self.blocking.size(document)
+                longest = max(longest, size + frame)
+                yield document, size, frame
 
         for epoch in itertools.count():
             found = False
-            for pieces in lay_out(sized(), length, self.pack):
-                if teaches(pieces, length, self.bos):
+            for pieces in lay_out(sized(), length, self.blocking.pack):
+                if teaches(pieces, length, self.blocking.bos):
                     found = True
-                    yield fill(pieces, length, self.bos, self.close)
-            check_longest(longest, min(length, self.shortest))
+                    yield self.blocking.fill(pieces, length)
+            check_longest(longest, min(length, self.blocking.shortest))
             check_teaches(found)
             logger.info("dataset read to its end %d times", epoch + 1)
 
@@ -194,33 +193,17 @@ class StreamBlocks(Blocks):
 
 
 def check_longest(longest: int, shortest: int) -> None:
-    """Refuse documents that are all shorter than the shortest block.
-
-    Raises:
-        ArgumentError: If they are.
-    """
+    """Refuse documents that are all shorter than the shortest block."""
     if longest < shortest:
-        raise ArgumentError(
-            "block_tokens",
-            f"be at most {longest}, the longest document's tokens",
-            shortest,
-            "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones.",
-        )
+        remedy = "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones."
+        raise ArgumentError("block_tokens", f"be at most {longest}, the longest document's tokens", shortest, remedy)
 
 
 def check_teaches(found: bool) -> None:
-    """Refuse documents of which no block has a token that is learned.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
+    """Refuse documents of which no block has a token that is learned."""
     if not found:
-        raise ArgumentError(
-            "loss_on",
-            "leave something to learn",
-            "answers",
-            "No answer of the dataset has a token; use `all`, or another dataset.",
-        )
+        remedy = "No answer of the dataset has a token; use `all`, or another dataset."
+        raise ArgumentError("loss_on", "leave something to learn", "answers", remedy)
 
 
 class MixedBlocks(Blocks):

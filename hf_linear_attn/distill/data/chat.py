@@ -59,16 +59,11 @@ def to_messages(row: object, where: str) -> list[Message]:
         where: What to call the row in messages.
 
     Raises:
-        ArgumentError: If it is no such list, or somebody unknown speaks.
+        ArgumentError: If it is no such list, or a role is unknown.
     """
     if not isinstance(row, Sequence) or not row or not all(isinstance(turn, Mapping) for turn in row):
-        raise ArgumentError(
-            "dataset",
-            "hold conversations as lists of messages",
-            row,
-            'A message is {"role": ..., "content": ...} or {"from": ..., "value": ...}.',
-            where=where,
-        )
+        remedy = 'A message is {"role": ..., "content": ...} or {"from": ..., "value": ...}.'
+        raise ArgumentError("dataset", "hold conversations as lists of messages", row, remedy, where=where)
     return [_message(without_none(turn), where) for turn in row]
 
 
@@ -82,13 +77,8 @@ def _message(turn: Mapping[str, Any], where: str) -> Message:
         return {"role": "assistant", "tool_calls": [_tool_call(said, where)]} | rest
     message = {"role": ROLES[speaker], "content": said} | rest
     if message["role"] == "assistant" and not has_text(said) and not rest.get("tool_calls"):
-        raise ArgumentError(
-            "dataset",
-            "have something in every assistant turn",
-            said,
-            "There is nothing to learn from an empty one: remove the row, or fill it in.",
-            where=where,
-        )
+        remedy = "There is nothing to learn from an empty one: remove the row, or fill it in."
+        raise ArgumentError("dataset", "have something in every assistant turn", said, remedy, where=where)
     return message
 
 
@@ -128,12 +118,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, bos: Sequence[int]) -> None:
         if not tokenizer.chat_template:
-            raise ArgumentError(
-                "chat_template",
-                "be a file with a template, since the tokenizer has none",
-                None,
-                "Name one, use the instruct checkpoint, or write the data as `prompt` and `completion`.",
-            )
+            rule = "be a file with a template, since the tokenizer has none"
+            remedy = "Name one, use the instruct checkpoint, or write the data as `prompt` and `completion`."
+            raise ArgumentError("chat_template", rule, None, remedy)
         self.template: str = tokenizer.get_chat_template()
         self.tokens = dict(tokenizer.special_tokens_map)
         self.marked = bool(MARKED.search(self.template))
@@ -183,13 +170,8 @@ class ChatTemplate:
                 **options,
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise ArgumentError(
-                "chat_template",
-                "take the dataset's conversations",
-                first_line(error),
-                "Change the rows, or name another template.",
-                where=where,
-            ) from error
+            rule, remedy = "take the dataset's conversations", "Change the rows, or name another template."
+            raise ArgumentError("chat_template", rule, first_line(error), remedy, where=where) from error
         (text,), marks = rendered
         return text, list(marks[0]) if marked else []
 
@@ -217,13 +199,9 @@ class ChatTemplate:
         return found
 
     def _unclear(self, where: str, what: str) -> ArgumentError:
-        return ArgumentError(
-            "chat_template",
-            "show which text is the assistant's",
-            f"a template that {what}",
-            "Put `{% generation %}` and `{% endgeneration %}` around answers in it and name that file.",
-            where=where,
-        )
+        rule = "show which text is the assistant's"
+        remedy = "Put `{% generation %}` and `{% endgeneration %}` around answers in it and name that file."
+        return ArgumentError("chat_template", rule, f"a template that {what}", remedy, where=where)
 
 
 def read_tools(value: object, where: str) -> list[Any] | None:

@@ -71,13 +71,9 @@ def find_files(path: Path) -> list[Path]:
         data = [p for p in files if p.name.partition(".")[0].lower() not in ABOUT]
         files = [p for p in data if kind_of(p)]
     if not files or not kind_of(files[0]):
-        raise ArgumentError(
-            "dataset",
-            "be a file that can be read, or a folder of such",
-            str(path),
-            f"Convert it; each may be compressed ({', '.join(COMPRESSED)})",
-            available=KINDS,
-        )
+        rule = "be a file that can be read, or a folder of such"
+        remedy = f"Convert it; each may be compressed ({', '.join(COMPRESSED)})"
+        raise ArgumentError("dataset", rule, str(path), remedy, available=KINDS)
     return files
 
 
@@ -159,10 +155,7 @@ def check_whole(files: Sequence[str]) -> None:
 def damaged(path: Path, error: Exception) -> ArgumentError:
     """Return the error of a file that cannot be read."""
     return ArgumentError(
-        "dataset",
-        "consist of files that are whole",
-        str(path),
-        f"Copy or compress it again: {first_line(error)}.",
+        "dataset", "consist of files that are whole", str(path), f"Copy or compress it again: {first_line(error)}."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.distill.data.blocks import Blocks, DocumentBlocks, MixedBlocks, StreamBlocks
+from hf_linear_attn.distill.data.blocks import Blocking, Blocks, DocumentBlocks, MixedBlocks, StreamBlocks
 from hf_linear_attn.distill.data.chat import Rendered, Span, has_text
 from hf_linear_attn.distill.data.recall import RecallRows
 from hf_linear_attn.distill.data.rows import Batch, Document, Row, collate
@@ -119,13 +119,9 @@ class Encoding:
             return []
         partly = not self.all_learned and any(text.answers is not None for text in texts)
         if partly and not self.tokenizer.is_fast:
-            raise ArgumentError(
-                "loss_on",
-                "be `all` with a tokenizer that does not tell which characters a token has",
-                "answers",
-                "Use it, or a fast tokenizer.",
-                where=type(self.tokenizer).__name__,
-            )
+            rule = "be `all` with a tokenizer that does not tell which characters a token has"
+            remedy = "Use it, or a fast tokenizer."
+            raise ArgumentError("loss_on", rule, "answers", remedy, where=type(self.tokenizer).__name__)
         # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
         encoded = self.tokenizer(
             [text.text for text in texts], add_special_tokens=False, verbose=False, return_offsets_mapping=partly
@@ -180,14 +176,13 @@ class Loader:
         self.settings, self.tokenizer, self.processes = settings, tokenizer, processes
         if settings.encoder:
             # Every row is one text, between the tokens that its embedding is made with, however short.
-            self.bos, self.close = Frame.of(tokenizer)
+            begin, close = Frame.of(tokenizer)
             self.encoding = Encoding(tokenizer, (), all_learned=True, framed=True)
-            self.shortest, self.pack = 0, False
+            self.blocking = Blocking(begin, 0, False, close)
         else:
-            self.bos, self.close = bos_ids(tokenizer), ()
             end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
             self.encoding = Encoding(tokenizer, end, all_learned=settings.loss_on == "all")
-            self.shortest, self.pack = settings.block_tokens, settings.pack
+            self.blocking = Blocking(bos_ids(tokenizer), settings.block_tokens, settings.pack)
 
     def load(self) -> Parts:
         """Return the blocks of all datasets, each with its share."""
@@ -197,7 +192,7 @@ class Loader:
             longest = max(settings.factors()) if settings.encoder else 1
             heldout = (settings.heldout_rows + 1) * settings.block_tokens * longest
             return Parts(
-                self._blocks(self._encode_stdlib("train", needed), self.shortest),
+                self._blocks(self._encode_stdlib("train", needed), self.blocking.shortest),
                 self._blocks(self._encode_stdlib("heldout", heldout)),
             )
         opened = [source.open(self.tokenizer, streaming=settings.streaming) for source in sources_of(settings)]
@@ -219,7 +214,7 @@ class Loader:
         check_not_empty(texts.source, first)
         documents = _Streamed(texts, self.encoding, skip=len(first))
         return Parts(
-            StreamBlocks(documents, self.bos, self.shortest, pack=self.pack, close=self.close),
+            StreamBlocks(documents, self.blocking),
             self._blocks(self.encoding.documents(first)),
         )
 
@@ -235,7 +230,7 @@ class Loader:
         else:
             training = [d for n, d in enumerate(found) if n % HELDOUT_ONE_IN]
             heldout = found[::HELDOUT_ONE_IN]
-        return Parts(self._blocks(training, self.shortest), self._blocks(heldout))
+        return Parts(self._blocks(training, self.blocking.shortest), self._blocks(heldout))
 
     def _encode_stdlib(self, part: Literal["train", "heldout"], enough: float) -> list[Document]:
         texts = load_stdlib_documents(part)
@@ -258,8 +253,7 @@ class Loader:
         return found
 
     def _blocks(self, documents: Sequence[Document], shortest: int = 0) -> DocumentBlocks:
-        seed = self.settings.seed
-        return DocumentBlocks(documents, self.bos, seed, shortest, pack=self.pack, close=self.close)
+        return DocumentBlocks(documents, self.blocking._replace(shortest=shortest), self.settings.seed)
 
 
 class _Streamed:
@@ -296,19 +290,12 @@ def load_data(
     if isinstance(training, DocumentBlocks):
         count = len(training.places(settings.block_tokens))
         if count < processes * settings.rows:
-            raise ArgumentError(
-                "rows",
-                f"leave every one of {processes} processes a row of the dataset's {count} blocks",
-                settings.rows,
-                "Use fewer processes or rows, shorter blocks, or a larger dataset.",
-            )
+            rule = f"leave every one of {processes} processes a row of the dataset's {count} blocks"
+            remedy = "Use fewer processes or rows, shorter blocks, or a larger dataset."
+            raise ArgumentError("rows", rule, settings.rows, remedy)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    shares: dict[str, Any] = {
-        "recall_share": settings.recall_share,
-        "answer_weight": settings.answer_weight,
-        "pad": pad,
-    }
-    shares["crop"] = settings.encoder
+    shares: dict[str, Any] = {"recall_share": settings.recall_share, "answer_weight": settings.answer_weight}
+    shares |= {"pad": pad, "crop": settings.encoder}
     return (
         Data(training, RecallRows(tokenizer, settings.seed), **shares),
         Data(heldout, RecallRows(tokenizer, settings.seed + 1), **shares),
@@ -336,22 +323,14 @@ def one_each(values: Sequence[Any], count: int) -> Sequence[Any]:
 
 
 def check_columns(settings: DistillationSettings, opened: Iterable[Texts]) -> None:
-    """Refuse columns that the settings name and no dataset has.
-
-    Raises:
-        ArgumentError: If there is one.
-    """
+    """Refuse columns that the settings name and no dataset has."""
     used = {pair for texts in opened for table in texts.tables for pair in table.columns.items()}
     for text in settings.columns:
         name, _, column = text.partition("=")
         if (name, column) not in used:
-            raise ArgumentError(
-                "columns",
-                "name columns of a dataset that its form has",
-                text,
-                "Remove it, or name one of those that are read",
-                available=sorted({column for _, column in used}),
-            )
+            rule = "name columns of a dataset that its form has"
+            remedy = "Remove it, or name one of those that are read"
+            raise ArgumentError("columns", rule, text, remedy, available=sorted({column for _, column in used}))
 
 
 def check_not_empty(source: Source, found: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hf_linear_attn.encoders import Frame, Pooling, embed, pooling_of
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT, compare_embeddings
 from hf_linear_attn.evaluation.figures import Axes
@@ -20,22 +21,7 @@ from hf_linear_attn.evaluation.settings import check_settings
 from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
-from hf_linear_attn.evaluation.view import (
-    Headline,
-    Point,
-    Results,
-    Row,
-    Section,
-    Table,
-    chart,
-    compared,
-    lines,
-    number,
-    or_status,
-    other_of,
-    percent,
-    tokens,
-)
+from hf_linear_attn.evaluation.view import Results, Row
 from hf_linear_attn.loading import Kind, read_text
 
 _FIGURES = (
@@ -105,11 +91,7 @@ class Embedding(Suite):
         return [found[n * len(found) // count] for n in range(count)]
 
     def check(self) -> None:
-        """Refuse lengths of which there are no two texts.
-
-        Raises:
-            ArgumentError: If there is one, or the pooling is unknown.
-        """
+        """Refuse lengths of which there are no two texts."""
         _ = self.pooling
         for length in self.own.embedding_lengths:
             if len(self.texts(length)) < 2:
@@ -127,16 +109,13 @@ class Embedding(Suite):
         """Measure every length that the store does not hold yet."""
         for length in self.own.embedding_lengths:
             able = [subject for subject in self.subjects if subject.refusal(length) is None]
-            if any(store.get(self._key(store, subject, length)) is None for subject in able):
+            if any(self.record(store, subject, length) is None for subject in able):
                 texts = self.texts(length)
                 models = {subject.name: subject.model for subject in able}
                 found = compare_embeddings(models, texts, self.frame, self.pooling, pad=self.pad)
                 for subject in able:
                     found[subject.name]["ms_per_text"] = self._time(subject.model, texts[0])
-                    key = self._key(store, subject, length)
-                    store.add(
-                        [{"key": key, "id": f"embedding/{subject.name}/{length}", "figures": found[subject.name]}]
-                    )
+                    self.keep(store, subject, length, figures=found[subject.name])
             advance((2 * self.own.embedding_texts + self.own.embedding_repeats) * len(self.subjects))
 
     @property
@@ -153,16 +132,12 @@ class Embedding(Suite):
         ]
         return statistics.median(taken[1:])
 
-    @staticmethod
-    def _key(store: SampleStore, subject: Any, length: int) -> str:
-        return store.key(subject.fingerprint, f"embedding/{subject.name}/{length}")
-
     def collect(self, store: SampleStore) -> dict[str, Any]:
         """Turn the store's records into rows."""
         rows = []
         for subject in self.subjects:
             for length in self.own.embedding_lengths:
-                record = store.get(self._key(store, subject, length))
+                record = self.record(store, subject, length)
                 figures = dict.fromkeys(_FIGURES) | ({} if record is None else record["figures"])
                 status = {"status": "ok", "reason": None}
                 if record is None:
@@ -178,7 +153,7 @@ class Embedding(Suite):
         return results
 
     @classmethod
-    def headlines(cls, results: Results) -> list[Headline]:
+    def headlines(cls, results: Results) -> list[view.Headline]:
         """Say how near the embeddings are."""
         mine = _longest(results)
         if mine is None or mine["cosine_mean"] is None:
@@ -186,48 +161,50 @@ class Embedding(Suite):
         detail = f"worst {LOW_PERCENT}% {mine[f'cosine_p{LOW_PERCENT:02d}']:.3f}; "
         detail += f"different texts have {mine['between_texts']:.3f}"
         return [
-            Headline(
-                f"{mine['cosine_mean']:.3f}", f"mean cosine to the teacher at {tokens(mine['length'])} tokens", detail
+            view.Headline(
+                f"{mine['cosine_mean']:.3f}",
+                f"mean cosine to the teacher at {view.tokens(mine['length'])} tokens",
+                detail,
             )
         ]
 
     @classmethod
     def quality(cls, results: Results) -> list[str]:
         """Compare retrieval with the teacher's at the longest length."""
-        mine, other = _longest(results), other_of(results)
+        mine, other = _longest(results), view.other_of(results)
         theirs = None if mine is None else _row(results, other, mine["length"])
         if mine is None or theirs is None:
             return []
         first = results["model"]["name"]
         return [
-            f"Among {mine['texts']} texts of {tokens(mine['length'])} tokens, {first} finds the second half of "
-            f"{percent(mine['top1'])} by the first, {other} of {percent(theirs['top1'])}."
+            f"Among {mine['texts']} texts of {view.tokens(mine['length'])} tokens, {first} finds the second half of "
+            f"{view.percent(mine['top1'])} by the first, {other} of {view.percent(theirs['top1'])}."
         ]
 
     @classmethod
     def speed(cls, results: Results) -> list[str]:
         """Compare the time of a text with the teacher's at the longest length."""
-        mine, other = _longest(results), other_of(results)
+        mine, other = _longest(results), view.other_of(results)
         theirs = None if mine is None else _row(results, other, mine["length"])
         if mine is None or theirs is None:
             return []
-        figure, word = compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
-        return [f"A text of {tokens(mine['length'])} tokens is embedded {figure} {word} than by {other}."]
+        figure, word = view.compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
+        return [f"A text of {view.tokens(mine['length'])} tokens is embedded {figure} {word} than by {other}."]
 
     @classmethod
-    def pictures(cls, results: Results) -> list[Section]:
+    def pictures(cls, results: Results) -> list[view.Section]:
         """Draw the time of a text by its length."""
 
-        def point(row: Row) -> Point | None:
+        def point(row: Row) -> view.Point | None:
             return None if row["ms_per_text"] is None else (row["length"], row["ms_per_text"], None, None)
 
-        series = lines(results, results["embedding"], point)
+        series = view.lines(results, results["embedding"], point)
         axes = Axes("tokens of a text", "ms per text", log_y=True)
-        drawn = chart("embedding-time", "Embedding", "one text at a time", series, axes)
-        return [Section("Embeddings", "Both axes are logarithmic, lower is better.", drawn)]
+        drawn = view.chart("embedding-time", "Embedding", "one text at a time", series, axes)
+        return [view.Section("Embeddings", "Both axes are logarithmic, lower is better.", drawn)]
 
     @classmethod
-    def tables(cls, results: Results) -> list[Table]:
+    def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows."""
         header = (
             "model", "length", "texts", "mean cosine", f"worst {LOW_PERCENT}%", "different texts", "reciprocal rank",
@@ -238,14 +215,14 @@ class Embedding(Suite):
             [
                 row["model"],
                 f"{row['length']:,}",
-                or_status(row, str(row["texts"])),
-                *(number(row[name]) for name in ("cosine_mean", low, "between_texts", "mean_reciprocal_rank")),
-                percent(row["top1"]),
-                number(row["ms_per_text"]),
+                view.or_status(row, str(row["texts"])),
+                *(view.number(row[name]) for name in ("cosine_mean", low, "between_texts", "mean_reciprocal_rank")),
+                view.percent(row["top1"]),
+                view.number(row["ms_per_text"]),
             ]
             for row in results["embedding"]
         ]
-        return [Table("Embeddings", header, rows)]
+        return [view.Table("Embeddings", header, rows)]
 
 
 def _row(results: Results, model: str | None, length: int) -> Row | None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_linear_attn.errors import UnsupportedError
+from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.figures import Axes
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
@@ -20,23 +21,7 @@ from hf_linear_attn.evaluation.statistics import crossing
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
-from hf_linear_attn.evaluation.view import (
-    Headline,
-    Picture,
-    Point,
-    Results,
-    Row,
-    Section,
-    Table,
-    chart,
-    compared,
-    lines,
-    number,
-    or_status,
-    other_of,
-    size,
-    tokens,
-)
+from hf_linear_attn.evaluation.view import Results, Row
 
 # What is compared by length: names of the measured columns and what they cost.
 BREAK_EVEN_COLUMNS = {"prefill": "ttft_ms", "decode": "decode_ms_per_token", "memory": "peak_mib"}
@@ -104,20 +89,12 @@ class Latency(Suite):
         return self.own.latency_batch_size or self.settings.batch_size
 
     def check(self) -> None:
-        """Refuse to time an eager softmax, which no one would deploy.
-
-        Raises:
-            UnsupportedError: If a softmax model runs eager attention.
-        """
+        """Refuse to time an eager softmax, which no one would deploy."""
         for subject in self.subjects:
             if subject.linear_attention is None and subject.model.config._attn_implementation == "eager":
-                raise UnsupportedError(
-                    "attn_implementation",
-                    "be a fused one for the latency suite",
-                    "eager",
-                    "Load the model with attn_implementation='sdpa', or leave the latency suite out.",
-                    where=subject.name,
-                )
+                rule = "be a fused one for the latency suite"
+                remedy = "Load the model with attn_implementation='sdpa', or leave the latency suite out."
+                raise UnsupportedError("attn_implementation", rule, "eager", remedy, where=subject.name)
 
     def plan(self, paces: Mapping[str, Pace]) -> Plan:
         """Count the tokens of all runs, and the time they take."""
@@ -138,10 +115,8 @@ class Latency(Suite):
         # What is compared is timed one right after the other: a machine is faster at one time than at another.
         for length in self.lengths:
             for subject in self.subjects:
-                key = self._key(store, subject, length)
-                if store.get(key) is None and subject.refusal(length) is None:
-                    figures = self._measure(subject, length)
-                    store.add([{"key": key, "id": f"latency/{subject.name}/{length}", "figures": figures}])
+                if self.record(store, subject, length) is None and subject.refusal(length) is None:
+                    self.keep(store, subject, length, figures=self._measure(subject, length))
                 advance(length)
 
     def _measure(self, subject: Subject, length: int) -> dict[str, Any]:
@@ -153,17 +128,13 @@ class Latency(Suite):
             return {**_NOTHING, "status": "out-of-memory", "reason": "The model ran out of memory."}
         return {"status": "ok", "reason": None, **found}
 
-    @staticmethod
-    def _key(store: SampleStore, subject: Subject, length: int) -> str:
-        return store.key(subject.fingerprint, f"latency/{subject.name}/{length}")
-
     def collect(self, store: SampleStore) -> dict[str, Any]:
         """Turn the store's records into cells."""
         cells = []
         for subject in self.subjects:
             for length in self.lengths:
                 cell = {"model": subject.name, "length": length}
-                record = store.get(self._key(store, subject, length))
+                record = self.record(store, subject, length)
                 if record is None:
                     cells.append({**cell, "status": "unsupported", "reason": subject.refusal(length), **_NOTHING})
                 else:
@@ -194,29 +165,29 @@ class Latency(Suite):
         return f"Times of {label} were taken in another environment." if elsewhere else None
 
     @classmethod
-    def headlines(cls, results: Results) -> list[Headline]:
+    def headlines(cls, results: Results) -> list[view.Headline]:
         """Say how much faster decode is, and how much smaller the cache."""
         pair = _longest_pair(results)
         if pair is None:
             return []
         mine, theirs, other = pair
-        at = f"at {tokens(mine['length'])} tokens"
+        at = f"at {view.tokens(mine['length'])} tokens"
         step, read = (theirs[name] / mine[name] for name in ("decode_ms_per_token", "ttft_ms"))
-        figure, word = compared(step, "faster", "slower")
-        read_figure, read_word = compared(read, "faster", "slower")
-        cache, cache_word = compared(theirs["cache_bytes"] / mine["cache_bytes"], "smaller", "larger")
+        figure, word = view.compared(step, "faster", "slower")
+        read_figure, read_word = view.compared(read, "faster", "slower")
+        cache, cache_word = view.compared(theirs["cache_bytes"] / mine["cache_bytes"], "smaller", "larger")
         prefill_text = f"prefill {read_figure} {read_word}" if read_word != "about the same" else "prefill as fast"
         return [
-            Headline(
+            view.Headline(
                 figure,
                 f"{word} decode {at}" if word != "about the same" else f"decode about as fast {at}",
                 f"{mine['decode_ms_per_token']:.3g} ms a token, {other} {theirs['decode_ms_per_token']:.3g}; "
                 f"{prefill_text}, batch of {mine['batch_size']}",
             ),
-            Headline(
+            view.Headline(
                 cache,
                 f"{cache_word} cache {at}" if cache_word != "about the same" else f"cache about as large {at}",
-                f"{size(mine['cache_bytes'])}, {other} {size(theirs['cache_bytes'])}",
+                f"{view.size(mine['cache_bytes'])}, {other} {view.size(theirs['cache_bytes'])}",
             ),
         ]
 
@@ -237,9 +208,9 @@ class Latency(Suite):
             ]
         )
         batch = "" if mine["batch_size"] == 1 else f" in a batch of {mine['batch_size']}"
-        found = [f"At {tokens(mine['length'])} tokens{batch}, {first} beside {other}: {listed}."]
+        found = [f"At {view.tokens(mine['length'])} tokens{batch}, {first} beside {other}: {listed}."]
         for row in (row for row in results["break_even"] if row["other"] == other):
-            places = [f"{name} from {tokens(row[name])} tokens" for name in BREAK_EVEN_COLUMNS if row[name]]
+            places = [f"{name} from {view.tokens(row[name])} tokens" for name in BREAK_EVEN_COLUMNS if row[name]]
             never = [name for name in BREAK_EVEN_COLUMNS if not row[name]]
             if places:
                 found.append(f"{first} costs less than {other} in " + ", ".join(places) + ".")
@@ -248,23 +219,23 @@ class Latency(Suite):
         return found
 
     @classmethod
-    def pictures(cls, results: Results) -> list[Section]:
+    def pictures(cls, results: Results) -> list[view.Section]:
         """Draw time and memory by length."""
         sizes = sorted({row["batch_size"] for row in results["latency"] if row["status"] == "ok"})
         batch = f", batch of {' or '.join(map(str, sizes))}"
-        found: list[Picture] = []
+        found: list[view.Picture] = []
         for name, title, subtitle, column, unit, scale in _PICTURES:
             marks = [
                 (row[name], f"= {row['other']} at {row[name]:,.0f}") for row in results["break_even"] if row.get(name)
             ]
-            series = lines(results, results["latency"], _point(column, scale))
+            series = view.lines(results, results["latency"], _point(column, scale))
             axes = Axes("context length in tokens", unit, log_y=True, marks=marks)
-            found += chart(f"latency-{name}", title, f"{subtitle}{batch}", series, axes)
+            found += view.chart(f"latency-{name}", title, f"{subtitle}{batch}", series, axes)
         text = "Both axes are logarithmic, lower is better. Dotted verticals mark the break-even length."
-        return [Section("Speed and memory", text, found)]
+        return [view.Section("Speed and memory", text, found)]
 
     @classmethod
-    def tables(cls, results: Results) -> list[Table]:
+    def tables(cls, results: Results) -> list[view.Table]:
         """Return the cells."""
         header = (
             "model", "length", "batch", "repeats", "prefill tok/s", "first token ms", "decode ms/token", "peak MiB",
@@ -275,15 +246,15 @@ class Latency(Suite):
                 row["model"],
                 f"{row['length']:,}",
                 *("-" if row[name] is None else str(row[name]) for name in ("batch_size", "repeats")),
-                or_status(row, number(row["prefill_tokens_per_s"])),
-                number(row["ttft_ms"]),
-                number(row["decode_ms_per_token"], 3),
-                number(row["peak_mib"]),
+                view.or_status(row, view.number(row["prefill_tokens_per_s"])),
+                view.number(row["ttft_ms"]),
+                view.number(row["decode_ms_per_token"], 3),
+                view.number(row["peak_mib"]),
                 "-" if row["cache_bytes"] is None else f"{row['cache_bytes']:,}",
             ]
             for row in results["latency"]
         ]
-        return [Table("Latency and memory", header, rows)]
+        return [view.Table("Latency and memory", header, rows)]
 
 
 def measure(
@@ -371,7 +342,7 @@ def _shared(cells: Sequence[Row], first: str, other: str) -> tuple[dict[int, Row
 
 def _longest_pair(results: Results) -> tuple[Row, Row, str] | None:
     """Return the cells of the model and of the other at the longest length that both could read, and its name."""
-    other = other_of(results)
+    other = view.other_of(results)
     if other is None:
         return None
     mine, theirs = _shared(results["latency"], results["model"]["name"], other)
@@ -379,12 +350,12 @@ def _longest_pair(results: Results) -> tuple[Row, Row, str] | None:
 
 
 def _ratio(what: str, ratio: float, better: str, worse: str) -> str:
-    figure, word = compared(ratio, better, worse)
+    figure, word = view.compared(ratio, better, worse)
     return f"{what} {word}" if word == "about the same" else f"{what} {figure} {word}"
 
 
-def _point(column: str, scale: float) -> Callable[[Row], Point]:
-    def point(row: Row) -> Point:
+def _point(column: str, scale: float) -> Callable[[Row], view.Point]:
+    def point(row: Row) -> view.Point:
         low, high = row.get(f"{column}_iqr") or (None, None)
         scaled = (None if low is None else low * scale, None if high is None else high * scale)
         return row["length"], row[column] * scale, *scaled

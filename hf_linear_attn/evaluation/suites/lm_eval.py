@@ -73,7 +73,7 @@ def _offline(active: bool) -> Iterator[None]:
 
 @register_suite
 class LmEval(Suite):
-    """How does the model do on tasks that everyone uses?"""
+    """How does the model do on the field's common benchmarks?"""
 
     name = "lm-eval"
     title = "lm-eval suite (pip install 'hf_linear_attn[lm-eval]')"
@@ -93,21 +93,12 @@ class LmEval(Suite):
                 model would silently see a prompt cut off at the left.
         """
         if find_spec("lm_eval") is None:
-            raise UnsupportedError(
-                "suite",
-                "not contain it without lm-evaluation-harness",
-                "lm-eval",
-                "Install it: pip install 'hf_linear_attn[lm-eval]'.",
-            )
+            remedy = "Install it: pip install 'hf_linear_attn[lm-eval]'."
+            raise UnsupportedError("suite", "not contain it without lm-evaluation-harness", "lm-eval", remedy)
         for task in self.own.lm_eval_tasks:
             if self.settings.offline and task not in OFFLINE_TASKS:
-                raise ArgumentError(
-                    "lm_eval_tasks",
-                    "need no network under `offline`",
-                    task,
-                    "Use one of those",
-                    available=OFFLINE_TASKS,
-                )
+                rule = "need no network under `offline`"
+                raise ArgumentError("lm_eval_tasks", rule, task, "Use one of those", available=OFFLINE_TASKS)
         if not any(is_ruler(task) for task in self.own.lm_eval_tasks):
             return
         if self.own.lm_eval_samples > _RULER_SAMPLES:
@@ -117,33 +108,23 @@ class LmEval(Suite):
         longest = max(self.settings.lengths)
         for subject in self.subjects:
             if subject.refusal(longest + _RULER_BUDGET):
-                raise ArgumentError(
-                    "lengths",
-                    f"leave {_RULER_BUDGET} of the model's {subject.position_limit} positions for the answer",
-                    longest,
-                    "The harness would cut the prompt off at the left; ask for shorter ones.",
-                    where=subject.name,
-                )
+                rule = f"leave {_RULER_BUDGET} of the model's {subject.position_limit} positions for the answer"
+                remedy = "The harness would cut the prompt off at the left; ask for shorter ones."
+                raise ArgumentError("lengths", rule, longest, remedy, where=subject.name)
 
     def plan(self, paces: Mapping[str, Pace]) -> Plan:
         """Count the runs; how long they take is the harness's own business."""
         return Plan(len(self.subjects) * len(self.own.lm_eval_tasks))
 
-    @staticmethod
-    def _key(store: SampleStore, subject: Subject, task: str) -> str:
-        return store.key(subject.fingerprint, f"lm-eval/{subject.name}/{task}")
-
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
         """Run every task on every model that the store holds no result of."""
         for name in self.own.lm_eval_tasks:
-            pending = [subject for subject in self.subjects if store.get(self._key(store, subject, name)) is None]
+            pending = [subject for subject in self.subjects if self.record(store, subject, name) is None]
             if pending:
                 # Built once for all models: RULER's generators draw from state that another build would find changed.
                 task, manager = self.build(name)
                 for subject in pending:
-                    rows = self._run_task(subject, name, task, manager)
-                    key = self._key(store, subject, name)
-                    store.add([{"key": key, "id": f"lm-eval/{subject.name}/{name}", "rows": rows}])
+                    self.keep(store, subject, name, rows=self._run_task(subject, name, task, manager))
             advance(len(self.subjects))
 
     def build(self, name: str) -> tuple[Any, Any]:
@@ -169,13 +150,9 @@ class LmEval(Suite):
         # Where a prompt does not fit, the harness's generators leave out the very words that are asked for.
         short = [doc["max_length"] for doc in task.dataset["test"] if not doc["outputs"]] if is_ruler(name) else []
         if short:
-            raise ArgumentError(
-                "lengths",
-                "leave the harness room for what it asks for",
-                min(short),
-                "Ask for a longer context or leave the task out.",
-                where=f"task {name!r}",
-            )
+            rule = "leave the harness room for what it asks for"
+            remedy = "Ask for a longer context or leave the task out."
+            raise ArgumentError("lengths", rule, min(short), remedy, where=f"task {name!r}")
         return task, manager
 
     def _run_task(self, subject: Subject, name: str, task: Any, manager: Any) -> list[dict[str, Any]]:
@@ -260,7 +237,7 @@ class LmEval(Suite):
     def collect(self, store: SampleStore) -> dict[str, Any]:
         """Turn the store's records into rows."""
         pairs = [(subject, task) for subject in self.subjects for task in self.own.lm_eval_tasks]
-        records = [store.get(self._key(store, subject, task)) for subject, task in pairs]
+        records = [self.record(store, subject, task) for subject, task in pairs]
         return {"lm_eval": [row for record in records if record is not None for row in record["rows"]]}
 
     @classmethod

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.figures import Axes
 from hf_linear_attn.evaluation.losses import Record, by_position, nothing, summarise
@@ -22,23 +23,7 @@ from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, extend, register_suite
 from hf_linear_attn.evaluation.text import Corpus, Window, load_corpus, plan_final_windows, plan_windows
-from hf_linear_attn.evaluation.view import (
-    Headline,
-    Picture,
-    Point,
-    Results,
-    Row,
-    Section,
-    Table,
-    chart,
-    lines,
-    number,
-    or_status,
-    other_of,
-    percent,
-    teachers_of,
-    tokens,
-)
+from hf_linear_attn.evaluation.view import Results, Row
 
 
 @dataclass(frozen=True)
@@ -114,12 +99,9 @@ class Perplexity(Suite):
         longest = max(len(document.ids) for document in corpus.documents) + len(corpus.bos)
         reachable = [length for length in lengths if length <= longest]
         if not reachable:
-            raise ArgumentError(
-                "lengths",
-                f"include one of at most {longest} tokens, the longest document's",
-                lengths,
-                "Ask for a shorter one, give a longer text, join the documents or raise max_text_tokens.",
-            )
+            rule = f"include one of at most {longest} tokens, the longest document's"
+            remedy = "Ask for a shorter one, give a longer text, join the documents or raise max_text_tokens."
+            raise ArgumentError("lengths", rule, lengths, remedy)
         found = []
         for length in lengths:
             windows = plan_windows(corpus, length, self.own.stride) if length in reachable else []
@@ -211,7 +193,7 @@ class Perplexity(Suite):
         losses = {key: row["nll_nats"] for key, row in _windows(results).items()}
         first = results["model"]["name"]
         baselines = [model["name"] for model in results["references"] if model["role"] == "baseline"]
-        for teacher in teachers_of(results)[:1]:
+        for teacher in view.teachers_of(results)[:1]:
             for baseline in baselines:
                 for length in sorted({length for _, length in losses}):
                     mine, best, theirs = (losses.get((name, length)) for name in (first, teacher, baseline))
@@ -236,21 +218,23 @@ class Perplexity(Suite):
         return None
 
     @classmethod
-    def headlines(cls, results: Results) -> list[Headline]:
+    def headlines(cls, results: Results) -> list[view.Headline]:
         """Say how much perplexity was lost, at the length where the other model reads best."""
-        first, other, rows = results["model"]["name"], other_of(results), _windows(results)
+        first, other, rows = results["model"]["name"], view.other_of(results), _windows(results)
         mine = {length: row["perplexity"] for (name, length), row in rows.items() if name == first}
         theirs = {length: row["perplexity"] for (name, length), row in rows.items() if name == other}
         if not mine:
             return []
         shared = mine.keys() & theirs.keys()
         if not shared:
-            return [Headline(f"{mine[max(mine)]:.4g}", f"perplexity at {tokens(max(mine))} tokens")]
+            return [view.Headline(f"{mine[max(mine)]:.4g}", f"perplexity at {view.tokens(max(mine))} tokens")]
         at = min(shared, key=lambda length: theirs[length])
         change = f"{mine[at] / theirs[at] - 1:+.0%}"
         detail = f"{mine[at]:.4g}, {other} {theirs[at]:.4g}"
         return [
-            Headline(change.replace("+0%", "0%").replace("-0%", "0%"), f"perplexity at {tokens(at)} tokens", detail)
+            view.Headline(
+                change.replace("+0%", "0%").replace("-0%", "0%"), f"perplexity at {view.tokens(at)} tokens", detail
+            )
         ]
 
     @classmethod
@@ -266,29 +250,29 @@ class Perplexity(Suite):
         ]
         beside = f" ({', '.join(others)})" if others else ""
         found = [
-            f"Perplexity in windows of {tokens(at['length'])} tokens is {at['perplexity']:.4g}{beside}, "
+            f"Perplexity in windows of {view.tokens(at['length'])} tokens is {at['perplexity']:.4g}{beside}, "
             f"{at['bits_per_byte']:.3f} bits per byte."
         ]
         # Beyond the length a teacher was trained for, to be near it is no merit.
         known = [row for row in mine if row["kl_nats"] is not None]
-        losses = {row["length"]: row["nll_nats"] for row in rows if row["model"] in teachers_of(results)}
+        losses = {row["length"]: row["nll_nats"] for row in rows if row["model"] in view.teachers_of(results)}
         if known and losses:
             best = min(known, key=lambda row: losses.get(row["length"], math.inf))
             found.append(
-                f"Where the teacher reads best, in windows of {tokens(best['length'])} tokens, {first} is "
+                f"Where the teacher reads best, in windows of {view.tokens(best['length'])} tokens, {first} is "
                 f"{best['kl_nats']:.3g} nats from it and has the same top token {best['agreement']:.0%} of the time."
             )
         for baseline in dict.fromkeys(row["baseline"] for row in results["gap_closed"]):
             gaps = [row for row in results["gap_closed"] if row["baseline"] == baseline]
             row = min(gaps, key=lambda row: losses[row["length"]])
             found.append(
-                f"At {tokens(row['length'])} tokens {first} closes {row['gap_closed']:.0%} of the loss between "
+                f"At {view.tokens(row['length'])} tokens {first} closes {row['gap_closed']:.0%} of the loss between "
                 f"{baseline} and {row['teacher']}."
             )
         return found
 
     @classmethod
-    def pictures(cls, results: Results) -> list[Section]:
+    def pictures(cls, results: Results) -> list[view.Section]:
         """Draw loss by position, by context and by window, and the distance from the teacher."""
         found = results["perplexity"]
         if found is None:
@@ -299,8 +283,8 @@ class Perplexity(Suite):
         place = Axes("position in the window, up to", "nats per token")
         share = Axes(place.x_label, "share of tokens", percent=True)
 
-        def draw(name: str, title: str, note: str, rows: Sequence[Row], column: str, axes: Axes) -> list[Picture]:
-            return chart(name, title, note, lines(results, rows, _point(column)), axes)
+        def draw(name: str, title: str, note: str, rows: Sequence[Row], column: str, axes: Axes) -> list[view.Picture]:
+            return view.chart(name, title, note, view.lines(results, rows, _point(column)), axes)
 
         context = Axes("context length in tokens", "perplexity")
         window = Axes("window length in tokens", "perplexity")
@@ -308,7 +292,7 @@ class Perplexity(Suite):
         afresh, same = "by window length, each from a fresh state", "perplexity of the same tokens"
         far = "Distance from the teacher by position"
         return [
-            Section(
+            view.Section(
                 "Perplexity",
                 "Lower is better; every token is scored once, and whiskers are bootstrap 95% intervals over windows.",
                 [
@@ -331,28 +315,28 @@ class Perplexity(Suite):
         ]
 
     @classmethod
-    def tables(cls, results: Results) -> list[Table]:
+    def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows by window length, and the gaps closed."""
         rows = [
             [
                 row["model"],
                 f"{row['length']:,}",
                 f"{row['tokens']:,}",
-                or_status(row, number(row["perplexity"])),
-                number(row["bits_per_byte"]),
-                number(row["kl_nats"], 3),
-                percent(row["agreement"]),
+                view.or_status(row, view.number(row["perplexity"])),
+                view.number(row["bits_per_byte"]),
+                view.number(row["kl_nats"], 3),
+                view.percent(row["agreement"]),
             ]
             for row in (results["perplexity"] or {"windows": []})["windows"]
         ]
         header = ("model", "length", "tokens", "perplexity", "bits per byte", "KL to teacher", "same top token")
         gaps = [
-            [row["baseline"], row["teacher"], f"{row['length']:,}", percent(row["gap_closed"])]
+            [row["baseline"], row["teacher"], f"{row['length']:,}", view.percent(row["gap_closed"])]
             for row in results["gap_closed"]
         ]
         return [
-            Table("Perplexity by window length", header, rows),
-            Table("Gap closed", ("baseline", "teacher", "length", "gap closed"), gaps),
+            view.Table("Perplexity by window length", header, rows),
+            view.Table("Gap closed", ("baseline", "teacher", "length", "gap closed"), gaps),
         ]
 
 
@@ -362,8 +346,8 @@ def _windows(results: Results) -> dict[tuple[str, int], Row]:
     return {(row["model"], row["length"]): row for row in rows if row["status"] == "ok"}
 
 
-def _point(column: str) -> Callable[[Row], Point | None]:
-    def point(row: Row) -> Point | None:
+def _point(column: str) -> Callable[[Row], view.Point | None]:
+    def point(row: Row) -> view.Point | None:
         low, high = row.get(f"{column}_ci95") or (None, None)
         at = row["stop"] if "stop" in row else row["length"]
         return None if row[column] is None else (at, row[column], low, high)

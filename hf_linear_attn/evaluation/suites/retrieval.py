@@ -24,7 +24,7 @@ from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
 from hf_linear_attn.evaluation.tasks import Sample, Task, Text, parse_task
-from hf_linear_attn.evaluation.view import Headline, Results, Section, Table
+from hf_linear_attn.evaluation.view import Results
 
 FLOOR_DEPTH = 50.0
 
@@ -119,24 +119,15 @@ class Retrieval(Suite):
         return [*groups, *(Group(task, length, self.own.depths, part="capacity") for task in fitting)]
 
     def check(self) -> None:
-        """Refuse what cannot be built.
-
-        Raises:
-            ArgumentError: If a task cannot fit into a length, its haystack is too short for one, or a template leaves
-                too few tokens.
-        """
+        """Refuse what cannot be built."""
         spent = self.template.cost(self.tokenizer)
         for task in self.own.made():
             shortest = task.min_length(self.tokenizer)
             for length in self.settings.lengths:
                 if length < shortest:
-                    raise ArgumentError(
-                        "lengths",
-                        f"be at least {shortest + spent} tokens",
-                        length,
-                        "Ask for a longer context or leave the task out.",
-                        where=f"task {task.label!r}",
-                    )
+                    rule = f"be at least {shortest + spent} tokens"
+                    remedy = "Ask for a longer context or leave the task out."
+                    raise ArgumentError("lengths", rule, length, remedy, where=f"task {task.label!r}")
                 if length - spent < shortest:
                     raise ArgumentError(
                         "chat_template",
@@ -226,22 +217,7 @@ class Retrieval(Suite):
             "paired": paired_differences(results["cells"], results["model"]["name"], others),
         }
 
-    @classmethod
-    def quality(cls, results: Results) -> list[str]:
-        """Say how far each model holds a task, what is not asked, what can be guessed, and who cannot read how much."""
-        return retrieval_view.sentences(results)
-
-    @classmethod
-    def headlines(cls, results: Results) -> list[Headline]:
-        """Say how much of the other model's score was kept, of held-out forms in text first."""
-        return retrieval_view.headlines(results)
-
-    @classmethod
-    def pictures(cls, results: Results) -> list[Section]:
-        """Draw scores by length, by number of pairs, and by depth and length."""
-        return retrieval_view.pictures(results)
-
-    @classmethod
-    def tables(cls, results: Results) -> list[Table]:
-        """Return effective lengths, differences on the same prompts, and every cell."""
-        return retrieval_view.tables(results)
+    quality = staticmethod(retrieval_view.sentences)
+    headlines = staticmethod(retrieval_view.headlines)
+    pictures = staticmethod(retrieval_view.pictures)
+    tables = staticmethod(retrieval_view.tables)

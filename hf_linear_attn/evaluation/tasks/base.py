@@ -128,24 +128,15 @@ class Task(ABC):
         """
         shortest = self.min_length(tokenizer)
         if length < shortest:
-            raise ArgumentError(
-                "length",
-                f"be at least {shortest} tokens",
-                length,
-                "Ask for a longer context or leave the task out.",
-                where=f"task {self.name!r}",
-            )
+            remedy = "Ask for a longer context or leave the task out."
+            raise ArgumentError("length", f"be at least {shortest} tokens", length, remedy, where=f"task {self.name!r}")
         if not 0 <= depth <= 100:
             raise ArgumentError("depth", "lie in 0..100", depth, "Pass it in percent.", where=f"task {self.name!r}")
         held = self.haystack.size(tokenizer) if self.has_haystack else length
         if held < length:
-            raise ArgumentError(
-                "haystack",
-                f"hold at least {length} tokens",
-                held,
-                "Ask for a shorter context, name longer `haystack_files`, or take haystack=noise.",
-                where=f"task {self.label!r}",
-            )
+            rule = f"hold at least {length} tokens"
+            remedy = "Ask for a shorter context, name longer `haystack_files`, or take haystack=noise."
+            raise ArgumentError("haystack", rule, held, remedy, where=f"task {self.label!r}")
 
 
 _TASKS: dict[str, type[Task]] = {}

@@ -1,0 +1,99 @@
+"""What a plan of a distillation says: memory, work and time by stage, and how sequences are split."""
+
+from dataclasses import dataclass
+
+SLACK = 0.95
+"""Share of a GPU's memory that is counted on: its allocator and its driver take some."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: memory per GPU by part in GiB, work, and time."""
+
+    stage: str
+    memory_gib: dict[str, float]
+    trained_parameters: int
+    tokens: float
+    exaflop: float
+    hours: float
+
+    @property
+    def total_gib(self) -> float:
+        """Memory per GPU."""
+        return sum(self.memory_gib.values())
+
+
+@dataclass(frozen=True)
+class Split:
+    """How sequences are split over ranks, and what each of those sends for one layer in a forward."""
+
+    ranks: int
+    length: int
+    states_bytes: int
+    keys_bytes: int
+    layers: int
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return (
+            f"Sequences of {self.length:,} tokens are split over {self.ranks} GPUs. Each sends "
+            f"{self.states_bytes / 2**20:.1f} MiB of states for a layer in a forward, at any length; keys and values "
+            f"of this length would be {self.keys_bytes / 2**20:.1f} MiB."
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs."""
+
+    model: str
+    parameters: int
+    feature_map_parameters: int
+    gpus: int
+    sharded: bool
+    stages: tuple[StagePlan, ...]
+    split: Split | None = None
+    longest: int | None = None
+
+    def fits(self, gpu_memory: float) -> bool:
+        """Tell whether GPUs of so many GiB hold it."""
+        return self.total_gib <= SLACK * gpu_memory
+
+    @property
+    def total_gib(self) -> float:
+        """Memory per GPU of the stage that needs most."""
+        return max(stage.total_gib for stage in self.stages)
+
+    def machine(self) -> str:
+        """Return in words what it runs on."""
+        if self.gpus == 1:
+            return "one GPU"
+        return f"{self.gpus} GPUs, " + ("sharded" if self.sharded else "each with all of it")
+
+    def table(self) -> str:
+        """Return the plan as a Markdown table."""
+        parts = list(self.stages[0].memory_gib)
+        lines = [
+            f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
+            f"{self.feature_map_parameters / 1e6:.1f}M, {self.machine()}",
+            "",
+            "| per GPU, GiB | " + " | ".join(stage.stage for stage in self.stages) + " |",
+            "| --- " * (len(self.stages) + 1) + "|",
+        ]
+        for part in parts:
+            lines.append(f"| {part} | " + " | ".join(f"{s.memory_gib[part]:.1f}" for s in self.stages) + " |")
+        lines.append("| **total** | " + " | ".join(f"**{s.total_gib:.1f}**" for s in self.stages) + " |")
+        trained = " | ".join(f"{s.trained_parameters / 1e6:,.1f}M" for s in self.stages)
+        lines += [
+            "| parameters trained | " + trained + " |",
+            "| tokens | " + " | ".join(f"{s.tokens / 1e6:,.1f}M" for s in self.stages) + " |",
+            "| work, EFLOP | " + " | ".join(f"{s.exaflop:.3g}" for s in self.stages) + " |",
+            "| hours | " + " | ".join(f"{s.hours:.2f}" for s in self.stages) + " |",
+        ]
+        if self.split is not None:
+            lines += ["", self.split.describe()]
+            if self.longest is not None:
+                lines.append(
+                    f"Expected to fit: a sequence of {self.longest:,} tokens, split over {self.split.ranks} GPUs."
+                )
+        return "\n".join(lines)
