@@ -1,7 +1,9 @@
 """Files written so that no file of the user's is lost, and that a kill or a full disk never leaves a part of one."""
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -181,6 +183,30 @@ def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[P
         raise CheckpointError(argument, rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def run_file(file: str | Path, argument: str, prefix: str) -> str:
+    """Import a Python file of the user's, and return its module's name.
+
+    Args:
+        file: The file.
+        argument: What the caller calls it, for messages.
+        prefix: What the module's name begins with.
+
+    Raises:
+        ArgumentError: If there is no such Python file.
+    """
+    path = Path(file).resolve()
+    # Named by the whole path: two files called maps.py are two modules, one file loaded twice is one.
+    name = prefix + "".join(c if c.isalnum() else "_" for c in str(path))
+    if path.suffix != ".py" or not path.is_file():
+        raise ArgumentError(argument, "be a Python file", str(file), "Check the path.")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ArgumentError(argument, "be importable", str(file), "Check the path.")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return name
 
 
 def sync(path: str | Path) -> None:

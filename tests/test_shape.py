@@ -8,7 +8,17 @@ import pytest
 import hf_linear_attn
 
 PACKAGE = Path(hf_linear_attn.__file__).parent
-FOLDERS = ("layers", "patching", "distill", "evaluation", "diagnostics", "export")
+FOLDERS = (
+    "feature_maps",
+    "layers",
+    "patching",
+    "parallel",
+    "serving",
+    "distill",
+    "evaluation",
+    "diagnostics",
+    "export",
+)
 FILES = sorted(
     [
         *(path for folder in FOLDERS for path in PACKAGE.glob(f"{folder}/**/*.py")),

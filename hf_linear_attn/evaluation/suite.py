@@ -7,8 +7,6 @@ alone, so that a saved `results.json` is reported, compared and combined without
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,8 @@ from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.settings import EvaluationSettings, add_group
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
-from hf_linear_attn.evaluation.view import Headline, Results, Section, Table, slug
+from hf_linear_attn.evaluation.view import Headline, Results, Section, Table
+from hf_linear_attn.files import run_file
 from hf_linear_attn.loading import Kind, users_code
 
 
@@ -213,17 +212,8 @@ def load_users_suites(file: str | Path) -> None:
     Raises:
         ArgumentError: If it fails, or registers no suite.
     """
-    path = Path(file).resolve()
-    if path.suffix != ".py" or not path.is_file():
-        raise ArgumentError("suite_file", "be a Python file", str(file), "Check the path.")
-    # Named by the whole path: one file loaded twice is one module.
-    name = "suites_of_" + slug(str(path)).replace("-", "_")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ArgumentError("suite_file", "be importable", str(file), "Check the path.")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     with users_code(file, "suite_file"):
-        spec.loader.exec_module(module)
+        name = run_file(file, "suite_file", "suites_of_")
     if not any(suite.__module__ == name for suite in _SUITES.values()):
         raise ArgumentError("suite_file", "register a suite", str(file), "Decorate its class with @register_suite.")
 

@@ -1,7 +1,5 @@
 """The feature-map interface and its registry."""
 
-import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.files import run_file
 
 logger = getLogger(__name__)
 
@@ -112,17 +111,13 @@ class FeatureMap(nn.Module, ABC):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for argument, value in (
-            ("head_dim", head_dim),
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_kv_heads),
-        ):
+        sizes = {"head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for argument, value in sizes.items():
             if check_type(argument, value, int) < 1:
                 raise ArgumentError(argument, "be at least 1", value, "Pass the attention layer's own size.")
         if num_heads % num_kv_heads:
-            raise ArgumentError(
-                "num_kv_heads", f"divide num_heads={num_heads}", num_kv_heads, "Check the model's config."
-            )
+            rule = f"divide num_heads={num_heads}"
+            raise ArgumentError("num_kv_heads", rule, num_kv_heads, "Check the model's config.")
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.scaling = head_dim**-0.5 if scaling is None else scaling
         for argument, factor in (("scaling", self.scaling), ("scale", scale)):
@@ -241,9 +236,6 @@ def register_feature_map(cls: _MapT) -> _MapT:
     Args:
         cls: The class. Its constructor takes ``(head_dim, num_heads, num_kv_heads, *, scaling, **options)``.
 
-    Returns:
-        The class itself.
-
     Raises:
         ArgumentTypeError: If ``cls`` is no subclass of FeatureMap.
         ArgumentError: If its name is empty, or taken by another class.
@@ -267,15 +259,10 @@ def register_feature_map(cls: _MapT) -> _MapT:
         raise ArgumentTypeError("cls", "be a subclass of FeatureMap", cls, "Derive your class from FeatureMap.")
     for attribute in ("name", "formula", "paper"):
         if not getattr(cls, attribute, ""):
-            raise ArgumentError(
-                attribute,
-                "be a non-empty class variable",
-                getattr(cls, attribute, None),
-                f"Set {attribute}.",
-            )
+            remedy = f"Set {attribute}."
+            raise ArgumentError(attribute, "be a non-empty class variable", getattr(cls, attribute, None), remedy)
     holder = _REGISTRY.get(cls.name)
-    # Re-running a notebook cell or reloading a module defines the same class anew; only a different one is a
-    # clash.
+    # Re-running a notebook cell or reloading a module defines the same class anew, which is no clash.
     if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ArgumentError("name", f"not be taken, and {holder.__qualname__} has it", cls.name, "Choose another name.")
     _REGISTRY[cls.name] = cls
@@ -294,22 +281,11 @@ def load_feature_maps(file: str | Path) -> tuple[str, ...]:
     Raises:
         ArgumentError: If there is no such Python file, or it registers nothing.
     """
-    path = Path(file).resolve()
-    # Named by the whole path: two files called maps.py are two modules, one file loaded twice is one.
-    module_name = "feature_maps_of_" + "".join(c if c.isalnum() else "_" for c in str(path))
-    if path.suffix != ".py" or not path.is_file():
-        raise ArgumentError("file", "be a Python file", str(file), "Check the path.")
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ArgumentError("file", "be importable", str(file), "Check the path.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    module_name = run_file(file, "file", "feature_maps_of_")
     names = tuple(sorted(name for name, cls in _REGISTRY.items() if cls.__module__ == module_name))
     if not names:
-        raise ArgumentError(
-            "file", "register a feature map", str(file), "Decorate your class with register_feature_map."
-        )
+        remedy = "Decorate your class with register_feature_map."
+        raise ArgumentError("file", "register a feature map", str(file), remedy)
     return names
 
 
@@ -330,13 +306,8 @@ def feature_map_class(name: str) -> type[FeatureMap]:
         ArgumentError: If no map has that name; the message lists those there are.
     """
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise ArgumentError(
-            "feature_map",
-            "be a registered name",
-            name,
-            "Import what registers it first, or call load_feature_maps (--feature-map-file), or use one of those",
-            available=available_feature_maps(),
-        )
+        remedy = "Import what registers it first, or call load_feature_maps (--feature-map-file), or use one of those"
+        raise ArgumentError("feature_map", "be a registered name", name, remedy, available=available_feature_maps())
     return _REGISTRY[name]
 
 
@@ -364,9 +335,6 @@ def get_feature_map(
         scaling: Softmax scale; defaults to ``head_dim ** -0.5``.
         **options: Settings common to all maps (``scale``, ``separate``, ``per_head``) and the map's own.
 
-    Returns:
-        The map, a new module.
-
     Raises:
         ArgumentError: If the name is unknown, the map has no such option, or a value is out of its range.
         ArgumentTypeError: If an option has another type than the map declares.
@@ -379,13 +347,8 @@ def get_feature_map(
     known = map_options(cls)
     for option in options:
         if option not in known:
-            raise ArgumentError(
-                "feature_map_options",
-                f"be settings of the map {name!r}",
-                option,
-                "Use some of those",
-                available=known,
-            )
+            rule = f"be settings of the map {name!r}"
+            raise ArgumentError("feature_map_options", rule, option, "Use some of those", available=known)
     if options:
         kinds = _option_types(cls)
         options = {option: check_type(option, value, kinds[option], where=name) for option, value in options.items()}
@@ -397,12 +360,7 @@ def get_feature_map(
 def map_options(cls: type[FeatureMap]) -> dict[str, object]:
     """Return the settings that a map's constructor takes besides sizes and ``scaling``, with their defaults.
 
-    Args:
-        cls: A feature-map class.
-
-    Returns:
-        The map's own settings first, then those common to all maps (as far as the constructor passes them
-        on).
+    The map's own settings come first, then those common to all maps, as far as the constructor passes them on.
 
     Example:
         >>> map_options(feature_map_class("dpfp"))

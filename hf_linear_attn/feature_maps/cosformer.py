@@ -69,12 +69,8 @@ class CosFormer(FeatureMap):
         if not (torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             last = int(positions.max())
             if last >= self.max_length:
-                raise ArgumentError(
-                    "max_length",
-                    f"exceed the largest position, {last}",
-                    self.max_length,
-                    "Set it to the longest context you will use.",
-                )
+                remedy = "Set it to the longest context you will use."
+                raise ArgumentError("max_length", f"exceed the largest position, {last}", self.max_length, remedy)
         angle = positions[:, None, :, None].to(x.dtype) * (math.pi / 2 / self.max_length)
         return torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)
 

@@ -98,12 +98,8 @@ class Polynomial(FeatureMap):
         self.non_negative = power % 2 == 0
         self._dim = head_dim + (constant > 0)
         if self.feature_dim > MAX_FEATURES:
-            raise ArgumentError(
-                "power",
-                f"give at most {MAX_FEATURES} features at head_dim={head_dim}",
-                power,
-                f"It would give {self.feature_dim}; lower it.",
-            )
+            remedy = f"It would give {self.feature_dim}; lower it."
+            raise ArgumentError("power", f"give at most {MAX_FEATURES} features at head_dim={head_dim}", power, remedy)
         self._monomials = Monomials(self._dim, power)
 
     @override

@@ -49,12 +49,8 @@ class RandomFeatures(FeatureMap):
         scale: float = 1.0,
     ) -> None:
         if separate:
-            raise ArgumentError(
-                "separate",
-                f"be False for {self.name!r}",
-                separate,
-                "Independent projections of q and k estimate no kernel.",
-            )
+            remedy = "Independent projections of q and k estimate no kernel."
+            raise ArgumentError("separate", f"be False for {self.name!r}", separate, remedy)
         super().__init__(
             head_dim, num_heads, num_kv_heads, separate=False, per_head=per_head, scaling=scaling, scale=scale
         )

@@ -194,21 +194,11 @@ class ContextParallel:
         rows, tokens = first.shape[:2]
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None:
-            raise ArgumentError(
-                "position_ids",
-                "be those of the whole text",
-                None,
-                "A rank does not know where its part begins: pass what split() returns.",
-                where=where,
-            )
+            remedy = "A rank does not know where its part begins: pass what split() returns."
+            raise ArgumentError("position_ids", "be those of the whole text", None, remedy, where=where)
         if positions.ndim != 2 or positions.shape[1] != tokens:
-            raise UnsupportedError(
-                "position_ids",
-                f"be [B, {tokens}]",
-                tuple(positions.shape),
-                "Texts have one position a token.",
-                where=where,
-            )
+            remedy = "Texts have one position a token."
+            raise UnsupportedError("position_ids", f"be [B, {tokens}]", tuple(positions.shape), remedy, where=where)
         labels, unshifted = kwargs.get("shift_labels"), None
         if labels is not None and first.ndim == 2:
             unshifted = _unshifted(first, labels)
@@ -226,13 +216,9 @@ class ContextParallel:
                 "attention_mask", "be a padding mask [B, T]", tuple(mask.shape), "Pack by position_ids.", where=where
             )
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            raise ArgumentError(
-                "labels",
-                "come shifted before the split, as shift_labels beside them",
-                tuple(kwargs["labels"].shape),
-                "A rank's last token is followed by the next rank's first: pass what split() returns.",
-                where=where,
-            )
+            rule = "come shifted before the split, as shift_labels beside them"
+            remedy = "A rank's last token is followed by the next rank's first: pass what split() returns."
+            raise ArgumentError("labels", rule, tuple(kwargs["labels"].shape), remedy, where=where)
         if cache is not None and int(cache.get_seq_length()) > 0:
             raise UnsupportedError(
                 "cache",
@@ -271,41 +257,24 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
         raise ArgumentError("model", "be patched", name, "Call patch_model(model) first.")
     for part in parts:
         if part.settings.update_rule not in HANDED_ON:
-            raise UnsupportedError(
-                "update_rule",
-                f"be one of {', '.join(HANDED_ON)} where texts are split over ranks",
-                part.settings.update_rule,
-                "Of others it is not known how a rank's keys pass a state on: run whole texts.",
-                where=part.name,
-            )
+            rule = f"be one of {', '.join(HANDED_ON)} where texts are split over ranks"
+            remedy = "Of others it is not known how a rank's keys pass a state on: run whole texts."
+            raise UnsupportedError("update_rule", rule, part.settings.update_rule, remedy, where=part.name)
     for layer in attention_layers(model):
         if part_of(layer.module) is None:
-            raise UnsupportedError(
-                "layers",
-                "be all of them where texts are split over ranks",
-                f"softmax in {layer.name}",
-                "Softmax needs every earlier key: convert the layer too, or run whole texts.",
-                where=name,
-            )
+            rule = "be all of them where texts are split over ranks"
+            remedy = "Softmax needs every earlier key: convert the layer too, or run whole texts."
+            raise UnsupportedError("layers", rule, f"softmax in {layer.name}", remedy, where=name)
         if not attends_causally(layer.module):
-            raise UnsupportedError(
-                "model",
-                "attend causally where texts are split over ranks",
-                "attention in both directions",
-                "Run whole texts.",
-                where=layer.name,
-            )
+            rule = "attend causally where texts are split over ranks"
+            raise UnsupportedError("model", rule, "attention in both directions", "Run whole texts.", where=layer.name)
     config: Any = getattr(model, "config", None)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ()) if config is not None else set()
     other = sorted(kind for kind in types if "attention" not in kind or kind == "linear_attention")
     if other or getattr(model, "_is_stateful", False):
-        raise UnsupportedError(
-            "model",
-            "have attention alone to mix tokens",
-            other or "a recurrent state",
-            "What other layers remember is not handed from rank to rank: run whole texts.",
-            where=name,
-        )
+        rule = "have attention alone to mix tokens"
+        remedy = "What other layers remember is not handed from rank to rank: run whole texts."
+        raise UnsupportedError("model", rule, other or "a recurrent state", remedy, where=name)
     return parts
 
 

@@ -81,14 +81,8 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
     Raises:
         ArgumentError: On all ranks alike, if the parts are not those of the same rows, or labels are not shifted.
     """
-    (batch, tokens), device = part.positions.shape, part.positions.device
-    masked = part.real is not None
-    unshifted = part.positions.new_zeros(()) if part.unshifted is None else part.unshifted.long()
-    header = torch.stack([*(torch.full_like(unshifted, x) for x in (batch, tokens, masked, window)), unshifted])
-    headers = ranks.all_gather(header).tolist()
-    _check(headers)
-    lengths = tuple(row[1] for row in headers)
-    masked = any(row[2] for row in headers)
+    (batch, tokens), device, rank = part.positions.shape, part.positions.device, ranks.rank
+    lengths, masked = _headers(ranks, part, window)
     real = part.positions.new_ones(batch, tokens, dtype=torch.bool) if part.real is None else part.real
 
     # Where there is a mask, positions are what the caller likes, and a row is one document.
@@ -111,13 +105,7 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
     if not masked:
         goes_on[1:] = begins[1:] == closes[:-1] + 1
         _check_positions(begins, goes_on)
-    seen = [torch.zeros_like(own[0])]
-    ended: list[Tensor] = []
-    for r in range(ranks.rank + 1):
-        if r:
-            seen.append(ended[-1] * goes_on[r])
-        ended.append(own[r] + whole_of[r] * seen[r])
-    rank = ranks.rank
+    seen, ended = _counts(own, whole_of, goes_on, rank)
     weights = torch.zeros_like(goes_on[:rank])
     reach = goes_on[rank]
     for r in reversed(range(rank)):
@@ -125,13 +113,12 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         reach = reach & goes_on[r] & whole_of[r].bool()
 
     tails = rows[:rank, :, 4:].bool()
-    end = torch.stack(ended[:rank]) if rank else own[:0]
     later = tails.flip(2).cumsum(2).flip(2)
-    tail_numbers = (end[:, :, None] - later).clamp(min=0)
+    tail_numbers = (ended[:, :, None] - later).clamp(min=0)
     order = (r * window + j for r in range(rank) for j in range(window - min(window, lengths[r]), window))
     counted = real.cumsum(1)
     # Of the document that a token is of: what was counted before it began.
-    base = torch.where(first > 0, counted.gather(1, (first - 1).clamp(min=0)), -seen[rank][:, None])
+    base = torch.where(first > 0, counted.gather(1, (first - 1).clamp(min=0)), -seen[:, None])
     several = not bool(whole.all())
     return Layout(
         lengths=lengths,
@@ -141,14 +128,43 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         bounds=_bounds(starts) if several else None,
         last=last if several else None,
         weights=weights,
-        seen=seen[rank],
+        seen=seen,
         tail_real=(tails & weights[:, :, None]).transpose(0, 1).flatten(1),
         tail_numbers=tail_numbers.transpose(0, 1).flatten(1),
         tail_order=tuple(order),
-        sinks_read=bool((seen[rank] >= sinks).all()),
+        sinks_read=bool((seen >= sinks).all()),
         masked=masked,
         packed=not bool((whole_of.bool() & (goes_on | (torch.arange(ranks.size, device=device) == 0)[:, None])).all()),
     )
+
+
+def _headers(ranks: Ranks, part: Part, window: int) -> tuple[tuple[int, ...], bool]:
+    """Return the tokens of each rank, and whether any has a mask; refuse parts that do not belong together."""
+    (batch, tokens), masked = part.positions.shape, part.real is not None
+    unshifted = part.positions.new_zeros(()) if part.unshifted is None else part.unshifted.long()
+    header = torch.stack([*(torch.full_like(unshifted, x) for x in (batch, tokens, masked, window)), unshifted])
+    headers = ranks.all_gather(header).tolist()
+    _check(headers)
+    return tuple(row[1] for row in headers), any(row[2] for row in headers)
+
+
+def _counts(own: Tensor, whole: Tensor, goes_on: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Count the real tokens of the document that a rank begins in, and of the one that each earlier rank ends in.
+
+    Args:
+        own: Tokens that each rank has of the document it ends in, ``[P, B]``.
+        whole: Whether that document is all that it has.
+        goes_on: Whether the document that it begins in is the one that the rank before ends in.
+        rank: This rank.
+
+    Returns:
+        ``[B]`` and ``[rank, B]``.
+    """
+    seen, ended = torch.zeros_like(own[0]), torch.zeros_like(own[:rank])
+    for r in range(rank):
+        ended[r] = own[r] + whole[r] * seen
+        seen = ended[r] * goes_on[r + 1]
+    return seen, ended
 
 
 def _bounds(starts: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -159,23 +175,16 @@ def _bounds(starts: Tensor) -> tuple[tuple[int, ...], ...]:
 def _check(headers: list[list[int]]) -> None:
     """Refuse parts that do not belong together; every rank sees the same headers and raises the same error."""
     if len(rows := {row[0] for row in headers}) > 1:
-        raise ArgumentError(
-            "input_ids",
-            "have as many rows on every rank",
-            sorted(rows),
-            "Give all ranks of a group the same rows: split them with the context's split().",
-        )
+        remedy = "Give all ranks of a group the same rows: split them with the context's split()."
+        raise ArgumentError("input_ids", "have as many rows on every rank", sorted(rows), remedy)
     if len({row[3] for row in headers}) > 1:
         raise ArgumentError(
             "model", "be the same on every rank", [row[3] for row in headers], "Windows differ: load the same model."
         )
     if wrong := [rank for rank, row in enumerate(headers) if row[4]]:
-        raise ArgumentError(
-            "shift_labels",
-            "be shifted before the split",
-            f"the tokens' own labels on ranks {wrong}",
-            "A rank's last token is followed by the next rank's first: split() shifts labels.",
-        )
+        rule = "be shifted before the split"
+        remedy = "A rank's last token is followed by the next rank's first: split() shifts labels."
+        raise ArgumentError("shift_labels", rule, f"the tokens' own labels on ranks {wrong}", remedy)
 
 
 def _check_positions(begins: Tensor, goes_on: Tensor) -> None:

@@ -94,12 +94,8 @@ class Processes(Ranks):
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ArgumentError(
-                "group",
-                "be that of several processes",
-                None,
-                "Start them with torchrun, and call torch.distributed.init_process_group first.",
-            )
+            remedy = "Start them with torchrun, and call torch.distributed.init_process_group first."
+            raise ArgumentError("group", "be that of several processes", None, remedy)
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ArgumentError(
@@ -166,7 +162,7 @@ class Processes(Ranks):
 class Pulse:
     """Signs of life in the store that all processes share, from a thread beside the work.
 
-    What a backend says of a lost connection names no rank, and whoever has no connection to the lost one hears of it
+    What a backend says of a lost connection names no rank, and a rank without a connection to the lost one hears of it
     last, when others have left too. So the first to miss a rank leaves its number for all.
 
     Args:
@@ -197,7 +193,7 @@ class Pulse:
             try:
                 self._say(beat)
             except RuntimeError:
-                # The process that keeps the store is gone: whoever waits for it hears of it.
+                # The process that keeps the store is gone: ranks that wait for it hear of it.
                 return
 
     def stop(self) -> None:

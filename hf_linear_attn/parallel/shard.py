@@ -1,6 +1,6 @@
 """A converted layer in one rank's part of the texts.
 
-A rank sums up its own keys without reading a query, as they are when they have left the window of whoever comes next.
+A rank sums up its own keys without reading a query, as they are when they have left the next rank's window.
 All ranks hand round those sums, their last W keys and values, and the sinks that they have, in one exchange; where keys
 fade or overwrite what was there, they also hand round how theirs pass a state on. From what earlier ranks hand on, each
 makes the state that one process would have there, and goes on from it as from a cache.
@@ -64,13 +64,9 @@ class Waiting:
 
     def attend(self, layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Refuse."""
-        raise ArgumentError(
-            "model",
-            "be called itself where texts are split over ranks",
-            "a call of a module inside",
-            "Only the model that context_parallel was given sees how the parts lie.",
-            where=layer.name,
-        )
+        rule = "be called itself where texts are split over ranks"
+        remedy = "Only the model that context_parallel was given sees how the parts lie."
+        raise ArgumentError("model", rule, "a call of a module inside", remedy, where=layer.name)
 
 
 class Shard:
@@ -135,29 +131,15 @@ class Shard:
     def _check(self, layer: LinearAttention, q: Tensor, call: Call) -> None:
         batch, tokens = self.layout.numbers.shape
         if (q.shape[0], q.shape[2]) != (batch, tokens):
-            raise ArgumentError(
-                "input_ids",
-                f"be the {batch} rows of {tokens} tokens of the last forward",
-                (q.shape[0], q.shape[2]),
-                "Where activations are recomputed, run the backward before the next forward.",
-                where=layer.name,
-            )
+            rule = f"be the {batch} rows of {tokens} tokens of the last forward"
+            remedy = "Where activations are recomputed, run the backward before the next forward."
+            raise ArgumentError("input_ids", rule, (q.shape[0], q.shape[2]), remedy, where=layer.name)
         if not call.causal:
-            raise UnsupportedError(
-                "model",
-                "attend causally where texts are split over ranks",
-                "attention in both directions",
-                "Run it without context_parallel.",
-                where=layer.name,
-            )
+            rule, remedy = "attend causally where texts are split over ranks", "Run it without context_parallel."
+            raise UnsupportedError("model", rule, "attention in both directions", remedy, where=layer.name)
         if call.state is not None and self.layout.packed:
-            raise UnsupportedError(
-                "cache",
-                "be None for packed documents",
-                "a cache",
-                "A state is one text's; call the model with use_cache=False.",
-                where=layer.name,
-            )
+            remedy = "A state is one text's; call the model with use_cache=False."
+            raise UnsupportedError("cache", "be None for packed documents", "a cache", remedy, where=layer.name)
 
     def before(self, layer: LinearAttention, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> State:
         """Return the state that one process has before this rank's first token."""
@@ -360,8 +342,8 @@ def _sums(
         if gates is not None:
             return _passing(layer, phi_k, v, gates, kernel, mask)
         # The state does not depend on the one query that asks for it.
-        nobody = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
-        call = RuleCall(nobody, phi_k, v, kernel=kernel, key_mask=mask, causal=False)
+        unused = phi_k.new_zeros(len(k), layer.sizes.num_heads, 1, phi_k.shape[3])
+        call = RuleCall(unused, phi_k, v, kernel=kernel, key_mask=mask, causal=False)
         return dict(layer.rule.read(call, None).state)
 
     if layer.elementwise is not None and rotation is None and not layer.rule.ordered:
@@ -406,8 +388,8 @@ def _passing(
         state, values = {"kv": torch.cat([zeros, unit], -1)}, F.pad(v, (0, size))
     if gates.scale is not None:
         gates = gates._replace(scale=gates.scale.new_ones(heads))
-    nobody = phi_k.new_zeros(1, 1, 1, 1).expand(phi_k.shape)
-    found = dict(layer.rule.read(RuleCall(nobody, phi_k, values, gates, kernel, mask), state).state)
+    unused = phi_k.new_zeros(1, 1, 1, 1).expand(phi_k.shape)
+    found = dict(layer.rule.read(RuleCall(unused, phi_k, values, gates, kernel, mask), state).state)
     if gates.beta is not None:
         found["kv"], found["passed"] = torch.split(found["kv"], [v.shape[3], size], -1)
     elif gates.log_decay is not None:

@@ -33,13 +33,8 @@ def check_version(version: str) -> None:
         UnsupportedError: Naming it and those that are.
     """
     if not is_supported(version):
-        raise UnsupportedError(
-            "vllm",
-            "be a version that this plugin was tested with",
-            version,
-            "Install one of those",
-            available=SUPPORTED_VERSIONS,
-        )
+        rule = "be a version that this plugin was tested with"
+        raise UnsupportedError("vllm", rule, version, "Install one of those", available=SUPPORTED_VERSIONS)
 
 
 def settings_of(config: Any, where: str) -> LinearAttentionConfig:
@@ -55,13 +50,9 @@ def settings_of(config: Any, where: str) -> LinearAttentionConfig:
     """
     values = getattr(config, "linear_attention", None)
     if not isinstance(values, Mapping):
-        raise CheckpointError(
-            "linear_attention",
-            "stand in config.json of a converted folder",
-            values,
-            "Serve a softmax model under its own architecture, or convert it and save it with save_pretrained.",
-            where=where,
-        )
+        rule = "stand in config.json of a converted folder"
+        remedy = "Serve a softmax model under its own architecture, or convert it and save it with save_pretrained."
+        raise CheckpointError("linear_attention", rule, values, remedy, where=where)
     settings = LinearAttentionConfig.from_dict(values)
     if settings.layers is None:
         raise CheckpointError(
@@ -69,13 +60,8 @@ def settings_of(config: Any, where: str) -> LinearAttentionConfig:
         )
     text = config.get_text_config(decoder=True)
     if text is not config:
-        raise UnsupportedError(
-            "model",
-            "be a language model alone",
-            type(config).__name__,
-            "Towers for images or sound were not tested; serve it with Transformers.",
-            where=where,
-        )
+        remedy = "Towers for images or sound were not tested; serve it with Transformers."
+        raise UnsupportedError("model", "be a language model alone", type(config).__name__, remedy, where=where)
     return settings
 
 

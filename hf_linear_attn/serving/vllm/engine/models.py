@@ -81,13 +81,9 @@ def replace_attention(model: nn.Module, settings: LinearAttentionConfig, vllm_co
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
     chosen = settings.layers or ()
     if not chosen or max(chosen) >= len(found):
-        raise CheckpointError(
-            "layers",
-            f"be indices of the {len(found)} attention layers that vLLM builds",
-            list(chosen),
-            "vLLM builds another model than Transformers: serve it with Transformers.",
-            where=type(model).__name__,
-        )
+        rule = f"be indices of the {len(found)} attention layers that vLLM builds"
+        remedy = "vLLM builds another model than Transformers: serve it with Transformers."
+        raise CheckpointError("layers", rule, list(chosen), remedy, where=type(model).__name__)
     for index in chosen:
         name, attention = found[index]
         parent_name, _, child = name.rpartition(".")
@@ -111,11 +107,6 @@ def _rotary_of(parent: Any, settings: LinearAttentionConfig, vllm_config: VllmCo
         return None
     table = getattr(rotary, "cos_sin_cache", None)
     if not isinstance(table, torch.Tensor) or table.ndim != 2 or not hasattr(rotary, "is_neox_style"):
-        raise UnsupportedError(
-            "rotary",
-            "be 'keep' where vLLM does not say how it rotates",
-            type(rotary).__name__,
-            "Serve the model with Transformers.",
-            where=name,
-        )
+        rule = "be 'keep' where vLLM does not say how it rotates"
+        raise UnsupportedError("rotary", rule, type(rotary).__name__, "Serve the model with Transformers.", where=name)
     return rotary
