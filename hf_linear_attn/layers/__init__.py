@@ -2,7 +2,8 @@
 
 from hf_linear_attn.config import LinearAttentionConfig, check_with
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.layers.attention import Branch, Call, LinearAttention, Shard
+from hf_linear_attn.layers.attention import LinearAttention, Shard
+from hf_linear_attn.layers.call import Branch, Call
 from hf_linear_attn.layers.mixes import MIXES
 from hf_linear_attn.layers.registry import lookup
 from hf_linear_attn.layers.rules import RULES, Sizes

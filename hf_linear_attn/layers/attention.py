@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,41 +11,18 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
+from hf_linear_attn.layers.call import Branch, Call, Piece
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.rules import RULES, Gates, RuleCall, Sizes
-from hf_linear_attn.layers.spans import Piece, read_whole
+from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import step_, steps
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import copies_of
-
-Branch = Literal["window", "sinks", "linear"]
-
-
-class Call(NamedTuple):
-    """Everything that belongs to one call of a layer, and to no other.
-
-    Attributes:
-        key_mask: ``[B, T]`` bool, True = a real token; None where all are.
-        cu_seqlens: Boundaries of packed sequences, ``[N + 1]``, B = 1; without a state only.
-        causal: Whether a query sees only earlier keys and its own.
-        scaling: Factor on ``q.k`` in the exact branch; None for the layer's.
-        state: What was read before, updated by the call; None where nothing is kept.
-        in_place: Whether nobody needs the state's tensors from before the call.
-        rotation: By which the model has turned queries and keys; None where it has not.
-    """
-
-    key_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    causal: bool = True
-    scaling: float | None = None
-    state: State | None = None
-    in_place: bool = True
-    rotation: Rotation | None = None
 
 
 class Shard(Protocol):
@@ -140,7 +117,8 @@ class LinearAttention(nn.Module):
             call = call._replace(rotation=None)
         ready = None if call.state is None else call.state.ready
         if call.state is not None and ready is not None and ready.serves(self, q, k, v, call):
-            return ready.step_(q, k, v, call, call.state)
+            stepped: Tensor = ready.step_(q, k, v, call, call.state)
+            return stepped
         if self.shard is None and call.state is not None and steps(self, q, call):
             return step_(self, q, k, v, call)
         if call.key_mask is not None:

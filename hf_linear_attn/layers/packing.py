@@ -1,16 +1,14 @@
 """Packed texts, laid out side by side instead of end to end."""
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hf_linear_attn.layers.attention import Call, LinearAttention
+from hf_linear_attn.layers.call import Call, Layer
 
 
-def packed(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
+def packed(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Attend in texts that lie end to end in one row, those of like lengths as rows of one batch.
 
     Rows are filled up behind their ends, where no query of theirs looks, with their own last token: what is NaN in one

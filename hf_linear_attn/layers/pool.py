@@ -1,18 +1,19 @@
 """States of many texts side by side, as a server keeps them: a call reads and updates some places of a pool."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.layers.attention import Call, LinearAttention
-from hf_linear_attn.layers.in_one import chosen_in_one, for_kernel
-from hf_linear_attn.layers.mixes import LastToken
-from hf_linear_attn.layers.spans import Piece, read_whole
+from hf_linear_attn.layers.attention import LinearAttention
+from hf_linear_attn.layers.call import Call, Piece
+from hf_linear_attn.layers.fused import for_kernel, fused_backend
+from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import can_step, grouped, read_far, turned_back
+from hf_linear_attn.layers.step import Entered, Ring, StepTokens, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.rotation import Rotation
@@ -41,22 +42,58 @@ class Pool(NamedTuple):
             x[target].copy_(x[source])
 
 
-class Circle(NamedTuple):
-    """How a step moves the window of every row.
+class Moves(NamedTuple):
+    """How a step moves the windows of rows of several lengths.
 
     Attributes:
         new: Slot of the token that comes ``[B]`` int64.
         old: That of the token which leaves ``[B]`` int64.
         counts: Whether that one counts in the linear branch ``[B, 1]`` bool; None where all do.
-        hidden: What is added to scores afterwards, 0 or far below it ``[B, 1, 1, N + W + 1]``.
-        number: Keys beyond the window afterwards ``[B, 1]``, in the dtype of the scores.
+        entered: What is in sight afterwards.
     """
 
     new: Tensor
     old: Tensor
     counts: Tensor | None
-    hidden: Tensor
-    number: Tensor
+    entered: Entered
+
+
+class PoolRing(Ring):
+    """The windows of rows in a pool, each with slots of its own.
+
+    Args:
+        window: The window.
+        rows: Which texts these are.
+        dtype: Of scores.
+    """
+
+    rows: Tensor
+    full = False
+
+    def __init__(self, window: Window, rows: "Rows", dtype: torch.dtype) -> None:
+        self.rows, self.seen, self.size = rows.places, rows.lengths, window.size
+        self.new, self.old, self.counts, self.entered = rows.moves(window, dtype)
+
+    @override
+    def left(self, x: Tensor, dim: int) -> Tensor:
+        return x.movedim(dim, 1)[self.rows, self.old].unsqueeze(dim)
+
+    @override
+    def position(self) -> Tensor:
+        # It came W tokens before.
+        return self.seen - self.size
+
+    @override
+    def held(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.rows)
+
+    @override
+    def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
+        for x in cleared:
+            x.movedim(2, 1)[self.rows, self.old] = 0
+        for x, dim, y in new:
+            x.movedim(dim, 1)[self.rows, self.new] = y.squeeze(dim).to(x.dtype)
+        return self.entered
 
 
 class Rows:
@@ -70,9 +107,9 @@ class Rows:
 
     def __init__(self, places: Tensor, lengths: Tensor, shortest: int = 1) -> None:
         self.places, self.lengths, self.shortest = places, lengths, shortest
-        self._circles: dict[tuple[int, int, torch.dtype], Circle] = {}
+        self._moves: dict[tuple[int, int, torch.dtype], Moves] = {}
 
-    def circle(self, window: Window, dtype: torch.dtype) -> Circle:
+    def moves(self, window: Window, dtype: torch.dtype) -> Moves:
         """Return where tokens of a window lie, worked out once for all layers.
 
         Args:
@@ -80,11 +117,11 @@ class Rows:
             dtype: Of the scores.
         """
         key = window.size, window.sinks, dtype
-        if key not in self._circles:
-            self._circles[key] = self._circle(window, dtype)
-        return self._circles[key]
+        if key not in self._moves:
+            self._moves[key] = self._made(window, dtype)
+        return self._moves[key]
 
-    def _circle(self, window: Window, dtype: torch.dtype) -> Circle:
+    def _made(self, window: Window, dtype: torch.dtype) -> Moves:
         lengths, size, sinks = self.lengths, window.size, window.sinks
         new, old = (sinks + (lengths + ahead) % (size + 1) for ahead in (0, 1))
         if self.shortest < sinks:
@@ -93,7 +130,7 @@ class Rows:
         held = window.held(lengths + 1)
         hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
         number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
-        return Circle(new, old, counts, hidden[:, None, None], number[:, None])
+        return Moves(new, old, counts, Entered(hidden[:, None, None], number[:, None]))
 
 
 def pool_slots(layer: LinearAttention, value_dim: int) -> dict[str, Slot]:
@@ -303,7 +340,7 @@ def step_rows_(
         rotation = None
     if layer.window is not None:
         call, lengths = Call(rotation=rotation), rows.lengths
-        chosen = chosen_in_one(layer.settings.backend, q.device)
+        chosen = fused_backend(layer.settings.backend, q.device)
         parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
         whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
         if whole is not None:
@@ -320,46 +357,9 @@ def step_rows_(
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
         o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
-        o = _with_window_(layer, layer.window, q, k, v, pool, sums, at, rows, rotation)
+        ring = PoolRing(layer.window, rows, upcast(q[:0]).dtype)
+        tokens = StepTokens(q, k, v, rotation, layer.sizes.scaling)
+        o = windowed_(layer, tokens, pool.tensors, sums, ring)
     for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
-
-
-def _with_window_(
-    layer: LinearAttention,
-    window: Window,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pool: Pool,
-    sums: Mapping[str, Tensor],
-    at: Tensor | None,
-    rows: Rows,
-    rotation: Rotation | None,
-) -> Tensor:
-    """Step the windows where they lie, and ``sums``, of which the rule's may be a pool's; return ``[B, HKV, G, V]``."""
-    places, backend, far, keys = rows.places, layer.settings.backend, None, sums.get("far_keys")
-    near_k, near_v = pool.tensors["near_k"], pool.tensors["near_v"]
-    queries = grouped(q, k.shape[1])
-    wide = upcast(queries)
-    circle = rows.circle(window, wide.dtype)
-    if layer.mix.has_far:
-        gone_k, gone_v = (x[places, :, circle.old][:, :, None] for x in (near_k, near_v))
-        asked, plain = queries if wants_kernels(backend, q.device) else wide, gone_k
-        if rotation is not None:
-            turns = pool.tensors["near_turns"][..., : rotation.turns.shape[2]]
-            plain, asked = turned_back(rotation, turns[places, circle.old][:, None], gone_k, asked, backend)
-            turns[places, circle.new] = rotation.turns[:, 0].to(turns.dtype)
-        # The one that leaves came W tokens before.
-        left = rows.lengths - window.size if layer.feature_map.positional else rows.lengths
-        far = read_far(layer, asked, plain, gone_v, circle.counts, rows.lengths, left, sums, at)
-        if keys is not None:
-            gone = gone_k[:, :, 0]
-            keys.add_(gone if circle.counts is None else gone * circle.counts[:, :, None])
-    near_k[places, :, circle.new] = k[:, :, 0]
-    near_v[places, :, circle.new] = v[:, :, 0]
-    held_k, held_v = near_k.index_select(0, places), near_v.index_select(0, places)
-    scores = torch.add(circle.hidden, queries @ held_k.mT, alpha=layer.sizes.scaling)
-    last = LastToken(wide, scores, held_v, far, circle.number, keys, layer.sizes.scaling)
-    return layer.mix.join_last(last, layer.weights())

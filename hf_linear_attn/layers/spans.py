@@ -7,19 +7,15 @@ again, so that it keeps no more than the forward.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_linear_attn.layers.in_one import read_in_one
-from hf_linear_attn.layers.window import Tokens
-from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.layers.call import Layer, Piece
+from hf_linear_attn.layers.fused import fused_prefill
 from hf_linear_attn.ops.state import empty_like_tokens
-
-if TYPE_CHECKING:
-    from hf_linear_attn.layers.attention import LinearAttention
 
 SPAN = 2**18
 """Entries of a span's queries: so many that calls are few, so few that a span stays in a core's cache."""
@@ -33,77 +29,6 @@ CHUNK = 64
 Carried = dict[str, Tensor]
 
 
-class Piece(NamedTuple):
-    """Queries that are read at once, with all that they see.
-
-    Attributes:
-        q: Queries ``[B, H, T, D]``.
-        k: Their own keys ``[B, HKV, T, D]``.
-        v: Their own values ``[B, HKV, T, V]``.
-        mask: ``[B, T]`` bool, True = a real token; None where all are.
-        positions: Numbers of the real tokens in their text ``[B, T]``.
-        tokens: With a window, the keys that queries see exactly and those that leave.
-        number: Keys beyond each query's window ``[B, T]``; None without a linear branch beside a window.
-        scaling: Factor on ``q.k`` in the exact branch.
-        causal: Whether a query sees only earlier keys and its own.
-        cu_seqlens: Boundaries of packed sequences that are read together.
-        key_positions: Positions of the keys in ``tokens``.
-        start: Number of the first query in its call.
-        rotation: By which the queries are turned, where they are to be turned back for the linear branch.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    positions: Tensor
-    tokens: Tokens | None
-    number: Tensor | None
-    scaling: float
-    causal: bool = True
-    cu_seqlens: Tensor | None = None
-    key_positions: Tensor | None = None
-    start: int = 0
-    rotation: Rotation | None = None
-
-    def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the sinks' keys and values, and which query sees which."""
-        if self.tokens is None:
-            return None
-        return self.tokens.sinks(self.start, self.start + self.q.shape[2], window)
-
-    def cut(self, a: int, b: int, window: int) -> "Piece":
-        """Return the queries ``[a, b)`` with what they see."""
-        low, high = self.reach(a, b, window)
-        piece = self._replace(
-            q=self.q[:, :, a:b],
-            k=self.k[..., a:b, :],
-            v=self.v[..., a:b, :],
-            mask=None if self.mask is None else self.mask[:, a:b],
-            positions=self.positions[:, a:b],
-            number=None if self.number is None else self.number[:, a:b],
-            start=self.start + a,
-            rotation=None if self.rotation is None else self.rotation.cut(a, b),
-        )
-        if self.tokens is None or self.key_positions is None:
-            return piece
-        tokens = self.tokens._replace(
-            k=self.tokens.k[:, :, low:high],
-            v=self.tokens.v[:, :, low:high],
-            mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
-            counts=None if self.tokens.counts is None else self.tokens.counts[:, low:high],
-            rotation=None if self.tokens.rotation is None else self.tokens.rotation.cut(low, high),
-        )
-        return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
-
-    def reach(self, a: int, b: int, window: int) -> tuple[int, int]:
-        """Return which keys the queries ``[a, b)`` and the linear branch need."""
-        if self.tokens is None:
-            return a, b
-        past = self.tokens.k.shape[2] - self.q.shape[2]
-        return max(past + a - window, 0), past + b
-
-
 def spans_of(q: Tensor) -> list[tuple[int, int]]:
     """Cut a call's queries into spans of whole chunks, shorter ones where there are many rows or large heads."""
     batch, heads, tokens, dim = q.shape
@@ -113,7 +38,7 @@ def spans_of(q: Tensor) -> list[tuple[int, int]]:
     return [(a, min(a + length, tokens)) for a in range(0, tokens, length)]
 
 
-def walks(layer: "LinearAttention", whole: Piece) -> bool:
+def walks(layer: Layer, whole: Piece) -> bool:
     """Tell whether a call is read span by span: on a CPU, in PyTorch, where there is more than one."""
     if torch.compiler.is_compiling() or whole.q.device.type != "cpu" or not whole.causal:
         return False
@@ -128,7 +53,7 @@ def walks(layer: "LinearAttention", whole: Piece) -> bool:
     return len(spans_of(whole.q)) > 1
 
 
-def walk(layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, Carried]:
+def walk(layer: Layer, whole: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, Carried]:
     """Read a call span by span; arguments and results as of :meth:`LinearAttention.read`."""
     names = sorted(carried or {})
     inputs = [whole.q, *_keys(whole), *((carried or {})[name] for name in names)]
@@ -141,13 +66,11 @@ def walk(layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] |
     return o, last
 
 
-def read_whole(
-    layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def read_whole(layer: Layer, whole: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
     """Attend from all queries of a call, in the way that serves it best; see :meth:`LinearAttention.read`."""
-    in_one = read_in_one(layer, whole, carried)
-    if in_one is not None:
-        return in_one
+    fused = fused_prefill(layer, whole, carried)
+    if fused is not None:
+        return fused
     return walk(layer, whole, carried) if walks(layer, whole) else layer.read(whole, carried)
 
 
@@ -172,7 +95,7 @@ def _with_keys(piece: Piece, q: Tensor, keys: Sequence[Tensor]) -> Piece:
 
 
 def _forward(
-    layer: "LinearAttention", whole: Piece, carried: Mapping[str, Tensor] | None
+    layer: Layer, whole: Piece, carried: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, list[Mapping[str, Tensor] | None], Carried]:
     """Return the output, what was carried into each span, and what the last one leaves."""
     o = empty_like_tokens(whole.q, whole.v.shape[3])
@@ -180,7 +103,7 @@ def _forward(
     for a, b in spans_of(whole.q):
         starts.append(carried)
         piece = whole.cut(a, b, layer.reach)
-        found, carried = read_in_one(layer, piece, carried) or layer.read(piece, carried)
+        found, carried = fused_prefill(layer, piece, carried) or layer.read(piece, carried)
         o[:, :, a:b] = found
     return o, starts, dict(carried or {})
 
@@ -190,7 +113,7 @@ class _Walk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: "LinearAttention", whole: Piece, names: list[str], left: list[str], *tensors: Tensor
+        ctx: Any, layer: Layer, whole: Piece, names: list[str], left: list[str], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         number = 1 + len(_keys(whole))
         carried = dict(zip(names, tensors[number:], strict=False)) if names else None
@@ -257,7 +180,7 @@ def _without_tensors(whole: Piece) -> Piece:
 
 
 def _backward(
-    layer: "LinearAttention",
+    layer: Layer,
     whole: Piece,
     span: tuple[int, int],
     start: Mapping[str, Tensor] | None,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.layers.ready import Ready
 
 Kind = Literal["sum", "token"] | torch.dtype
 
@@ -144,7 +143,7 @@ class State:
         self.slots: Mapping[str, Slot] = {}
         self.first_read = self.padded = False
         self.common: Common | None = None
-        self.ready: Ready | None = None
+        self.ready: Any = None
 
     def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor, written: Container[str] = ()) -> None:
         """Begin with zeros; nothing happens where there are tensors already.

@@ -1,14 +1,17 @@
 """One new token: what leaves the window is folded into the linear branch, and every tensor is updated where it lies."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.layers.in_one import count_, step_in_one_
+from hf_linear_attn.layers.call import Call, Layer
+from hf_linear_attn.layers.fused import count_, fused_step_
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.rules import RuleStep
 from hf_linear_attn.layers.state import State
@@ -18,18 +21,25 @@ from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import constant
 
-if TYPE_CHECKING:
-    from hf_linear_attn.layers.attention import Call, LinearAttention
+
+class StepTokens(NamedTuple):
+    """The new token of each row: ``q [B, H, 1, D]``, ``k [B, HKV, 1, D]``, ``v [B, HKV, 1, V]``, and how it is read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rotation: Rotation | None
+    scaling: float
 
 
-def can_step(layer: "LinearAttention") -> bool:
+def can_step(layer: Layer) -> bool:
     """Tell whether a layer has a step of its own; without one a token is read as any other text."""
     if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
         return False
     return layer.window is None or layer.mix.steps
 
 
-def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
+def steps(layer: Layer, q: Tensor, call: Call) -> bool:
     """Tell whether a call is one token, and nobody can need the state from before it: not autograd, nor a rollback."""
     state = call.state
     if state is None or q.shape[2] != 1 or not state.tensors or not call.in_place or torch.is_grad_enabled():
@@ -42,22 +52,22 @@ def steps(layer: "LinearAttention", q: Tensor, call: "Call") -> bool:
     )
 
 
-def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call") -> Tensor:
+def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Read one token and fold it into the call's state in place; arguments as of :meth:`LinearAttention.forward`."""
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    whole = None if window is None else step_in_one_(layer, window, q, k, v, call, state)
+    whole = None if window is None else fused_step_(layer, window, q, k, v, call, state)
     if whole is not None:
         return whole
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
     if window is None:
         o = _plain_(layer, q, k, v, real, state)
-    elif _is_full(window, state, real):
-        o = _full_(layer, window, q, k, v, state, call)
     else:
-        o = _hybrid_(layer, window, q, k, v, state, call)
+        ring = OwnRing(window, state, real, upcast(q[:0]).dtype)
+        tokens = StepTokens(q, _cleared(k, real), _cleared(v, real), call.rotation, layer.scaling(call))
+        o = windowed_(layer, tokens, state.tensors, state.tensors, ring)
     state.advance(1, q.device)
     state.padded |= real is not None
     layer.look_for_sinks(state, 1)
@@ -65,7 +75,7 @@ def step_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: "Call
 
 
 def read_far(
-    layer: "LinearAttention",
+    layer: Layer,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,7 +113,7 @@ def read_far(
     return layer.rule.step_(RuleStep(q, k, v, gates, phi, counts, not feature_map.non_negative, rows), tensors)
 
 
-def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
+def _plain_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
     """Step a layer without a window: the token is folded at once."""
     seen = state.tensors["seen"]
     if not wants_kernels(layer.settings.backend, q.device):
@@ -113,101 +123,173 @@ def _plain_(layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, real: Ten
     return o
 
 
-def _hybrid_(
-    layer: "LinearAttention",
-    window: Window,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State,
-    call: "Call",
-) -> Tensor:
-    """Step a layer with a window."""
-    real, scaling, rotation = call.key_mask, layer.scaling(call), call.rotation
-    k, v = _cleared(k, real), _cleared(v, real)
-    tensors, (new, old) = state.tensors, window.places(state)
-    near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    keys, far = tensors.get("far_keys"), None
-    number = None
-    rows = grouped(q, near_k.shape[1])
-    wide = upcast(rows)
-    if layer.mix.has_far:
-        gone_k, gone_v = _take(near_k, 2, old), _take(near_v, 2, old)
-        counts = _take(mask, 1, old)
-        position = seen
-        if layer.feature_map.positional and layer.feature_map.kernel is None:
-            # Those that are in the circle came last, and the one that leaves is the first of them.
-            position = seen - mask[:, window.sinks :].sum(1)
-        queries = rows if wants_kernels(layer.settings.backend, q.device) else wide
-        plain = gone_k
-        if rotation is not None:
-            turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
-            plain, queries = turned_back(rotation, _take(turns, 1, old), gone_k, queries, layer.settings.backend)
-            _put_(turns, 1, new, rotation.turns)
-        far = read_far(layer, queries, plain, gone_v, counts, seen, position, tensors)
-        if keys is not None:
-            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
-            keys.addcmul_(gone, counts.view(-1, *(1,) * (keys.ndim - 1)))
-    _put_(mask, 1, new, _enter_(window, k, v, real, state))
-    _put_(mask, 1, old, False)
-    if far is None:
-        # Nothing shows what has left, and 0 times a NaN is one.
-        for x in (near_k, near_v):
-            _put_(x, 2, old, 0.0)
-    _put_(near_k, 2, new, k)
-    _put_(near_v, 2, new, v)
-    count_(seen, real)
-    scores = rows @ near_k.mT
-    if far is not None:
-        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=wide.dtype)
-    hidden = torch.where(mask, constant(0.0, wide), constant(torch.finfo(wide.dtype).min, wide))
-    scores = torch.add(hidden[:, None, None], scores, alpha=scaling)
-    if keys is not None and keys.ndim == 4:
-        keys = keys[:, :, 0]
-    return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling), layer.weights())
+class Entered(NamedTuple):
+    """What is in sight once a token has come.
+
+    Attributes:
+        hidden: What is added to scores, 0 or far below it ``[B, 1, 1, slots]``; None where all but the free slot are
+            in sight.
+        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores, or the same number of all rows.
+    """
+
+    hidden: Tensor | None
+    number: Tensor | int
 
 
-def _full_(
-    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, state: State, call: "Call"
+class Ring(ABC):
+    """How a step moves the windows of its rows: which slot each token comes to, and which one is free afterwards.
+
+    Attributes:
+        rows: Where in a pool the rows' states lie ``[B]`` int64; None where row b's is the b-th.
+        seen: Tokens that each row has read before ``[B]`` int64.
+        full: Whether every slot but one is known to hold a token of every row, and a key that counts to leave.
+        counts: Whether the key that leaves counts in the linear branch ``[B, 1]`` bool; None where all do.
+        old: The slot that is free afterwards.
+    """
+
+    rows: Tensor | None
+    seen: Tensor
+    full: bool
+    counts: Tensor | None
+    old: Any
+
+    @abstractmethod
+    def left(self, x: Tensor, dim: int) -> Tensor:
+        """Return what the token that leaves has in a tensor ``[P, ..., slots, ...]`` with slots in a dimension."""
+
+    @abstractmethod
+    def position(self) -> Tensor:
+        """Return the number of that token ``[B]``."""
+
+    @abstractmethod
+    def held(self, x: Tensor) -> Tensor:
+        """Return the rows of a tensor."""
+
+    @abstractmethod
+    def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
+        """Let the token in.
+
+        Args:
+            new: Tensors, their dimension of slots, and what the token puts there; keys and values first.
+            cleared: Keys or values whose free slot is set to 0: nothing shows what has left, and 0 times a NaN is one.
+        """
+
+
+class OwnRing(Ring):
+    """The windows of a state, whose rows move alike: slots are known to the host, or to a static state's tensor.
+
+    Args:
+        window: The window.
+        state: The state.
+        real: Whether the token of a row is real ``[B, 1]``; None where all are.
+        dtype: Of scores.
+    """
+
+    rows = None
+
+    def __init__(self, window: Window, state: State, real: Tensor | None, dtype: torch.dtype) -> None:
+        self.window, self.state, self.real, self.dtype = window, state, real, dtype
+        self.mask, self.seen = state.tensors["near_mask"], state.tensors["seen"]
+        self.new, self.old = window.places(state)
+        self.full = (
+            not (real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling())
+            and state.first_read
+            and state.length >= window.size + window.sinks
+        )
+        self.counts = None if self.full else self.left(self.mask, 1)
+
+    @override
+    def left(self, x: Tensor, dim: int) -> Tensor:
+        # A copy where a tensor tells the slot.
+        return x.index_select(dim, self.old[None]) if isinstance(self.old, Tensor) else x.narrow(dim, self.old, 1)
+
+    @override
+    def position(self) -> Tensor:
+        # Those in the ring came last, and the one that leaves is the first of them.
+        return self.seen - (self.window.size if self.full else self.mask[:, self.window.sinks :].sum(1))
+
+    @override
+    def held(self, x: Tensor) -> Tensor:
+        return x
+
+    @override
+    def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
+        mask, seen, state = self.mask, self.seen, self.state
+        if self.full:
+            yes, no = _flags(mask.device)
+            puts = [*((x.narrow(dim, self.new, 1), y) for x, dim, y in new), (mask.narrow(1, self.new, 1), yes)]
+            puts.append((mask.narrow(1, self.old, 1), no))
+            puts += [(x.narrow(2, self.old, 1), constant(0.0, x)) for x in cleared]
+            torch._foreach_copy_([x for x, _ in puts], [y.expand(x.shape) for x, y in puts])
+            count_(seen, None)
+            return Entered(None, state.length + 1 - self.window.size - self.window.sinks)
+        (_, _, k), (_, _, v) = new[:2]
+        _put_(mask, 1, self.new, _enter_(self.window, k, v, self.real, state))
+        _put_(mask, 1, self.old, False)
+        for x in cleared:
+            _put_(x, 2, self.old, 0.0)
+        for x, dim, y in new:
+            _put_(x, dim, self.new, y)
+        count_(seen, self.real)
+        like = mask.new_empty(0, dtype=self.dtype)
+        hidden = torch.where(mask, constant(0.0, like), constant(torch.finfo(self.dtype).min, like))
+        return Entered(hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=self.dtype))
+
+
+def windowed_(
+    layer: Layer, tokens: StepTokens, tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor], ring: Ring
 ) -> Tensor:
-    """Step a layer whose window is full: all numbers but those of tensors are known, and operations are fewest."""
-    scaling, rotation, backend = layer.scaling(call), call.rotation, layer.settings.backend
-    tensors, (new, old) = state.tensors, window.places(state)
-    near_k, near_v, mask, seen = (tensors[name] for name in ("near_k", "near_v", "near_mask", "seen"))
-    keys, far, number = tensors.get("far_keys"), None, None
-    rows = grouped(q, near_k.shape[1])
-    wide, gone_k, gone_v = upcast(rows), near_k.narrow(2, old, 1), near_v.narrow(2, old, 1)
-    yes, no = _flags(mask.device)
-    slots = [near_k.narrow(2, new, 1), near_v.narrow(2, new, 1), mask.narrow(1, new, 1), mask.narrow(1, old, 1)]
-    values = [k, v, yes.expand(len(mask), 1), no.expand(len(mask), 1)]
-    if layer.mix.has_far:
+    """Step a layer with a window.
+
+    Args:
+        layer: The layer.
+        tokens: The new tokens.
+        tensors: The window's tensors, where the ring lies; updated.
+        sums: Those of the rule and of the mix; updated. The rule's lie in a pool where it takes rows.
+        ring: How the window moves.
+
+    Returns:
+        ``o [B, HKV, G, V]``.
+    """
+    q, k, v, rotation, scaling = tokens
+    near_k, near_v, keys, far = tensors["near_k"], tensors["near_v"], sums.get("far_keys"), None
+    mix, backend, rows = layer.mix, layer.settings.backend, grouped(q, k.shape[1])
+    wide, gone_k, gone_v = upcast(rows), ring.left(near_k, 2), ring.left(near_v, 2)
+    new = [(near_k, 2, k), (near_v, 2, v)]
+    if mix.has_far:
         kernels = wants_kernels(backend, q.device)
         plain, queries = gone_k, rows if kernels else wide
         if rotation is not None:
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
-            plain, queries = turned_back(rotation, turns.narrow(1, old, 1), plain, queries, backend, known=not kernels)
-            slots.append(turns.narrow(1, new, 1))
-            values.append(rotation.turns.expand(len(mask), -1, -1))
-        # Those that are in the circle came last, and the one that leaves is the first of them.
-        position = seen - window.size if layer.feature_map.positional and layer.feature_map.kernel is None else seen
-        far = read_far(layer, queries, plain, gone_v, None, seen, position, tensors)
-        number = state.length + 1 - window.size - window.sinks
+            known = ring.full and not kernels
+            plain, queries = turned_back(rotation, ring.left(turns, 1), gone_k, queries, backend, known=known)
+            new.append((turns, 1, rotation.turns))
+        reads_position = layer.feature_map.positional and layer.feature_map.kernel is None
+        position = ring.position() if reads_position else ring.seen
+        at = ring.rows if layer.rule.steps_rows and kernels else None
+        far = read_far(layer, queries, plain, gone_v, ring.counts, ring.seen, position, sums, at)
         if keys is not None:
-            keys.add_(gone_k[:, :, 0] if keys.ndim == 3 else gone_k)
-    if far is None or layer.mix.takes_slot:
-        # Nothing shows what has left, and 0 times a NaN is one.
-        slots.append(gone_v)
-        values.append(constant(0.0, near_v).expand_as(gone_v))
-    torch._foreach_copy_(slots, values)
-    count_(seen, None)
-    scores = torch.baddbmm(constant(0.0, rows), rows.flatten(0, 1), near_k.flatten(0, 1).mT, beta=0, alpha=scaling)
-    scores = upcast(scores).view(*rows.shape[:3], -1)
-    if not layer.mix.takes_slot:
-        _put_(scores, 3, old, torch.finfo(wide.dtype).min)
+            gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
+            if ring.counts is None:
+                keys.add_(gone)
+            else:
+                keys.addcmul_(gone, ring.counts.view(-1, *(1,) * (keys.ndim - 1)))
+    takes_slot = ring.full and mix.takes_slot
+    cleared = [near_v] if takes_slot or far is None else []
+    hidden, number = ring.enter_(new, cleared if ring.full or far is not None else [near_k, near_v])
+    held_k, held_v = ring.held(near_k), ring.held(near_v)
+    if hidden is not None:
+        scores = torch.add(hidden, rows @ held_k.mT, alpha=scaling)
+    else:
+        scores = torch.baddbmm(constant(0.0, rows), rows.flatten(0, 1), held_k.flatten(0, 1).mT, beta=0, alpha=scaling)
+        scores = upcast(scores).view(*rows.shape[:3], -1)
+        if not takes_slot:
+            _put_(scores, 3, ring.old, torch.finfo(wide.dtype).min)
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
-    free = old if layer.mix.takes_slot else None
-    return layer.mix.join_last(LastToken(wide, scores, near_v, far, number, keys, scaling, free), layer.weights())
+    free = ring.old if takes_slot else None
+    last = LastToken(wide, scores, held_v, far, None if far is None else number, keys, scaling, free)
+    return mix.join_last(last, layer.weights())
 
 
 @cache
@@ -239,13 +321,6 @@ def turned_back(
     return both[:, :, :1], both[:, :, 1:]
 
 
-def _is_full(window: Window, state: State, real: Tensor | None) -> bool:
-    """Tell whether the host knows that every slot but one holds a token of every row, and one leaves that counts."""
-    if real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling():
-        return False
-    return state.first_read and state.length >= window.size + window.sinks
-
-
 def grouped(q: Tensor, kv_heads: int) -> Tensor:
     """Return the queries of a step by group, ``[B, HKV, G, D]``."""
     batch, heads, _, dim = q.shape
@@ -271,11 +346,6 @@ def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: St
     tensors["near_mask"][:, :sinks].logical_or_(slot)
     counts = ~slot.any(1, keepdim=True)
     return counts if real is None else counts & real
-
-
-def _take(x: Tensor, dim: int, place: int | Tensor) -> Tensor:
-    """Return one slot; a copy where its place is a tensor, as in a static state."""
-    return x.index_select(dim, place[None]) if isinstance(place, Tensor) else x.narrow(dim, place, 1)
 
 
 def _put_(x: Tensor, dim: int, place: int | Tensor, value: Tensor | float) -> None:

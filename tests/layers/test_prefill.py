@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from tests.ops.oracle import DEVICE
 from tests.spread import spread
@@ -157,14 +157,14 @@ def test_masks_are_read_at_every_call(backend: str) -> None:
 def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = (CASES | LOOPS)[name], 0
     skip_fp16(case, backend)
-    one = in_one.prefill
+    one = fused.prefill
 
     def counted(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         return one(*arguments)
 
-    monkeypatch.setattr(in_one, "prefill", counted)
+    monkeypatch.setattr(fused, "prefill", counted)
     found, state = read(case, backend)
     assert calls
     wanted, expected = read(case, "torch")

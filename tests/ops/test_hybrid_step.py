@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
-from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, in_one
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import HybridStep, hybrid_step_
 from hf_linear_attn.ops.step import numba as looped
@@ -134,7 +134,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             served.append(whole)
         return hybrid_step_(whole, backend=backend)
 
-    monkeypatch.setattr(in_one, "hybrid_step_", serve)
+    monkeypatch.setattr(fused, "hybrid_step_", serve)
     loop = looped.in_parts
     monkeypatch.setattr(looped, "in_parts", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
@@ -261,7 +261,7 @@ def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> N
 def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
     """Return the step after the first piece as the layer hands it to the op."""
     found: list[HybridStep] = []
-    monkeypatch.setattr(in_one, "hybrid_step_", lambda whole, **_: found.append(whole) or whole.q)
+    monkeypatch.setattr(fused, "hybrid_step_", lambda whole, **_: found.append(whole) or whole.q)
     read(case.layer("triton"), case, begin(case, monkeypatch), case.first, case.first + 1)
     return found[0]._replace(**changes)
 
@@ -283,7 +283,7 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_into_one_graph(launches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("norm_preserving", B=1, H=2, HKV=1, static=True, padded=True, T=6)
     layer, state, other = case.layer("triton"), begin(case, monkeypatch), begin(case, monkeypatch)
-    monkeypatch.setattr(in_one, "hybrid_step_", hybrid_step_)
+    monkeypatch.setattr(fused, "hybrid_step_", hybrid_step_)
     compiled = torch.compile(
         lambda *x: layer(*x[:3], Call(key_mask=x[3], state=state)), fullgraph=True, backend="aot_eager"
     )

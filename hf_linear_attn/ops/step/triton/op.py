@@ -142,7 +142,7 @@ def _read(*inputs: Any) -> Tensor:
     # A plan is the same wherever in the text the token stands.
     length = inputs[_LENGTH]
     length = length if type(length) is Number else Number(length)
-    step = HybridStep(*inputs[:_LENGTH], length, *inputs[_LENGTH + 1 :])
+    step = HybridStep(*inputs)._replace(length=length)
     check_hybrid(step)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
     decay = ("decay_bias", "decay_key", "decay_value")

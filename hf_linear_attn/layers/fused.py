@@ -1,13 +1,14 @@
 """What a layer with a window reads in one call of a kernel or of a loop: a step, and text without gradients."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from operator import is_
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.layers.ready import Ready
+from hf_linear_attn.layers.call import Call, Layer, Piece
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
@@ -15,20 +16,15 @@ from hf_linear_attn.ops.library import is_transformed
 from hf_linear_attn.ops.prefill import SERVED, Prefill, prefill, prefill_obstacle
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
 
-if TYPE_CHECKING:
-    from hf_linear_attn.layers.attention import Call, LinearAttention
-    from hf_linear_attn.layers.spans import Piece
-
-
-InOne = Literal["triton", "numba"]
+FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
 
 
-def step_in_one_(
-    layer: "LinearAttention", window: Window, q: Tensor, k: Tensor, v: Tensor, call: "Call", state: State
+def fused_step_(
+    layer: Layer, window: Window, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State
 ) -> Tensor | None:
     """Take a step in one call of a kernel or a loop, and count its token; None where neither serves it."""
-    chosen = chosen_in_one(layer.settings.backend, q.device)
+    chosen = fused_backend(layer.settings.backend, q.device)
     if chosen is None:
         return None
     whole = for_kernel(chosen, layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
@@ -37,7 +33,8 @@ def step_in_one_(
     if chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)
         if state.ready is not None:
-            return state.ready.step_(q, k, v, call, state)
+            o: Tensor = state.ready.step_(q, k, v, call, state)
+            return o
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
     o = hybrid_step_(whole, backend=layer.settings.backend)
@@ -54,13 +51,13 @@ def count_(seen: Tensor, real: Tensor | None) -> None:
 
 
 def for_kernel(
-    chosen: InOne,
-    layer: "LinearAttention",
+    chosen: FusedBackend,
+    layer: Layer,
     window: Window,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    call: "Call",
+    call: Call,
     tensors: Mapping[str, Tensor],
     seen: Tensor,
     length: Tensor | int,
@@ -114,7 +111,7 @@ def for_kernel(
     return whole if hybrid_obstacle(whole, chosen) is None else None
 
 
-def chosen_in_one(backend: str, device: torch.device) -> InOne | None:
+def fused_backend(backend: str, device: torch.device) -> FusedBackend | None:
     """Return what computes a whole step, or a whole text, in one call, if anything does."""
     if wants_kernels(backend, device):
         return "triton"
@@ -122,7 +119,7 @@ def chosen_in_one(backend: str, device: torch.device) -> InOne | None:
     return "numba" if wants_loops(backend, device) and not is_transformed() else None
 
 
-def _map_of(layer: "LinearAttention") -> tuple[str, Pair | None, Pair | None] | None:
+def _map_of(layer: Layer) -> tuple[str, Pair | None, Pair | None] | None:
     """Return the name of a layer's map and, of a paired one, what is learned for queries and for keys.
 
     None where PyTorch alone computes it.
@@ -138,11 +135,11 @@ def _map_of(layer: "LinearAttention") -> tuple[str, Pair | None, Pair | None] | 
     return None if of_q is None or of_k is None else (of_q.name, of_q, of_k)
 
 
-def read_in_one(
-    layer: "LinearAttention", piece: "Piece", carried: Mapping[str, Tensor] | None
+def fused_prefill(
+    layer: Layer, piece: Piece, carried: Mapping[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Attend as :meth:`LinearAttention.read` does; None where that has to do it."""
-    chosen, tokens, window = chosen_in_one(layer.settings.backend, piece.q.device), piece.tokens, layer.window
+    chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
     if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
@@ -164,8 +161,8 @@ def read_in_one(
 
 
 def _prefill_of(
-    layer: "LinearAttention",
-    piece: "Piece",
+    layer: Layer,
+    piece: Piece,
     tokens: Tokens,
     window: Window,
     name: str,
@@ -210,3 +207,94 @@ def _prefill_of(
         of_rule.get("decay_key"),
         of_rule.get("decay_value"),
     )
+
+
+class Ready:
+    """A step that a layer has taken and can take again, as long as nothing is replaced that it was made of.
+
+    What does not change while a layer is used was looked at when it was made. All else is, each time: at every token
+    of every layer the host waits for this, so nothing here is done twice.
+
+    Args:
+        layer: The layer.
+        state: The state.
+        call: The call.
+        whole: Its step.
+    """
+
+    # Without a dictionary, so that nobody takes what is looked up for a part of the state.
+    __slots__ = ("_addresses", "_inference", "_layer", "_layout", "_learned", "_map", "_run", "_scaling", "_tensors")
+
+    def __init__(self, layer: Any, state: State, call: Call, whole: HybridStep) -> None:
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.step.numba import LoopedStep
+
+        self._run = LoopedStep(whole)
+        self._layer, self._tensors = layer, tuple(state.tensors.values())
+        # What was made under inference_mode can be changed in place only there.
+        self._inference = whole.seen.is_inference()
+        # Modules' own tables: to ask modules for their attributes takes long.
+        self._map, self._learned = layer.feature_map, (layer._parameters, layer.feature_map._parameters)
+        # Nothing else comes to lie there while the loop holds what is learned.
+        self._addresses = self._found()
+        self._layout, self._scaling = _layout(whole.q, whole.k, whole.v, call), call.scaling
+
+    @classmethod
+    def of(cls, layer: Any, state: State, call: Call, whole: HybridStep) -> "Ready | None":
+        """Make a step ready; None where it reads copies of what is learned, or the host does not count the tokens."""
+        own = {x.untyped_storage().data_ptr() for x in (*layer.parameters(False), *layer.feature_map.parameters(False))}
+        read = [x for x in whole.learned if x is not None]
+        same = all(x.untyped_storage().data_ptr() in own and x.is_contiguous() for x in read)
+        return cls(layer, state, call, whole) if same and not isinstance(state.length, Tensor) else None
+
+    def serves(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+        """Tell whether a call is such a step; what traces, transforms or counts operations is to see them."""
+        state = call.state
+        return (
+            state is not None
+            and not is_transformed()
+            and layer is self._layer
+            and not layer.disabled
+            and layer.shard is None
+            and call.in_place
+            and call.scaling == self._scaling
+            and not is_grad_enabled()
+            and (not self._inference or is_inference_mode_enabled())
+            and len(state.tensors) == len(self._tensors)
+            and all(map(is_, state.tensors.values(), self._tensors))
+            and _layout(q, k, v, call) == self._layout
+            and layer._modules["feature_map"] is self._map
+            and not self._map.hooked
+            and self._found() == self._addresses
+        )
+
+    def _found(self) -> list[Any]:
+        """Return where lies what the layer has learned, how it lies there, the numbers beside it, and the state."""
+        state = [x.data_ptr() for x in self._tensors]
+        learned = [(x.data_ptr(), x.stride()) for table in self._learned for x in table.values() if x is not None]
+        return [*state, *learned, self._map.scale, self._map.scaling, self._layer.rule.eps]
+
+    def step_(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State) -> Tensor:
+        """Take the step, and count its token; arguments as of :meth:`LinearAttention.forward`."""
+        turns, length = None, int(state.length)
+        if call.rotation is not None:
+            state.check_common("near_turns", steps=True)
+            turns = call.rotation.turns
+        o = self._run(q, k, v, call.key_mask, turns, length, counts=True)
+        state.length = length + 1
+        state.padded |= call.key_mask is not None
+        return o
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copy to nothing: the tensors of a state's copy lie elsewhere."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as nothing, for the same reason."""
+        return type(None), ()
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
+    """Return what is alike in all steps of new tokens; addresses a loop is told each time."""
+    rotation, masked = call.rotation, call.key_mask is not None
+    of_tokens = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, masked
+    return of_tokens if rotation is None else (*of_tokens, rotation.turns.shape, rotation.layout)
