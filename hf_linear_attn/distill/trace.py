@@ -91,30 +91,35 @@ class Held(NamedTuple):
     largest: int
 
 
-def trace_step(
-    make_stage: Callable[[dict[str, nn.Module]], Stage],
-    models: dict[str, nn.Module],
-    *,
-    rows: int,
-    length: int,
-    forwards: int = 1,
-    parts: int = 1,
-    sharded: bool = False,
-    autocast: bool = False,
-    device: Device = "cuda",
-) -> Held:
+class Step(NamedTuple):
+    """A step to count.
+
+    Attributes:
+        rows: Sequences of a forward.
+        length: Their tokens.
+        forwards: Forwards of a step.
+        parts: Ranks among which each sequence is split; what they hand each other is not counted.
+        sharded: Whether gradients go as they come, since each process keeps its share of them.
+        autocast: Whether forwards are computed in bf16.
+        device: Where the step would run.
+    """
+
+    rows: int
+    length: int
+    forwards: int = 1
+    parts: int = 1
+    sharded: bool = False
+    autocast: bool = False
+    device: Device = "cuda"
+
+
+def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict[str, nn.Module], step: Step) -> Held:
     """Count what a step of a stage holds.
 
     Args:
         make_stage: Makes the stage of the models by their names.
         models: ``student`` and, where there is one of its own, ``teacher``, without storage (on the device ``meta``).
-        rows: Sequences of a forward.
-        length: Their tokens.
-        forwards: Forwards of a step.
-        sharded: Whether gradients go as they come, since each process keeps its share of them.
-        parts: Ranks among which each sequence is split; what they hand each other is not counted.
-        autocast: Whether forwards are computed in bf16.
-        device: Where the step would run.
+        step: The step.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker, ExitStack() as stack:
         # A mask shows what numbers hold.
@@ -122,9 +127,9 @@ def trace_step(
             kept = ALL_MASK_ATTENTION_FUNCTIONS[name]
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__setitem__, name, kept)
             ALL_MASK_ATTENTION_FUNCTIONS[name] = _no_mask
-        if device == "cuda":
+        if step.device == "cuda":
             stack.enter_context(as_on_gpu())
-        return _trace(tracker, make_stage, models, rows, length, forwards, parts, sharded, autocast)
+        return _trace(tracker, make_stage, models, step)
 
 
 @contextmanager
@@ -162,12 +167,7 @@ def _trace(
     tracker: Tracker,
     make_stage: Callable[[dict[str, nn.Module]], Stage],
     models: dict[str, nn.Module],
-    rows: int,
-    length: int,
-    forwards: int,
-    parts: int,
-    sharded: bool,
-    autocast: bool,
+    step: Step,
 ) -> Held:
     sizes, stored = {}, {}
     for name, model in models.items():
@@ -176,15 +176,14 @@ def _trace(
         sizes[name] = tracker.alive - before
     stage = make_stage(stored)
     stored["student"].train()
-    if sharded:
+    if step.sharded:
         for parameter in stored["student"].parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_let_go)  # type: ignore[no-untyped-call]
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    weights = torch.ones(rows, length)
-    batch = Batch(ids, weights, torch.ones(rows, length, dtype=torch.bool), None, tuple(range(rows)))
-    if parts > 1:
-        batch = batch.cut(0, -(-length // parts))
+    ids = torch.zeros(step.rows, step.length, dtype=torch.int64)
+    batch = Batch(ids, torch.ones(ids.shape), torch.ones_like(ids, dtype=torch.bool), None, tuple(range(step.rows)))
+    if step.parts > 1:
+        batch = batch.cut(0, -(-step.length // step.parts))
 
     def learn(part: Tensor) -> None:
         with torch.autocast("cpu", enabled=False):
@@ -192,8 +191,8 @@ def _trace(
 
     stage.learn = learn
     start = tracker.peak = tracker.alive
-    for _ in range(min(forwards, 2)):
-        with torch.autocast("cpu", torch.bfloat16, autocast):
+    for _ in range(min(step.forwards, 2)):
+        with torch.autocast("cpu", torch.bfloat16, step.autocast):
             loss = stage.loss(batch)
         if loss.requires_grad:
             learn(loss)

@@ -64,7 +64,7 @@ def test_what_kernels_allocate_is_counted_and_nothing_is_changed():
     assert cpu < torch_alone
 
 
-CHANGED = [(tracing.spans, "walks"), (tracing.dispatch, "_obstacle"), (tracing.Start, "run")]
+CHANGED = [(tracing.spans, "walks"), (tracing.dispatch, "_obstacle"), (tracing.Launch, "run")]
 
 
 def test_parameters_are_those_of_the_model_itself():
