@@ -62,19 +62,19 @@ def ask(model, tokenizer=TOKENIZER, **options):
 
 
 @pytest.mark.parametrize(
-    ("change", "exact"),
+    ("change", "exact", "tasks"),
     [
-        (lambda answer: answer, 1.0),
-        (lambda answer: answer + ". And on it goes", 1.0),
-        (lambda answer: answer[:-1], 0.0),
-        (lambda answer: answer + "s", 0.0),
-        (lambda answer: "It is " + answer, 0.0),
+        (lambda answer: answer, 1.0, TASKS),
+        (lambda answer: answer + ". And on it goes", 1.0, TASKS[:2]),
+        (lambda answer: answer[:-1], 0.0, TASKS[:2]),
+        (lambda answer: answer + "s", 0.0, TASKS[:2]),
+        (lambda answer: "It is " + answer, 0.0, TASKS[:2]),
     ],
 )
-def test_an_answer_counts_where_it_is_the_true_one_word_for_word(change, exact):
-    rows = ask(scripted(change))
+def test_an_answer_counts_where_it_is_the_true_one_word_for_word(change, exact, tasks):
+    rows = ask(scripted(change), tasks=tasks)
     assert [(row["task"], row["length"], row["n"], row["missing"]) for row in rows] == [
-        (parse_task(task).label, 1100, 2, None) for task in TASKS
+        (parse_task(task).label, 1100, 2, None) for task in tasks
     ]
     assert {row["exact"] for row in rows} == {exact}
     assert all(row["ci95"] == list(wilson_interval(2 * exact, 2)) for row in rows)

@@ -23,9 +23,9 @@ from hf_linear_attn.evaluation.subjects import Subject
 
 BOS, EOS, PAD = 256, 257, 258
 VOCABULARY = 259
-QUESTION_END = re.compile(
+QUESTION = re.compile(
     r"(pass key is|code of \w+ is|provided text (is|are)|they are:|in the list are:|list of words is:"
-    r"|appeared words are:|capital of \w+ is|^\w+ =|^\w+\(mode=|\"city\":)$",
+    r"|appeared words are:|capital of \w+ is|^\w+ =|^\w+\(mode=|\"city\":)",
     flags=re.MULTILINE,
 )
 
@@ -158,10 +158,10 @@ def answering(tokenizer, answer):
     def script(ids):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         start = text.rfind("\n") + 1
-        ends = [m.end() for stop in range(start, len(text) + 1) if (m := QUESTION_END.search(text, start, stop))]
-        if not ends:
+        asked = QUESTION.search(text, start)
+        if asked is None:
             return ord(" ")
-        prompt, written = text[: ends[0]], text[ends[0] :]
+        prompt, written = text[: asked.end()], text[asked.end() :]
         reply = " " + answer(prompt)
         if not reply.startswith(written) or reply == written:
             return EOS
