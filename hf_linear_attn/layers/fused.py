@@ -1,6 +1,6 @@
 """What a layer with a window reads in one call of a kernel or of a loop: a step, and text without gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from operator import is_
 from typing import Any, Literal
 
@@ -11,10 +11,13 @@ from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.layers.call import Call, Layer, Piece
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
-from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops
+from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops, warn_fallback
 from hf_linear_attn.ops.library import is_transformed
 from hf_linear_attn.ops.prefill import SERVED, Prefill, prefill, prefill_obstacle
 from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
+
+STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
+"""Update rules and mixes of which a step is one call."""
 
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
@@ -64,51 +67,70 @@ def for_kernel(
     rows: Tensor | None = None,
 ) -> HybridStep | None:
     """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
-    mix = layer.mix.name
-    if layer.rule.name not in ("additive", "decay") or mix not in HYBRID_MIXES:
-        return None
     computed = _map_of(layer)
-    if computed is None:
-        return None
-    phi, of_q, of_k = computed
-    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), call.rotation
-    whole = HybridStep(
-        q,
-        k,
-        v,
-        call.key_mask,
-        seen,
-        length if isinstance(length, Tensor) else None,
-        0 if isinstance(length, Tensor) else length,
-        rows,
-        tensors.get("kv"),
-        tensors.get("z"),
-        tensors.get("far_keys"),
-        tensors["near_k"],
-        tensors["near_v"],
-        tensors.get("near_mask"),
-        None if rotation is None else tensors["near_turns"],
-        None if rotation is None else rotation.turns,
-        None if of_q is None else of_q.weight,
-        None if of_q is None else of_q.power,
-        None if of_k is None else of_k.weight,
-        None if of_k is None else of_k.power,
-        of_rule.get("decay_bias"),
-        of_rule.get("decay_key"),
-        of_rule.get("decay_value"),
-        weights.get("bias"),
-        weights.get("weight"),
-        phi,
-        1.0 if of_q is None else of_q.factor,
-        0.0 if of_q is None else of_q.sharpness,
-        mix,
-        window.sinks,
-        layer.scaling(call),
-        layer.rule.eps,
-        "half" if rotation is None else rotation.layout.pairs,
-        rotation is not None and rotation.layout.at_end,
-    )
-    return whole if hybrid_obstacle(whole, chosen) is None else None
+    reason = why_not(layer, STEPS)
+    if reason is None and computed is not None:
+        phi, of_q, of_k = computed
+        weights, of_rule, rotation, static = layer.weights(), layer.rule_weights(), call.rotation, None
+        if isinstance(length, Tensor):
+            static, length = length, 0
+        whole = HybridStep(
+            q=q,
+            k=k,
+            v=v,
+            key_mask=call.key_mask,
+            seen=seen,
+            place=static,
+            length=length,
+            rows=rows,
+            kv=tensors.get("kv"),
+            z=tensors.get("z"),
+            far_keys=tensors.get("far_keys"),
+            near_k=tensors["near_k"],
+            near_v=tensors["near_v"],
+            near_mask=tensors.get("near_mask"),
+            near_turns=None if rotation is None else tensors["near_turns"],
+            turns=None if rotation is None else rotation.turns,
+            weight_q=None if of_q is None else of_q.weight,
+            power_q=None if of_q is None else of_q.power,
+            weight_k=None if of_k is None else of_k.weight,
+            power_k=None if of_k is None else of_k.power,
+            decay_bias=of_rule.get("decay_bias"),
+            decay_key=of_rule.get("decay_key"),
+            decay_value=of_rule.get("decay_value"),
+            bias=weights.get("bias"),
+            weight=weights.get("weight"),
+            phi=phi,
+            factor=1.0 if of_q is None else of_q.factor,
+            sharpness=0.0 if of_q is None else of_q.sharpness,
+            mix=layer.mix.name,
+            sinks=window.sinks,
+            scaling=layer.scaling(call),
+            eps=layer.rule.eps,
+            pairs="half" if rotation is None else rotation.layout.pairs,
+            at_end=rotation is not None and rotation.layout.at_end,
+        )
+        reason = hybrid_obstacle(whole, chosen)
+        if reason is None:
+            return whole
+    if chosen == "triton" and reason is not None:
+        warn_fallback(f"{reason}, so that a step is many operations")
+    return None
+
+
+def why_not(layer: Layer, known: Container[tuple[str, str]]) -> str | None:
+    """Say why a layer is not read in one call, whatever its tokens; None where nothing in it stands against that.
+
+    Args:
+        layer: The layer.
+        known: Update rules and mixes that are.
+    """
+    rule, mix = layer.rule.name, layer.mix.name
+    if (rule, mix) not in known:
+        return f"no kernel reads the update rule {rule!r} with the mix {mix!r}"
+    if _map_of(layer) is None:
+        return f"no kernel computes the feature map {type(layer.feature_map).__name__} with its hooks, if it has any"
+    return None
 
 
 def fused_backend(backend: str, device: torch.device) -> FusedBackend | None:
@@ -142,10 +164,11 @@ def fused_prefill(
     chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
-    if (layer.rule.name, layer.mix.name) not in SERVED[chosen]:
-        return None
-    computed = _map_of(layer)
-    if computed is None or tokens is None or window is None:
+    computed, reason = _map_of(layer), why_not(layer, SERVED[chosen])
+    if reason is not None and chosen == "triton" and not (layer.rule.steps and layer.mix.steps):
+        # Others fall back on kernels for each part, or say it where they step.
+        warn_fallback(f"{reason}, and a step is read as a text of one token")
+    if computed is None or tokens is None or window is None or reason is not None:
         return None
     name, of_q, of_k = computed
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
@@ -176,36 +199,36 @@ def _prefill_of(
         sink_k, sink_v = sink_k.to(piece.q.dtype), sink_v.to(piece.q.dtype)
     weights, of_rule, rotation = layer.weights(), layer.rule_weights(), piece.rotation
     return Prefill(
-        piece.q,
-        tokens.k,
-        tokens.v,
-        None,
-        tokens.mask,
-        tokens.counts,
-        sink_k,
-        sink_v,
-        seen,
-        piece.number,
-        carried.get("far_keys"),
-        carried.get("kv"),
-        carried.get("z"),
-        None if rotation is None else rotation.turns,
-        None if of_q is None else of_q.weight,
-        None if of_q is None else of_q.power,
-        weights.get("bias"),
-        weights.get("weight"),
-        name,
-        1.0 if of_q is None else of_q.factor,
-        0.0 if of_q is None else of_q.sharpness,
-        "half" if rotation is None else rotation.layout.pairs,
-        rotation is not None and rotation.layout.at_end,
-        window.size,
-        piece.scaling,
-        layer.rule.eps,
-        layer.mix.name,
-        of_rule.get("decay_bias"),
-        of_rule.get("decay_key"),
-        of_rule.get("decay_value"),
+        q=piece.q,
+        k=tokens.k,
+        v=tokens.v,
+        phi_k=None,
+        key_mask=tokens.mask,
+        counts=tokens.counts,
+        sink_k=sink_k,
+        sink_v=sink_v,
+        seen=seen,
+        number=piece.number,
+        far_keys=carried.get("far_keys"),
+        kv=carried.get("kv"),
+        z=carried.get("z"),
+        turns=None if rotation is None else rotation.turns,
+        weight=None if of_q is None else of_q.weight,
+        power=None if of_q is None else of_q.power,
+        bias=weights.get("bias"),
+        direction=weights.get("weight"),
+        name=name,
+        factor=1.0 if of_q is None else of_q.factor,
+        sharpness=0.0 if of_q is None else of_q.sharpness,
+        pairs="half" if rotation is None else rotation.layout.pairs,
+        at_end=rotation is not None and rotation.layout.at_end,
+        window=window.size,
+        scaling=piece.scaling,
+        eps=layer.rule.eps,
+        mix=layer.mix.name,
+        decay_bias=of_rule.get("decay_bias"),
+        decay_key=of_rule.get("decay_key"),
+        decay_value=of_rule.get("decay_value"),
     )
 
 

@@ -65,7 +65,7 @@ def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     if window is None:
         o = _plain_(layer, q, k, v, real, state)
     else:
-        ring = OwnRing(window, state, real, upcast(q[:0]).dtype)
+        ring = OwnRing(window, state, real, q.dtype)
         tokens = StepTokens(q, _cleared(k, real), _cleared(v, real), call.rotation, layer.scaling(call))
         o = windowed_(layer, tokens, state.tensors, state.tensors, ring)
     state.advance(1, q.device)
@@ -182,7 +182,7 @@ class OwnRing(Ring):
         window: The window.
         state: The state.
         real: Whether the token of a row is real ``[B, 1]``; None where all are.
-        dtype: Of scores.
+        dtype: Of the tokens.
     """
 
     rows = None
@@ -217,10 +217,14 @@ class OwnRing(Ring):
         mask, seen, state = self.mask, self.seen, self.state
         if self.full:
             yes, no = _flags(mask.device)
-            puts = [*((x.narrow(dim, self.new, 1), y) for x, dim, y in new), (mask.narrow(1, self.new, 1), yes)]
-            puts.append((mask.narrow(1, self.old, 1), no))
-            puts += [(x.narrow(2, self.old, 1), constant(0.0, x)) for x in cleared]
-            torch._foreach_copy_([x for x, _ in puts], [y.expand(x.shape) for x, y in puts])
+            slots = [x.narrow(dim, self.new, 1) for x, dim, _ in new]
+            values = [y if len(y) == len(mask) else y.expand(len(mask), -1, -1) for _, _, y in new]
+            slots += [mask.narrow(1, self.new, 1), mask.narrow(1, self.old, 1)]
+            values += [yes.expand(len(mask), 1), no.expand(len(mask), 1)]
+            for x in cleared:
+                slots.append(x.narrow(2, self.old, 1))
+                values.append(constant(0.0, x).expand_as(slots[-1]))
+            torch._foreach_copy_(slots, values)
             count_(seen, None)
             return Entered(None, state.length + 1 - self.window.size - self.window.sinks)
         (_, _, k), (_, _, v) = new[:2]
@@ -231,9 +235,9 @@ class OwnRing(Ring):
         for x, dim, y in new:
             _put_(x, dim, self.new, y)
         count_(seen, self.real)
-        like = mask.new_empty(0, dtype=self.dtype)
-        hidden = torch.where(mask, constant(0.0, like), constant(torch.finfo(self.dtype).min, like))
-        return Entered(hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=self.dtype))
+        like = upcast(mask.new_empty(0, dtype=self.dtype))
+        hidden = torch.where(mask, constant(0.0, like), constant(torch.finfo(like.dtype).min, like))
+        return Entered(hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=like.dtype))
 
 
 def windowed_(

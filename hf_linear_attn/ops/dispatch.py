@@ -91,9 +91,21 @@ def choose_backend(
             return "triton"
         if backend == "triton":
             raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
+        warn_fallback(reason)
     # Asked for by name they are refused where they cannot run; what they have no loop for is PyTorch's.
     wants_loops(backend, device)
     return "reference" if backend == "reference" else "torch"
+
+
+def warn_fallback(reason: str) -> None:
+    """Say once for each cause why PyTorch computes what kernels could have; compilers hear nothing."""
+    if not torch.compiler.is_compiling():
+        _warn_once(reason)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}: PyTorch's operations take its place, which is slower", RuntimeWarning, stacklevel=3)
 
 
 def wants_kernels(backend: str, device: torch.device) -> bool:

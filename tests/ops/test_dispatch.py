@@ -1,12 +1,16 @@
 import re
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from hf_linear_attn import linear_attention
+from hf_linear_attn import LinearAttentionConfig, linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
+from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.ops import dispatch as backend_choice
 from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton import plan
@@ -265,3 +269,41 @@ def test_triton_known_to_make_wrong_code_is_named(
     backend_choice._gpu_obstacle.cache_clear()
     assert (backend_choice.device_obstacle(gpu) is not None) == (outcome == "refused")
     assert len(recwarn) == 0
+
+
+def test_a_fallback_names_its_cause_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_choice, "wants_kernels", lambda backend, device: True)
+    with pytest.warns(RuntimeWarning, match="q has head size 4096, and .*: PyTorch's operations take its place"):
+        backend_choice.choose_backend(
+            "auto", torch.device("cpu"), lambda: "q has head size 4096, and kernels hold less"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backend_choice.choose_backend(
+            "auto", torch.device("cpu"), lambda: "q has head size 4096, and kernels hold less"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"mix": "shared"}, "no kernel reads the update rule 'additive' with the mix 'shared'"),
+        ({"feature_map": "cubed"}, "no kernel computes the feature map Cubed"),
+    ],
+)
+def test_a_layer_whose_steps_no_kernel_takes_says_so_once(
+    users_map: Path, settings: dict[str, str], cause: str
+) -> None:
+    """Also with a map of the user's, which would take the slow way without a word."""
+    load_feature_maps(users_map)
+    backend_choice._warn_once.cache_clear()
+    config = LinearAttentionConfig(**({"feature_map": "elu", "window": 2, "backend": "triton"} | settings))
+    layer, state = LinearAttention(config, Sizes(16, 2, 1, 0.25), "layer"), State()
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 1, 16)
+    with torch.no_grad():
+        layer(q, k, k, Call(state=state))
+        with pytest.warns(RuntimeWarning, match=cause):
+            layer(q, k, k, Call(state=state))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer(q, k, k, Call(state=state))
