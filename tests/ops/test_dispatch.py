@@ -300,10 +300,14 @@ def test_a_layer_whose_steps_no_kernel_takes_says_so_once(
     config = LinearAttentionConfig(**({"feature_map": "elu", "window": 2, "backend": "triton"} | settings))
     layer, state = LinearAttention(config, Sizes(16, 2, 1, 0.25), "layer"), State()
     q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 1, 16)
-    with torch.no_grad():
-        layer(q, k, k, Call(state=state))
-        with pytest.warns(RuntimeWarning, match=cause):
+
+    @torch.no_grad()
+    def read_two_tokens() -> None:
+        for _ in range(2):
             layer(q, k, k, Call(state=state))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            layer(q, k, k, Call(state=state))
+
+    with pytest.warns(RuntimeWarning, match=cause):
+        read_two_tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_two_tokens()
