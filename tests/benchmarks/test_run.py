@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from hf_linear_attn.distill.measure import shown
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_linear_attn.distill.measure import shown
 from hf_linear_attn.loading import load_model
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
