@@ -19,7 +19,7 @@ from hf_linear_attn.ops.linear_attention.triton.gradients import (
     dv_kernel,
     reverse_state_kernel,
 )
-from hf_linear_attn.ops.linear_attention.triton.model import Cut, both_cut, dkv_cut, dq_cut, lone_cut
+from hf_linear_attn.ops.linear_attention.triton.model import Cut, choose
 from hf_linear_attn.ops.linear_attention.triton.stored_gradients import stored_dkv_kernel, stored_dq_kernel
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
@@ -151,13 +151,13 @@ def backward_launches(
     of_decay = wanted.log_decay and p.log_decay is not None
     of_keys = wanted.k or wanted.v or wanted.state or of_decay
     # What a decay changes is a product of what comes before it and of what comes after: both are cut alike.
-    cut = dkv_cut(p) if p.log_decay is None else both_cut(p)
+    cut = choose(p, "dk") if p.log_decay is None else choose(p, "dq", "dk")
     segments = p.segments(p.k.shape[2], cut.length)
     fades, launches = fade_launches(p, segments)
     ends = Starts()
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz
     if of_keys and (cut.stored or segments.split or not p.causal):
-        summing = segments if p.causal else p.segments(p.q.shape[2], lone_cut(p, "reverse_state").length)
+        summing = segments if p.causal else p.segments(p.q.shape[2], choose(p, "reverse_state").length)
         sums = reverse_state_launch(p, saved, do, delta, summing, fades)
         initial = out.dkv0, out.dz0
         ends, before = summed(p, sums, summing, seed, initial, reverse=True, stored=cut.stored, fades=fades)
@@ -178,7 +178,7 @@ def backward_launches(
     errors = do, saved.den, delta
     starts, asked = Starts(), None
     if wanted.q or of_decay:
-        of_queries = dq_cut(p) if p.log_decay is None else cut
+        of_queries = choose(p, "dq") if p.log_decay is None else cut
         starts, before = starts_launches(p, of_queries, fades)
         launches += before
         asked = _rows_of(p, "dq", p.q, of_queries)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.model import forward_cut, lone_cut
+from hf_linear_attn.ops.linear_attention.triton.model import choose
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     counted_in,
@@ -503,7 +503,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         The results, allocated but not computed, and the launches that compute them, in order.
     """
     q, k, v = p.q, p.k, p.v
-    cut = forward_cut(p)
+    cut = choose(p, "forward")
     segments = p.segments(q.shape[2], cut.length)
     out = allocate_forward(p)
     fades, launches = fade_launches(p, segments)
@@ -514,7 +514,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
         starts, before = summed(p, sums, segments, (kv0, z0), states, reverse=False, stored=cut.stored, fades=fades)
         launches += before
     elif not p.causal:
-        of_keys = p.segments(k.shape[2], lone_cut(p, "state").length)
+        of_keys = p.segments(k.shape[2], choose(p, "state").length)
         _, launches = summed(
             p, state_launch(p, of_keys), of_keys, (kv0, z0), (out.kv, out.z), reverse=False, stored=False
         )

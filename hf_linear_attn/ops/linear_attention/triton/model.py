@@ -1,13 +1,13 @@
 """How long a plan would take, counted in clocks and bytes, and the cut into segments that takes the least.
 
 A walk is bound by its instructions or by memory, whichever takes longer. Programs here have all the registers that a
-processor gives out to eight warps, which are too few to fill its issue slots: a warp waits for memory, for products and
-for its own last result before it goes on. The figures here are few
-and rough: they are to tell a good cut from a bad one. Compiled instruction counts lie within a factor of 1.7 of them,
-and times that were measured on an H100 within one of 1.4 (both tested).
+processor gives out to eight warps, too few to fill its issue slots: a warp waits for memory, for products and for its
+own last result before it goes on. The figures are few and rough, to tell a good cut from a bad one: times measured on
+an H100 lie within a factor of 1.4 of them (tested), and of other cuts none were measured. What a rule of a few lines
+would lose is in docs/results/notebook.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from hf_linear_attn.ops.triton.plan import Problem, Target
@@ -37,8 +37,7 @@ PROCESSORS = {
     "gfx942": Processor(2100, 4.0e6, 256e6, 1.6),
     "interpreter": Processor(1000, 1e6, 1e6, 1.0),
 }
-"""By architecture: boost clocks, and about nine tenths of what the data sheet of its largest part says of memory; of
-sm_90, what a copy moved on an H100."""
+"""Boost clocks, and nine tenths of what data sheets say of memory; of sm_90, what a copy moved on an H100."""
 
 CACHED = 3.0
 """How many times as fast the cache is as memory."""
@@ -60,10 +59,7 @@ HELD_WARPS = 8
 """Warps that a processor holds of these kernels, for their registers."""
 
 GAP = 10.0
-"""Clocks from one instruction of a warp to its next, its waits for memory among them.
-
-Fitted to what further tokens took on an H100 with eight key heads of 128; those with 32 key heads test it.
-"""
+"""Clocks from one instruction of a warp to its next, fitted to what further tokens took on an H100."""
 
 SCHEDULERS = 4
 """Instructions that a processor issues per clock, of as many warps."""
@@ -93,7 +89,7 @@ class Work(NamedTuple):
     clocks: float
     warps: int
     moved: float
-    states: float = 0.0
+    states: float
     waits: float = 0.0
 
 
@@ -127,140 +123,92 @@ def microseconds(target: Target, works: list[Work]) -> float:
 
 
 class Costs:
-    """What the launches of a problem cost, by their cut.
+    """What the launches of a problem cost when they are cut in one way.
 
     Args:
         p: The problem; only its shapes matter.
+        tokens: Tokens of a sequence, or of all packed ones.
+        cut: The cut.
     """
 
-    def __init__(self, p: Problem) -> None:
-        self.p = p
-        self.H, self.HKV = int(p.q.shape[1]), int(p.k.shape[1])
-        self.D, self.V = int(p.k.shape[3]), int(p.v.shape[3])
-        self.T, self.S = int(p.q.shape[2]), int(p.k.shape[2])
-        self.rows, self.group = int(p.rows), self.H // self.HKV
-        self.size = p.q.element_size()
-        self.packed = p.cu_seqlens is not None
-        self.share = IDENTITY if p.phi == "identity" else 1.0
+    def __init__(self, p: Problem, tokens: int, cut: Cut) -> None:
+        self.p, self.tokens, self.cut = p, tokens, cut
+        self.H, self.HKV, self.D, self.V = (int(n) for n in (p.q.shape[1], *p.k.shape[1::2], p.v.shape[3]))
+        self.group, self.length = self.H // self.HKV, min(cut.length, tokens)
+        pieces = -(-tokens // self.length)
+        self.split, self.segments = pieces > 1, int(p.rows) * pieces
+        if p.cu_seqlens is not None:
+            self.segments = int(p.rows) + pieces * self.split
 
-    def count(self, tokens: int, length: int) -> int:
-        """Return the number of segments."""
-        if self.packed:
-            return -(-tokens // length) + self.rows if length < tokens else self.rows
-        return self.rows * -(-tokens // length)
+    def work(self, role: str, programs: int, numbers: float, crossing: tuple[float, float], states: int) -> Work:
+        """Return a launch.
 
-    def crossing(self, tokens: int, queries: float, keys: float) -> float:
-        """Return the bytes of so many numbers per query head and token, and per key head and token."""
-        batch = 1 if self.packed else self.rows
-        return batch * tokens * (self.H * queries + self.HKV * keys) * self.size
+        Args:
+            role: Name of the kernel.
+            programs: Of a segment.
+            numbers: That a program touches.
+            crossing: Numbers of queries and of keys that cross memory, per head and token.
+            states: Bytes of states per segment and key head.
+        """
+        clocks = CLOCKS[role] * numbers * (IDENTITY if self.p.phi == "identity" else 1.0)
+        tokens = self.tokens * (1 if self.p.cu_seqlens is not None else int(self.p.rows))
+        moved = tokens * (self.H * crossing[0] + self.HKV * crossing[1]) * self.p.q.element_size()
+        warps, states = self.p.tile(role).warps, states * self.segments * self.HKV
+        return Work(role, self.segments * programs, clocks, warps, moved, states)
 
-    def state(self, role: str, tokens: int, length: int) -> Work:
-        """Return the sums over segments."""
-        tile, segments = self.p.tile(role), self.count(tokens, length)
-        BD = min(tile.width, self.D)
-        if role == "state":
-            BV = min(tile.width, self.V)
-            passes, numbers, moved = (
-                -(-self.D // BD) * -(-self.V // BV),
-                BD + BV,
-                self.crossing(tokens, 0, 1) * (self.D + self.V),
-            )
-        else:
-            passes, numbers = -(-self.D // BD), self.group * (BD + 2 * self.V)
-            moved = self.crossing(tokens, self.D + 2 * self.V, 0)
-        states = segments * self.HKV * (self.D + 1) * self.V * 4
-        clocks = self.share * CLOCKS[role] * min(length, tokens) * numbers
-        return Work(role, segments * self.HKV * passes, clocks, tile.warps, moved, states)
+    def sums(self, role: str) -> list[Work]:
+        """Return the sums over segments, ``"state"`` or ``"reverse_state"``, and their scan."""
+        tile, scan, D, V = self.p.tile(role), self.p.tile("scan"), self.D, self.V
+        d, v, of_keys = min(tile.width, D), min(tile.width, V), role == "state"
+        passes = -(-D // d) * (-(-V // v) if of_keys else 1)
+        numbers = self.length * (d + v if of_keys else self.group * (d + 2 * V))
+        crossing = (0, D + V) if of_keys else (D + 2 * V, 0)
+        size, rows = (D + 1) * V, int(self.p.rows)
+        states = self.segments * self.HKV * size * (4 + (self.p.q.element_size() if self.cut.stored else 4))
+        waits = ROUND * (2 + self.segments // rows // scan.tokens)
+        return [
+            self.work(role, self.HKV * passes, numbers, crossing, 4 * size),
+            Work("scan", rows * self.HKV * -(-size // scan.width), 0, scan.warps, 0, states, waits),
+        ]
 
-    def scan(self, tokens: int, length: int, *, stored: bool) -> Work:
-        """Return the scan over segments."""
-        tile, segments = self.p.tile("scan"), self.count(tokens, length)
-        numbers = (self.D + 1) * self.V
-        programs = self.rows * self.HKV * -(-numbers // tile.width)
-        reads = 2 + segments // self.rows // tile.tokens
-        written = self.size if stored else 4
-        return Work("scan", programs, 0, tile.warps, 0, segments * self.HKV * numbers * (4 + written), ROUND * reads)
-
-    def carried(self, role: str, tokens: int, length: int) -> Work:
+    def carried(self, role: str) -> Work:
         """Return a walk that carries its state."""
-        tile, G = self.p.tile(role), self.group
-        of_keys, tiled = role in ("dk", "dv"), self.V if role in ("forward", "dv") else self.D
-        width = min(tile.width, tiled)
-        D, V = (self.D, width) if role in ("forward", "dv") else (width, self.V)
-        numbers = {
-            "forward": 2 * D + 2 * V,
-            "dq": 3 * D + 2 * V,
-            "dk": 2 * D + V + G * (D + V),
-            "dv": D + V + G * (D + V),
-        }[role]
-        queries, keys = {
-            "forward": (self.D + self.V, self.D + self.V),
-            "dq": (2 * self.D + self.V, self.D + self.V),
-            "dk": (self.D + self.V, 2 * self.D + self.V),
-            "dv": (self.D + self.V, self.D + self.V),
-        }[role]
-        if not self.p.causal:
-            numbers = {"forward": D + V, "dq": 2 * D + V, "dk": 2 * D + V, "dv": D + V}[role]
-            queries, keys = (0, numbers) if of_keys else (numbers, 0)
-        heads, segments = self.HKV if of_keys else self.H, self.count(tokens, length)
-        moved = self.crossing(tokens, queries, keys)
-        states = segments * self.HKV * self.D * self.V * 4 if length < tokens else 0
-        clocks = self.share * CLOCKS[role] * (numbers * min(length, tokens) + self.D * self.V)
-        return Work(role, segments * heads * -(-tiled // width), clocks, tile.warps, moved, states)
+        D, V, of_keys, causal = self.D, self.V, role in ("dk", "dv"), self.p.causal
+        tiled = V if role in ("forward", "dv") else D
+        width = min(self.p.tile(role).width, tiled)
+        d, v = (D, width) if role in ("forward", "dv") else (width, V)
+        twice = 2 if role in ("dq", "dk") else 1
+        numbers = twice * d + v + (self.group if of_keys else 1) * (d + v) * causal
+        near, far = (twice * D + V, D + V) if causal else (numbers, 0)
+        programs = (self.HKV if of_keys else self.H) * -(-tiled // width)
+        crossing = (far, near) if of_keys else (near, far)
+        return self.work(role, programs, numbers * self.length + D * V, crossing, 4 * D * V * self.split)
 
-    def stored(self, role: str, tokens: int, length: int) -> Work:
+    def stored(self, role: str) -> Work:
         """Return a walk that reads its states."""
-        tile, D, V, G = self.p.tile(role), self.D, self.V, self.group
-        of_keys, of_k, of_v = role.startswith("stored_dk") or role == "stored_dv", "k" in role[8:], "v" in role[8:]
-        length = min(length, tokens)
-        seen = (length + min(tile.tokens, length)) / 2
-        pairs = D + V + tile.tokens
-        if of_keys:
-            own = (2 * D + V) * of_k + (D + V) * of_v
-            both = 1.5 if of_k and of_v else 1.0
-            numbers = tile.tokens * own + D * V + G * seen * pairs * both
-            queries, keys = D + V, own
+        D, V, tile = self.D, self.V, self.p.tile(role)
+        kinds = role.removeprefix("stored_d")
+        of_keys = kinds in ("k", "v", "kv")
+        near = {"q": 2 * D + V, "k": 2 * D + V, "v": D + V, "kv": 3 * D + 2 * V}.get(kinds, D + V)
+        seen = (self.length + min(tile.tokens, self.length)) / 2 * (1.5 if kinds == "kv" else 1)
+        numbers = tile.tokens * near + D * V + (self.group if of_keys else 1) * seen * (D + V + tile.tokens)
+        programs = (self.HKV if of_keys else self.H) * -(-self.length // tile.tokens)
+        crossing = (D + V, near) if of_keys else (near, D + V)
+        return self.work(role, programs, numbers, crossing, D * V * self.p.q.element_size())
+
+    def works(self, role: str) -> list[Work]:
+        """Return the launches for ``"forward"``, ``"dq"``, ``"dk"`` (with dv), or sums without causality."""
+        if role in ("state", "reverse_state"):
+            return self.sums(role)
+        walks = ["dk", "dv"] if role == "dk" else [role]
+        if self.cut.stored:
+            walks = ["dkv"] if role == "dk" and self.p.has("stored_dkv") else walks
+            found = [self.stored("stored_" + walk) for walk in walks]
         else:
-            own = D + V if role == "stored_forward" else 2 * D + V
-            numbers = tile.tokens * own + D * V + seen * pairs
-            queries, keys = own, D + V
-        segments = self.count(tokens, length)
-        programs = segments * -(-length // tile.tokens) * (self.HKV if of_keys else self.H)
-        states = segments * self.HKV * D * V * self.size
-        clocks = self.share * CLOCKS[role] * numbers
-        return Work(role, programs, clocks, tile.warps, self.crossing(tokens, queries, keys), states)
-
-    def sums(self, role: str, tokens: int, cut: Cut) -> list[Work]:
-        """Return what comes before a walk over segments."""
-        return [self.state(role, tokens, cut.length), self.scan(tokens, cut.length, stored=cut.stored)]
-
-    def forward(self, cut: Cut) -> list[Work]:
-        """Return the forward."""
-        if cut.stored:
-            return [*self.sums("state", self.T, cut), self.stored("stored_forward", self.T, cut.length)]
-        before = self.sums("state", self.T, cut) if self.p.causal and cut.length < self.T else []
-        return [*before, self.carried("forward", self.T, cut.length)]
-
-    def dq(self, cut: Cut) -> list[Work]:
-        """Return dq and what it starts from."""
-        if cut.stored:
-            return [*self.sums("state", self.T, cut), self.stored("stored_dq", self.T, cut.length)]
-        before = self.sums("state", self.T, cut) if self.p.causal and cut.length < self.T else []
-        return [*before, self.carried("dq", self.T, cut.length)]
-
-    def dkv(self, cut: Cut) -> list[Work]:
-        """Return dk and dv and what they start from."""
-        if cut.stored:
-            roles = ("stored_dkv",) if self.p.has("stored_dkv") else ("stored_dk", "stored_dv")
-            walks = [self.stored(role, self.S, cut.length) for role in roles]
-            return [*self.sums("reverse_state", self.S, cut), *walks]
-        before = self.sums("reverse_state", self.S, cut) if self.p.causal and cut.length < self.S else []
-        return [*before, *(self.carried(role, self.S, cut.length) for role in ("dk", "dv"))]
-
-    def lone(self, role: str) -> Callable[[Cut], list[Work]]:
-        """Return the sums over all tokens as a function of their cut."""
-        tokens = self.S if role == "state" else self.T
-        return lambda cut: self.sums(role, tokens, cut)
+            found = [self.carried(walk) for walk in walks]
+        if self.cut.stored or (self.p.causal and self.split):
+            return [*self.sums("reverse_state" if role == "dk" else "state"), *found]
+        return found
 
 
 def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
@@ -272,53 +220,36 @@ def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
         role: The walk that carries its state, or ``"state"`` or ``"reverse_state"``.
     """
     stored = p.causal and p.has("stored_" + role)
-    if stored and p.log_decay is not None:
-        # A walk that carries a state that fades does not fit into registers.
-        yield from (Cut(True, length) for length in STORED_LENGTHS)
-        return
-    yield Cut(False, tokens)
-    chunk = p.tile(role).tokens
-    pieces = 2
-    while tokens > pieces * chunk and pieces <= 4 * p.target.processors:
-        yield Cut(False, -(-tokens // (pieces * chunk)) * chunk)
-        pieces += max(1, pieces // 6)
+    # A walk that carries a state that fades does not fit into registers.
+    if not stored or p.log_decay is None:
+        yield Cut(False, tokens)
+        chunk, pieces = p.tile(role).tokens, 2
+        while tokens > pieces * chunk and pieces <= 4 * p.target.processors:
+            yield Cut(False, -(-tokens // (pieces * chunk)) * chunk)
+            pieces += max(1, pieces // 6)
     if stored:
         for length in STORED_LENGTHS:
             yield Cut(True, length)
 
 
-def best(p: Problem, of: Callable[[Cut], list[Work]], candidates: Iterator[Cut]) -> Cut:
-    """Return the cut that is predicted to take the least time; of equal ones, the first."""
-    return min(candidates, key=lambda cut: microseconds(p.target, of(cut)))
+def choose(p: Problem, *roles: str, stored: bool = False) -> Cut:
+    """Return the cut that is predicted to take the least time; of equal ones, the first.
 
+    Args:
+        p: The problem.
+        roles: What is cut alike: ``"forward"``, ``"dq"``, ``"dk"`` (with dv), or without causality ``"state"`` or
+            ``"reverse_state"``; the last says which cuts are considered.
+        stored: Whether states have to be stored.
+    """
+    tokens = int((p.k if roles[-1] in ("dk", "state") else p.q).shape[2])
 
-def forward_cut(p: Problem) -> Cut:
-    """Cut sequences for the forward."""
-    return best(p, Costs(p).forward, cuts(p, int(p.q.shape[2]), "forward"))
+    def us(cut: Cut) -> float:
+        costs = Costs(p, tokens, cut)
+        return microseconds(p.target, [work for role in roles for work in costs.works(role)])
+
+    return min((cut for cut in cuts(p, tokens, roles[-1]) if cut.stored or not stored), key=us)
 
 
 def stored_cut(p: Problem) -> Cut:
     """Cut sequences for a forward that reads its states."""
-    return best(p, Costs(p).forward, (cut for cut in cuts(p, int(p.q.shape[2]), "forward") if cut.stored))
-
-
-def dq_cut(p: Problem) -> Cut:
-    """Cut sequences for dq."""
-    return best(p, Costs(p).dq, cuts(p, int(p.q.shape[2]), "dq"))
-
-
-def dkv_cut(p: Problem) -> Cut:
-    """Cut sequences for dk and dv, which start from the same states."""
-    return best(p, Costs(p).dkv, cuts(p, int(p.k.shape[2]), "dk"))
-
-
-def both_cut(p: Problem) -> Cut:
-    """Cut sequences for dq, dk and dv alike."""
-    costs = Costs(p)
-    return best(p, lambda cut: [*costs.dq(cut), *costs.dkv(cut)], cuts(p, int(p.k.shape[2]), "dk"))
-
-
-def lone_cut(p: Problem, role: str) -> Cut:
-    """Cut sequences for sums over all tokens, without causality."""
-    tokens = int((p.k if role == "state" else p.q).shape[2])
-    return best(p, Costs(p).lone(role), cuts(p._replace(causal=False), tokens, role))
+    return choose(p, "forward", stored=True)
