@@ -25,6 +25,7 @@ from hf_linear_attn.patching.discover import (
     attends_causally,
     attention_layers,
     choose_layers,
+    is_looped,
     refuse_special,
     refuse_split_sharing,
     sizes_of,
@@ -145,6 +146,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
             # Not to be dropped either: the masks of a chunk's start and of a packed document's look alike.
             rule = "leave layers out whose attention restarts at each chunk (attention_chunk_size)"
             raise UnsupportedError("layers", rule, layer.index, "The default leaves them softmax.", where=layer.name)
+        if is_looped(layer):
+            rule = "leave layers out that the model runs several times for a token, with keys of each time"
+            raise UnsupportedError("layers", rule, layer.index, "Name others with layers=.", where=layer.name)
         if not config.allow_approximate:
             refuse_special(layer)
         _refuse_bidirectional(layer, config)

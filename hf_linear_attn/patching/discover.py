@@ -45,12 +45,17 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 @cache
 def _uses_interface(cls: Callable[..., nn.Module]) -> bool:
-    """Tell from its source whether a module class calls the AttentionInterface in its forward."""
+    """Tell from its source whether a module class attends from token to token by the AttentionInterface."""
+    forward = inspect.unwrap(cast(type[nn.Module], cls).forward)
     try:
-        source = inspect.getsource(inspect.unwrap(cast(type[nn.Module], cls).forward))
+        source = inspect.getsource(forward)
     except (OSError, TypeError):
         return False
-    return "ALL_ATTENTION_FUNCTIONS" in source
+    if "ALL_ATTENTION_FUNCTIONS" not in source:
+        return False
+    # A residual that attends to what earlier blocks made of the same token is told neither of tokens nor of a mask.
+    given = inspect.signature(forward).parameters
+    return "hidden_states" in given or any("mask" in x.name or x.kind == x.VAR_KEYWORD for x in given.values())
 
 
 def _kind(name: str, module: nn.Module) -> Kind:
@@ -142,6 +147,13 @@ def refuse_special(layer: AttentionLayer) -> None:
     ):
         if isinstance(getattr(layer.module, part, None), nn.Module):
             raise _unsupported(layer, f"{meaning} ({part})")
+
+
+def is_looped(layer: AttentionLayer) -> bool:
+    """Tell whether a model runs a layer several times for a token and keeps its keys apart for each, as Dory does."""
+    config, index = getattr(layer.module, "config", None), getattr(layer.module, "layer_idx", None)
+    looped, first = getattr(config, "n_recurrent_layers", 0), getattr(config, "n_input_layers", 0)
+    return isinstance(index, int) and looped > 0 and first <= index < first + looped
 
 
 def refuse_split_sharing(model: nn.Module, chosen: Iterable[AttentionLayer]) -> None:

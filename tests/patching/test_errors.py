@@ -12,6 +12,7 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.patching import disable_branch
 from hf_linear_attn.patching.call_cache import NAME
 
+from . import checks
 from .checks import Subject
 from .zoo import tiny_model
 
@@ -250,3 +251,11 @@ def test_nothing_in_a_folder_is_executed(saved):
 def test_a_list_of_no_names_says_so():
     error = ArgumentError("suite", "be a known suite", "speed", "Use one of those.", available=[])
     assert str(error) == "`suite` must be a known suite, got 'speed'. Use one of those; available: none."
+
+
+def test_layers_that_are_run_several_times_with_keys_of_each_are_refused():
+    """In pieces they met a foreign cache, and only then said so."""
+    with pytest.raises(UnsupportedError, match=r"leave layers out that the model runs several times .*got 2 \(model"):
+        patch_model(tiny_model("causal", "dory"), feature_map="elu")
+    subject = Subject(patch_model(tiny_model("causal", "dory"), feature_map="elu", layers=[0, 3]), "causal")
+    checks.cached_decoding(subject)

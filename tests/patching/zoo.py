@@ -17,7 +17,7 @@ MAPPINGS: dict[Task, str] = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
 
-LATER = {"internlm3"}
+LATER = {"internlm3", "dory"}
 """Model types that the oldest supported Transformers does not register; where one is not, its tests are skipped."""
 
 VOCAB = 64
@@ -211,6 +211,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 1,
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+    },
 }
 """What single configurations need besides."""
 
