@@ -51,11 +51,11 @@ from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
+from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
+from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
-from hf_linear_attn.ops.prefill.triton.kernels import prefill_launches
 from hf_linear_attn.ops.rotation.triton import turn_launch
-from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
 from hf_linear_attn.ops.window.triton.backward import window_backward_launches

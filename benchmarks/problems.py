@@ -5,8 +5,7 @@ import torch
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
-from hf_linear_attn.ops.prefill import Prefill
-from hf_linear_attn.ops.step import HybridStep
+from hf_linear_attn.ops.hybrid import HybridStep, Prefill
 from hf_linear_attn.ops.triton.plan import Problem, has_tile, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.problem import WindowProblem

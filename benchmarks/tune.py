@@ -27,10 +27,10 @@ from harness import replace_text
 from problems import WINDOW, feature_problem, hybrid_problem, window_problem
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
+from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
 from hf_linear_attn.ops.linear_attention.triton import model
 from hf_linear_attn.ops.linear_attention.triton.backward import Wanted, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
-from hf_linear_attn.ops.step.triton.hybrid import hybrid_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.plan import Key, Launch, Problem, Target, Tile

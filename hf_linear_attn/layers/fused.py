@@ -12,12 +12,18 @@ from hf_linear_attn.layers.call import Call, Layer, Piece
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops, warn_fallback
+from hf_linear_attn.ops.hybrid import (
+    PREFILLS,
+    STEPS,
+    HybridStep,
+    Prefill,
+    hybrid_obstacle,
+    hybrid_prefill,
+    hybrid_step_,
+    prefill_obstacle,
+)
 from hf_linear_attn.ops.library import is_transformed
-from hf_linear_attn.ops.prefill import SERVED, Prefill, prefill, prefill_obstacle
-from hf_linear_attn.ops.step import HYBRID_MIXES, HybridStep, hybrid_obstacle, hybrid_step_
-
-STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
-"""Update rules and mixes of which a step is one call."""
+from hf_linear_attn.ops.rotation import Rotation
 
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
@@ -67,21 +73,16 @@ def for_kernel(
     rows: Tensor | None = None,
 ) -> HybridStep | None:
     """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
-    computed = _map_of(layer)
     reason = why_not(layer, STEPS)
-    if reason is None and computed is not None:
-        phi, of_q, of_k = computed
-        weights, of_rule, rotation, static = layer.weights(), layer.rule_weights(), call.rotation, None
-        if isinstance(length, Tensor):
-            static, length = length, 0
-        whole = HybridStep(
+    if reason is None:
+        step = HybridStep(
             q=q,
             k=k,
             v=v,
             key_mask=call.key_mask,
             seen=seen,
-            place=static,
-            length=length,
+            place=length if isinstance(length, Tensor) else None,
+            length=0 if isinstance(length, Tensor) else length,
             rows=rows,
             kv=tensors.get("kv"),
             z=tensors.get("z"),
@@ -89,33 +90,35 @@ def for_kernel(
             near_k=tensors["near_k"],
             near_v=tensors["near_v"],
             near_mask=tensors.get("near_mask"),
-            near_turns=None if rotation is None else tensors["near_turns"],
-            turns=None if rotation is None else rotation.turns,
-            weight_q=None if of_q is None else of_q.weight,
-            power_q=None if of_q is None else of_q.power,
-            weight_k=None if of_k is None else of_k.weight,
-            power_k=None if of_k is None else of_k.power,
-            decay_bias=of_rule.get("decay_bias"),
-            decay_key=of_rule.get("decay_key"),
-            decay_value=of_rule.get("decay_value"),
-            bias=weights.get("bias"),
-            weight=weights.get("weight"),
-            phi=phi,
-            factor=1.0 if of_q is None else of_q.factor,
-            sharpness=0.0 if of_q is None else of_q.sharpness,
+            near_turns=None if call.rotation is None else tensors["near_turns"],
             mix=layer.mix.name,
             sinks=window.sinks,
             scaling=layer.scaling(call),
             eps=layer.rule.eps,
-            pairs="half" if rotation is None else rotation.layout.pairs,
-            at_end=rotation is not None and rotation.layout.at_end,
+            **_learned(layer, call.rotation),
         )
-        reason = hybrid_obstacle(whole, chosen)
+        reason = hybrid_obstacle(step, chosen)
         if reason is None:
-            return whole
-    if chosen == "triton" and reason is not None:
+            return step
+    if chosen == "triton":
         warn_fallback(f"{reason}, so that a step is many operations")
     return None
+
+
+def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
+    """Return what a step is told of a layer's map, rule and mix, and of the rotation, by its names."""
+    phi, of_q, of_k = _map_of(layer) or ("identity", None, None)
+    weights, of_rule = layer.weights(), layer.rule_weights()
+    return {
+        **{"turns": None if rotation is None else rotation.turns, "phi": phi},
+        **{"weight_q": None if of_q is None else of_q.weight, "power_q": None if of_q is None else of_q.power},
+        **{"weight_k": None if of_k is None else of_k.weight, "power_k": None if of_k is None else of_k.power},
+        **{"factor": 1.0 if of_q is None else of_q.factor, "sharpness": 0.0 if of_q is None else of_q.sharpness},
+        **{name: of_rule.get(name) for name in ("decay_bias", "decay_key", "decay_value")},
+        **{name: weights.get(name) for name in ("bias", "weight")},
+        "pairs": "half" if rotation is None else rotation.layout.pairs,
+        "at_end": rotation is not None and rotation.layout.at_end,
+    }
 
 
 def why_not(layer: Layer, known: Container[tuple[str, str]]) -> str | None:
@@ -164,7 +167,7 @@ def fused_prefill(
     chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
-    computed, reason = _map_of(layer), why_not(layer, SERVED[chosen])
+    computed, reason = _map_of(layer), why_not(layer, PREFILLS[chosen])
     if reason is not None and chosen == "triton" and not (layer.rule.steps and layer.mix.steps):
         # Others fall back on kernels for each part, or say it where they step.
         warn_fallback(f"{reason}, and a step is read as a text of one token")
@@ -178,7 +181,7 @@ def fused_prefill(
         # The rule says what is wrong.
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
-    found = prefill(_prefill_of(layer, piece, tokens, window, name, of_q, carried or {}), of_k, of_keys, chosen)
+    found = hybrid_prefill(_prefill_of(layer, piece, tokens, window, name, of_q, carried or {}), of_k, of_keys, chosen)
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
 
@@ -250,7 +253,7 @@ class Ready:
 
     def __init__(self, layer: Any, state: State, call: Call, whole: HybridStep) -> None:
         # Imported here so that the package needs no Numba.
-        from hf_linear_attn.ops.step.numba import LoopedStep
+        from hf_linear_attn.ops.hybrid.numba.step import LoopedStep
 
         self._run = LoopedStep(whole)
         self._layer, self._tensors = layer, tuple(state.tensors.values())

@@ -16,8 +16,8 @@ from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import Entered, Ring, StepTokens, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
+from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.step import hybrid_step_
 
 __all__ = ["Pool", "Rows", "Texts", "can_step", "pool_slots", "read_", "read_rows_", "step_rows_"]
 

@@ -157,14 +157,14 @@ def test_masks_are_read_at_every_call(backend: str) -> None:
 def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, calls = (CASES | LOOPS)[name], 0
     skip_fp16(case, backend)
-    one = fused.prefill
+    one = fused.hybrid_prefill
 
     def counted(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         return one(*arguments)
 
-    monkeypatch.setattr(fused, "prefill", counted)
+    monkeypatch.setattr(fused, "hybrid_prefill", counted)
     found, state = read(case, backend)
     assert calls
     wanted, expected = read(case, "torch")

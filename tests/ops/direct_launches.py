@@ -18,7 +18,8 @@ from triton.runtime import driver
 
 from hf_linear_attn import linear_attention
 from hf_linear_attn.ops import dispatch
-from hf_linear_attn.ops.step import HybridStep, decode_state, decode_step_, hybrid_step_
+from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton import run
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
 from hf_linear_attn.ops.triton.run import Number, clear_caches, execute

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused
+from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_
+from hf_linear_attn.ops.hybrid.numba import step as looped
+from hf_linear_attn.ops.hybrid.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
-from hf_linear_attn.ops.step import HybridStep, hybrid_step_
-from hf_linear_attn.ops.step import numba as looped
-from hf_linear_attn.ops.step.triton import op
 from tests.spread import spread
 
 from .oracle import DEVICE

@@ -36,7 +36,7 @@ FLOAT = np.float32(0)
 
 def test_what_is_compiled_has_a_name_of_its_own() -> None:
     """It is linked by that, also to what another process has compiled and kept, whose numbers begin anew."""
-    modules = [importlib.import_module(f"hf_linear_attn.ops.{name}.numba") for name in ("prefill", "step")]
+    modules = [importlib.import_module(f"hf_linear_attn.ops.hybrid.numba.{name}") for name in ("prefill", "step")]
     found = {id(x): x.py_func for m in (p, parts, *modules) for x in vars(m).values() if isinstance(x, Dispatcher)}
     names = [(x.__module__, x.__qualname__) for x in found.values()]
     assert len(names) > 20
@@ -479,7 +479,9 @@ def test_what_only_looks_on_lets_loops_run(monkeypatch):
     """Memory is counted of what users run."""
     layer, state, calls = layer_of("auto"), State(), []
     loop = run.in_parts
-    monkeypatch.setattr("hf_linear_attn.ops.prefill.numba.in_parts", lambda *task: calls.append(task) or loop(*task))
+    monkeypatch.setattr(
+        "hf_linear_attn.ops.hybrid.numba.prefill.in_parts", lambda *task: calls.append(task) or loop(*task)
+    )
     with PeakTensorBytes() as counter:
         generate(layer, state)
     assert calls
@@ -528,7 +530,7 @@ class Wrapped(torch.Tensor):
 def test_tensors_of_other_kinds_are_pytorch_s(monkeypatch):
     calls, layer, state = [], layer_of("auto"), State()
     for place in ("prefill", "step"):
-        monkeypatch.setattr(f"hf_linear_attn.ops.{place}.numba.in_parts", lambda *task: calls.append(task))
+        monkeypatch.setattr(f"hf_linear_attn.ops.hybrid.numba.{place}.in_parts", lambda *task: calls.append(task))
     with torch.no_grad():
         for text in (draw(9), draw(1)):
             layer(*(x.as_subclass(Wrapped) for x in text), Call(state=state))

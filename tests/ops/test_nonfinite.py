@@ -149,7 +149,7 @@ def layers(rule: str, mix: str | None, kind: str, x: Inputs, backend: str) -> In
 
 
 def prompt(kind: str, x: Inputs, backend: str) -> Inputs:
-    """Read a prompt as :func:`hf_linear_attn.ops.prefill.prefill` gets it: what is masked is still there."""
+    """Read a prompt as :func:`hf_linear_attn.ops.hybrid.hybrid_prefill` gets it: what is masked is still there."""
     turns = Rotation(TURNS, Layout("half", "pair"))
     with torch.no_grad():
         layer = layer_of("additive", "key", backend)

@@ -16,9 +16,10 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.layers.numbers import shared_by_texts
 from hf_linear_attn.ops.delta_rule import delta_rule
+from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.linear_attention.triton import op as linear
 from hf_linear_attn.ops.state import LinearAttentionState
-from hf_linear_attn.ops.step import decode_state, decode_step_, hybrid_step_
+from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton import run
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile
 from hf_linear_attn.ops.triton.run import Number, clear_caches, directly, execute

@@ -8,8 +8,8 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.layers import pool as module
 from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
+from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.rotation import Layout, Rotation
-from hf_linear_attn.ops.step import hybrid_step_
 
 H, HKV, D, V, PLACES = 4, 2, 6, 5, 7
 LAYERS = {"key": {"window": 5, "sinks": 2}, "no window": {}}

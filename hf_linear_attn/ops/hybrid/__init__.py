@@ -1,6 +1,31 @@
 """A layer with a window as one operation: window, sinks and state, read together."""
 
+from hf_linear_attn.ops.hybrid.api import (
+    PREFILLS,
+    STEPS,
+    hybrid_obstacle,
+    hybrid_prefill,
+    hybrid_step_,
+    prefill_obstacle,
+)
 from hf_linear_attn.ops.hybrid.problem import Geometry, HeadState, HybridParams, HybridState, Key, Tokens
+from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill
 from hf_linear_attn.ops.hybrid.reference import hybrid_reference
 
-__all__ = ["Geometry", "HeadState", "HybridParams", "HybridState", "Key", "Tokens", "hybrid_reference"]
+__all__ = [
+    "PREFILLS",
+    "STEPS",
+    "Geometry",
+    "HeadState",
+    "HybridParams",
+    "HybridState",
+    "HybridStep",
+    "Key",
+    "Prefill",
+    "Tokens",
+    "hybrid_obstacle",
+    "hybrid_prefill",
+    "hybrid_reference",
+    "hybrid_step_",
+    "prefill_obstacle",
+]

@@ -1,6 +1,5 @@
-"""Generation a token at a time, against a state that is updated in place, at fixed addresses."""
+"""A step without a window, against a state that is updated in place, at fixed addresses."""
 
-from hf_linear_attn.ops.step.checks import HYBRID_MIXES
 from hf_linear_attn.ops.step.copies import copies_of
 from hf_linear_attn.ops.step.decode import (
     constant,
@@ -11,12 +10,8 @@ from hf_linear_attn.ops.step.decode import (
     fade_,
     fold_and_read_,
 )
-from hf_linear_attn.ops.step.hybrid import hybrid_obstacle, hybrid_step_
-from hf_linear_attn.ops.step.problem import HybridStep
 
 __all__ = [
-    "HYBRID_MIXES",
-    "HybridStep",
     "constant",
     "copies_of",
     "decode_opaque_",
@@ -25,6 +20,4 @@ __all__ = [
     "decode_step_",
     "fade_",
     "fold_and_read_",
-    "hybrid_obstacle",
-    "hybrid_step_",
 ]

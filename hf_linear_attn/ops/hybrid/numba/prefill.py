@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import (
     IDENTITY,
@@ -46,7 +47,6 @@ from hf_linear_attn.ops.numba.primitives import (
     within,
 )
 from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts
-from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
 
 BLOCK = 16
@@ -427,7 +427,7 @@ TASKS = {torch.float32: _fp32, torch.bfloat16: _bf16}
 
 
 def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> Prefilled:
-    """Attend with a loop; see :func:`hf_linear_attn.ops.prefill.prefill`."""
+    """Attend with a loop; see :func:`hf_linear_attn.ops.hybrid.hybrid_prefill`."""
     (B, H, T, D), HKV, V, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.window
     M = 0 if call.weight is None else call.weight.shape[2]
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]

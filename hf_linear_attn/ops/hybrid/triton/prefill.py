@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
+from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
-from hf_linear_attn.ops.prefill import Prefill, Prefilled
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, precision, strides, tile, walk
 from hf_linear_attn.ops.triton.primitives import (

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.hybrid.checks import check_hybrid
+from hf_linear_attn.ops.hybrid.records import HybridStep
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import GATE, KEY, MAPS, MIXES, WINDOW, features_of_vector, log2_fade, sigmoid
 from hf_linear_attn.ops.numba.primitives import (
@@ -34,8 +36,6 @@ from hf_linear_attn.ops.numba.primitives import (
     within,
 )
 from hf_linear_attn.ops.numba.run import HEAD, address, bits, desk, in_parts, parts_of
-from hf_linear_attn.ops.step.checks import check_hybrid
-from hf_linear_attn.ops.step.problem import HybridStep
 
 NUMBERS = 57
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
@@ -375,5 +375,5 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def hybrid_step_numba_(step: HybridStep) -> Tensor:
-    """Run one step in place; see :func:`hf_linear_attn.ops.step.hybrid_step_`."""
+    """Run one step in place; see :func:`hf_linear_attn.ops.hybrid.hybrid_step_`."""
     return LoopedStep(step)(step.q, step.k, step.v, step.key_mask, step.turns, step.length, counts=False)

@@ -1,21 +1,93 @@
-"""Text that a layer with a window reads without gradients: features, both branches and their join in one."""
+"""What kernels and loops take of a layer with a window, and what they give: built by name."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.features import computes_features
-from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.triton.plan import has_tile, target_of
-from hf_linear_attn.ops.window.api import window_obstacle
 
-SERVED = {
-    "triton": {("additive", "key")},
-    "numba": {(rule, mix) for rule in ("additive", "decay") for mix in ("key", "gate", "window")},
-}
-"""Update rules and mixes that are read in one, by who reads."""
+class HybridStep(NamedTuple):
+    """One step of a layer with a window.
+
+    Attributes:
+        q: Queries ``[B, H, 1, D]``.
+        k: Keys of the new tokens ``[B, HKV, 1, D]``.
+        v: Their values ``[B, HKV, 1, V]``.
+        key_mask: ``[B, 1]`` bool, True = a real token; None where all are.
+        seen: Real tokens read before ``[B]`` int64.
+        place: Tokens read before, padding included, 0-d int64; None where ``length`` says it; ``[B]`` in a pool.
+        length: The same, where it is known to the host.
+        rows: Where in a pool of P states those of the texts lie ``[B]`` int64, all different; None where row b's is the
+            b-th. A pool's tensors have P rows, of any stride, and no copies.
+        kv: State ``[B, HKV, F, V]`` fp32, as all of the linear branch None where there is no such branch.
+        z: Its normaliser, ``[B, HKV, F]`` or ``[B, HKV, C, F]`` fp32.
+        far_keys: Sum of the keys beyond the window, ``[B, HKV, D]`` or ``[B, HKV, C, D]`` fp32; of the mix "key".
+        near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
+        near_v: Their values.
+        near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool; None in a pool, where texts have no
+            padding, and their lengths tell.
+        near_turns: Cosines and then sines by which the slots' keys are turned ``[B, N + W + 1, D]``, R of them read;
+            None where features are those of keys as they are.
+        turns: Those of the new tokens ``[B or 1, 1, R]``.
+        weight_q: W of a paired map for queries ``[H or 1, D, F / 2]``; None for an elementwise map.
+        power_q: Power of the norm-preserving map ``[H or 1]``.
+        weight_k: Those for keys.
+        power_k: Likewise.
+        decay_bias: The decay gate's ``[HKV]``; None where sums do not fade.
+        decay_key: By which a key enters it, as features see it ``[HKV, D]``.
+        decay_value: By which its value does ``[HKV, V]``.
+        bias: The mix's ``[H]``; None where it has none.
+        weight: The mix's ``[H, D]``.
+        phi: Name of the map.
+        factor: On ``x W``.
+        sharpness: By which a query's power grows with its length.
+        mix: ``"key"``, ``"gate"`` or ``"window"``.
+        sinks: N.
+        scaling: Factor on ``q.k``.
+        eps: Added to the normaliser, away from 0.
+        pairs: Which entries are turned together, ``"half"`` or ``"next"``, see :class:`Layout`.
+        at_end: Whether the last R entries are turned, rather than the first.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    seen: Tensor
+    place: Tensor | None
+    length: int
+    rows: Tensor | None
+    kv: Tensor | None
+    z: Tensor | None
+    far_keys: Tensor | None
+    near_k: Tensor
+    near_v: Tensor
+    near_mask: Tensor | None
+    near_turns: Tensor | None
+    turns: Tensor | None
+    weight_q: Tensor | None
+    power_q: Tensor | None
+    weight_k: Tensor | None
+    power_k: Tensor | None
+    decay_bias: Tensor | None
+    decay_key: Tensor | None
+    decay_value: Tensor | None
+    bias: Tensor | None
+    weight: Tensor | None
+    phi: str
+    factor: float
+    sharpness: float
+    mix: str
+    sinks: int
+    scaling: float
+    eps: float
+    pairs: str
+    at_end: bool
+
+    @property
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """What a layer has learned: the map's, the rule's, the mix's."""
+        maps = self.weight_q, self.power_q, self.weight_k, self.power_k
+        return *maps, self.decay_bias, self.decay_key, self.decay_value, self.bias, self.weight
 
 
 class Prefill(NamedTuple):
@@ -115,81 +187,3 @@ class Prefilled(NamedTuple):
     kv: Tensor
     z: Tensor
     far_keys: Tensor
-
-
-def prefill_obstacle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    of_q: Pair | None,
-    of_k: Pair | None,
-    window: int,
-    backend: Literal["triton", "numba"],
-) -> str | None:
-    """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
-
-    Args:
-        q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, P + T, D]``.
-        v: Values ``[B, HKV, P + T, V]``.
-        of_q: The map of queries; None for an elementwise one.
-        of_k: That of keys.
-        window: W.
-        backend: Which of both.
-    """
-    if backend == "numba":
-        # Imported here so that the package needs no Numba.
-        from hf_linear_attn.ops.numba.run import loop_obstacle
-
-        learned = [x for pair in (of_q, of_k) if pair is not None for x in (pair.weight, pair.power)]
-        return loop_obstacle((q, k, v), learned)
-    if of_q is None or of_k is None:
-        return "the map is elementwise"
-    reason = window_obstacle(q, k, v)
-    if reason is not None:
-        return reason
-    if not computes_features(q, of_q) or not computes_features(k, of_k):
-        return "no kernel computes the map's features here"
-    features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
-    if not _has_tile(q.device, q.dtype, features, dim):
-        return f"there is no tile for {features} features and values of {dim} on this device"
-    if k.shape[2] <= window:
-        return "no key leaves the window"
-    return None
-
-
-# As for obstacles of a device, torch.compile need not look into this.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim: int) -> bool:
-    target = target_of(device)
-    return target is not None and has_tile(target, dtype, "prefill", features, value_dim)
-
-
-def prefill(
-    call: Prefill, of_k: Pair | None, rotation: Rotation | None, backend: Literal["triton", "numba"]
-) -> Prefilled:
-    """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
-
-    The kernels and the loop are the only implementations: what is computed is said by the general path of a layer.
-
-    Args:
-        call: The tokens.
-        of_k: The map of keys; None for an elementwise one.
-        rotation: By which the first T keys are turned, where their features are those of what they were before.
-        backend: Which of both.
-
-    Returns:
-        What they give.
-    """
-    # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
-    if backend == "numba":
-        from hf_linear_attn.ops.prefill.numba import prefill_numba
-
-        return prefill_numba(call, of_k, None if rotation is None else rotation.turns)
-    if of_k is None:
-        raise RuntimeError("no kernel reads a text with an elementwise map")
-    from hf_linear_attn.ops.features.triton.op import features_triton
-    from hf_linear_attn.ops.prefill.triton.op import prefill_triton
-
-    phi_k = features_triton(call.k[:, :, : call.q.shape[2]], of_k, rotation)
-    return prefill_triton(call._replace(phi_k=phi_k))

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.features.triton.kernels import halves
+from hf_linear_attn.ops.hybrid.records import HybridStep
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.step.problem import HybridStep
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
     ALL,

@@ -1,0 +1,176 @@
+"""A layer with a window in one call of a kernel or a loop: a step, and text that is read without gradients."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_linear_attn.errors import BackendError
+from hf_linear_attn.feature_maps.base import Pair
+from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loops
+from hf_linear_attn.ops.features import LARGEST_PAIR, computes_features
+from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
+from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
+from hf_linear_attn.ops.library import is_transformed, refuse_functional
+from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.triton.plan import has_tile, target_of
+from hf_linear_attn.ops.window.api import window_obstacle
+
+STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
+"""Update rules and mixes of which a step is one call."""
+
+PREFILLS = {"triton": {("additive", "key")}, "numba": STEPS}
+"""Those of which text is read in one, by what reads."""
+
+
+def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> str | None:
+    """Say why the kernel, or the loop, cannot take a step here, or None where it can."""
+    if backend == "numba":
+        return _loop_obstacle(step)
+    reason = window_obstacle(step.q, step.k, step.v)
+    if reason is not None:
+        return reason
+    if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype:
+        return "tokens and window are of several dtypes"
+    if step.weight_q is None or step.weight_k is None:
+        return None
+    if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
+        return (
+            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernel holds at most {LARGEST_PAIR}"
+        )
+    if not step.weight_q.device == step.weight_k.device == step.q.device:
+        return "the map's weights are kept elsewhere"
+    return None
+
+
+def _loop_obstacle(step: HybridStep) -> str | None:
+    # Imported here so that the package needs no Numba.
+    from hf_linear_attn.ops.numba.run import loop_obstacle
+
+    return loop_obstacle((step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns), step.learned)
+
+
+def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
+    """Read one new token per row and update the tensors of its state in place, but for the number of tokens seen.
+
+    What is computed is said by :func:`hybrid_reference`. Masked rows leave sums and sinks as they are. Raise ``seen``
+    afterwards.
+
+    Args:
+        step: The tokens, the state and the settings.
+        backend: ``"triton"``, ``"numba"``, or ``"auto"``, which is the first on a GPU and the second on a CPU.
+
+    Returns:
+        ``o [B, H, 1, V]`` in q's dtype; of masked rows anything finite.
+
+    Raises:
+        ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
+        ArgumentTypeError: If sums are not fp32.
+        BackendError: If neither can run here.
+    """
+    if not wants_kernels(backend, step.q.device):
+        return _looped_(step, backend)
+    return _advance_(step, "triton")
+
+
+def _looped_(step: HybridStep, backend: str) -> Tensor:
+    refuse_functional("numba", step.q, step.k, step.v)
+    if not wants_loops(backend, step.q.device):
+        reason: str | None = "there is neither a GPU nor Numba"
+    elif is_transformed():
+        reason = "loops cannot run under vmap, nor while operations are traced"
+    else:
+        reason = _loop_obstacle(step)
+    if reason is not None:
+        raise BackendError("backend", "be able to run here", backend, f"{reason}; use a layer with backend='torch'.")
+    # Imported here so that the package needs no Numba.
+    from hf_linear_attn.ops.hybrid.numba.step import hybrid_step_numba_
+
+    return hybrid_step_numba_(step)
+
+
+def _advance_(step: HybridStep, backend: str) -> Tensor:
+    choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step, "triton"))
+    refuse_functional("triton", step.q, step.k, step.v)
+    # Imported here so that the package needs neither Triton nor a GPU.
+    from hf_linear_attn.ops.hybrid.triton.op import hybrid_step_triton_
+
+    return hybrid_step_triton_(step)
+
+
+def prefill_obstacle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_q: Pair | None,
+    of_k: Pair | None,
+    window: int,
+    backend: Literal["triton", "numba"],
+) -> str | None:
+    """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
+
+    Args:
+        q: Queries ``[B, H, T, D]``.
+        k: Keys ``[B, HKV, P + T, D]``.
+        v: Values ``[B, HKV, P + T, V]``.
+        of_q: The map of queries; None for an elementwise one.
+        of_k: That of keys.
+        window: W.
+        backend: Which of both.
+    """
+    if backend == "numba":
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.numba.run import loop_obstacle
+
+        learned = [x for pair in (of_q, of_k) if pair is not None for x in (pair.weight, pair.power)]
+        return loop_obstacle((q, k, v), learned)
+    if of_q is None or of_k is None:
+        return "the map is elementwise"
+    reason = window_obstacle(q, k, v)
+    if reason is not None:
+        return reason
+    if not computes_features(q, of_q) or not computes_features(k, of_k):
+        return "no kernel computes the map's features here"
+    features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
+    if not _has_tile(q.device, q.dtype, features, dim):
+        return f"there is no tile for {features} features and values of {dim} on this device"
+    if k.shape[2] <= window:
+        return "no key leaves the window"
+    return None
+
+
+# As for obstacles of a device, torch.compile need not look into this.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_tile(device: torch.device, dtype: torch.dtype, features: int, value_dim: int) -> bool:
+    target = target_of(device)
+    return target is not None and has_tile(target, dtype, "prefill", features, value_dim)
+
+
+def hybrid_prefill(
+    call: Prefill, of_k: Pair | None, rotation: Rotation | None, backend: Literal["triton", "numba"]
+) -> Prefilled:
+    """Attend from the queries of some tokens; see :func:`prefill_obstacle` for what can be asked.
+
+    What is computed is said by :func:`hybrid_reference`.
+
+    Args:
+        call: The tokens.
+        of_k: The map of keys; None for an elementwise one.
+        rotation: By which the first T keys are turned, where their features are those of what they were before.
+        backend: Which of both.
+
+    Returns:
+        What they give.
+    """
+    # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
+    if backend == "numba":
+        from hf_linear_attn.ops.hybrid.numba.prefill import prefill_numba
+
+        return prefill_numba(call, of_k, None if rotation is None else rotation.turns)
+    if of_k is None:
+        raise RuntimeError("no kernel reads a text with an elementwise map")
+    from hf_linear_attn.ops.features.triton.op import features_triton
+    from hf_linear_attn.ops.hybrid.triton.op import prefill_triton
+
+    phi_k = features_triton(call.k[:, :, : call.q.shape[2]], of_k, rotation)
+    return prefill_triton(call._replace(phi_k=phi_k))

@@ -1,0 +1,1 @@
+"""Steps and texts of layers with a window, in Triton."""

@@ -1,1 +1,0 @@
-"""Whole texts of layers with a window, in Triton."""
