@@ -120,7 +120,8 @@ def execute(
         *arguments: Tensors in the layout that kernels read, tuples of them, and settings that hash.
         zeros: Fields of the result that begin as zeros, since the launches do not write all of them.
     """
-    if is_tracing() or any(getattr(x, "cu_seqlens", None) is not None for x in arguments):
+    problem = next((x for x in arguments if hasattr(x, "cu_seqlens")), None)
+    if is_tracing() or (problem is not None and problem.cu_seqlens is not None):
         # What watches sees what is allocated; boundaries are cut into tables on the device.
         result, launches = plan(*arguments)
         launches = [launches] if isinstance(launches, Launch) else launches
@@ -132,8 +133,10 @@ def execute(
         return result
     given: list[Any] = []
     key = _spec(arguments, given)
-    device = next(x.device for x in given if type(x) is not int)
-    made = plan_of(plan, key, takes_tf32())
+    first = next(x for x in given if type(x) is not int)
+    device = first.device
+    # Products of nothing else are taken in it by choice, and to ask takes as long as an allocation.
+    made = plan_of(plan, key, first.dtype == torch.float32 and takes_tf32())
     slots = given + [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in made.allocated]
     for name in zeros:
         slots[getattr(made.result, name)].zero_()
