@@ -95,16 +95,16 @@ kernels-check-oldest: $(INSTALLED)
 # Every configuration that Transformers registers: some minutes on two cores; writes docs/results/architectures.md.
 # With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.
 sweep: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep $(SWEEP)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal -m sweep tests/patching $(SWEEP)
 
 # Transformers' own tests of its models, on patched ones: some five minutes of one core. Its source goes into build/.
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 
 transformers-tests: build/transformers-$(TRANSFORMERS)
+	$(RUN) -m pip install --quiet --constraint constraints.txt parameterized
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m optional tests/patching/test_transformers_own.py
 
 build/transformers-$(TRANSFORMERS): $(INSTALLED)
-	$(RUN) -m pip install --quiet --constraint constraints.txt parameterized
 	$(RUN) -m pip download --quiet --no-deps --no-binary :all: --dest build transformers==$(TRANSFORMERS)
 	tar --extract --file $@.tar.gz --directory build transformers-$(TRANSFORMERS)/tests
 	touch $@

@@ -30,6 +30,7 @@ FOLDER = Path(__file__).parents[2] / f"build/transformers-{transformers.__versio
 pytestmark = [pytest.mark.optional, pytest.mark.filterwarnings("default")]
 if not FOLDER.exists():
     pytest.skip("`make transformers-tests` fetches Transformers' own tests", allow_module_level=True)
+pytest.importorskip("parameterized", reason="`make transformers-tests` installs what Transformers' own tests need")
 
 MODELS = {
     "llama": "LlamaModel LlamaForCausalLM LlamaForTokenClassification",
