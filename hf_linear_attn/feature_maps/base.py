@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, get_t
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from hf_linear_attn.checks import check_type
@@ -195,13 +194,6 @@ class FeatureMap(nn.Module, ABC):
 def upcast(x: Tensor) -> Tensor:
     """Return ``x`` in the dtype in which features are computed: fp32, or fp64 for fp64 input."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def is_watched() -> bool:
-    """Tell whether a compiler or a transform has to see single operations, which a function of our own hides."""
-    if torch.compiler.is_compiling():
-        return True
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def second_gradients(ctx: Any, function: Callable[..., Tensor], inputs: Sequence[Any], *do: Tensor) -> tuple[Any, ...]:

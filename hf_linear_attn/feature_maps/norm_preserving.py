@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import (
-    CommonOptions,
-    Pair,
-    is_watched,
-    register_feature_map,
-    saturated,
-    second_gradients,
-)
+from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map, saturated, second_gradients
 from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
+from hf_linear_attn.tracing import needs_operations
 
 TINY = 1e-12
 """Keeps the gradients of lengths and logarithms finite at 0."""
@@ -81,7 +75,7 @@ class NormPreserving(LearnedMap):
     def features(self, x: Tensor, side: Side) -> Tensor:
         y, power = x @ self.weight_of("weight", side, x), self.weight_of("power", side, x)
         sharpness = math.sqrt(self.scaling) if side == "q" else 0.0
-        if is_watched():
+        if needs_operations():
             return _bend(y, power, sharpness)
         features: Tensor = _Bend.apply(y, power, sharpness)  # type: ignore[no-untyped-call]
         return features

@@ -22,8 +22,8 @@ from hf_linear_attn.ops.hybrid import (
     hybrid_step_,
     prefill_obstacle,
 )
-from hf_linear_attn.ops.library import is_transformed
 from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.tracing import is_transformed
 
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""

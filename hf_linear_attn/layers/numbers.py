@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import is_tracing
 from hf_linear_attn.ops.window.api import running_sum
+from hf_linear_attn.tracing import is_tracing
 
 MOST_TEXTS = 8
 """Shapes of texts of which each function below keeps what it has computed."""

@@ -7,37 +7,14 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_tracing_state,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-)
+from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_linear_attn.errors import BackendError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def is_tracing() -> bool:
-    """Tell whether something traces, transforms or watches operations."""
-    return bool(is_compiling() or _len_torch_dispatch_stack() or is_transformed())
-
-
-def is_transformed() -> bool:
-    """Tell whether something may do other than an operation says.
-
-    Modes that have ``watches_only`` look on: what runs beside PyTorch's operations does no harm to them.
-    """
-    if is_compiling() or _are_functorch_transforms_active() or _get_tracing_state() or forward_ad._current_level >= 0:
-        return True
-    if not _len_torch_dispatch_stack():
-        return False
-    return not all(getattr(mode, "watches_only", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:

@@ -150,6 +150,10 @@ def cases() -> list[object]:
             if backend != "auto" and turn % (later if is_first else rest) == 0:
                 marks = () if is_first and turn % usual == 0 else pytest.mark.slow
                 found += [pytest.param(spec, backend, way, dtype, marks=marks) for dtype in dtypes]
+    # The step's kernel, with keys that leave the window: in a pool, and with sums that fade.
+    found += [
+        (Spec(rule), "triton", way, torch.float32) for rule, way in (("additive", "pooled"), ("decay", "by steps"))
+    ]
     return found
 
 

@@ -11,10 +11,11 @@ from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loo
 from hf_linear_attn.ops.features import LARGEST_PAIR, computes_features
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
-from hf_linear_attn.ops.library import is_transformed, refuse_functional
+from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.triton.plan import has_tile, target_of
 from hf_linear_attn.ops.window.api import window_obstacle
+from hf_linear_attn.tracing import is_transformed
 
 STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
 """Update rules and mixes of which a step is one call."""

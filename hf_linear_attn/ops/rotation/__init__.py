@@ -5,8 +5,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.base import is_watched, upcast
+from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
+from hf_linear_attn.tracing import needs_operations
 
 
 class Layout(NamedTuple):
@@ -140,7 +141,7 @@ class Rotation(NamedTuple):
         cos, sin, width = cos[:, None], sin[:, None], self.turns.shape[-1]
         still = x.shape[-1] - width
         turned = x if not still else x[..., still:] if self.layout.at_end else x[..., :width]
-        if is_watched() or cos.requires_grad or sin.requires_grad:
+        if needs_operations() or cos.requires_grad or sin.requires_grad:
             a, b = self.layout.pairs_of(upcast(turned))
             turned = self.layout.whole((a * cos).addcmul(b, sin), (b * cos).addcmul(a, sin, value=-1)).to(x.dtype)
         else:

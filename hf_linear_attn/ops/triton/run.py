@@ -17,8 +17,8 @@ from torch._C import _increment_version
 from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
-from hf_linear_attn.ops.library import is_tracing
 from hf_linear_attn.ops.triton.plan import Launch, Target, takes_tf32, target_of
+from hf_linear_attn.tracing import is_tracing
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linear_attn.feature_maps.base import is_watched, second_gradients, upcast
+from hf_linear_attn.feature_maps.base import second_gradients, upcast
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.window.problem import WindowCall
+from hf_linear_attn.tracing import needs_operations
 
 BLOCKS = (32, 64)
 """Smallest and largest block of queries: a small one wastes few scores, a large one copies few keys."""
@@ -26,7 +27,7 @@ def window_attention_torch(call: WindowCall) -> Tensor:
         score, seen, value = call.own
         last = band.rows(score.masked_fill(~seen[:, None], torch.finfo(score.dtype).min)[..., None])
     with own_precision(call.q.device):
-        attend = _attend if is_watched() else _Attend.apply
+        attend = _attend if needs_operations() else _Attend.apply
         o: Tensor = attend(band.q, band.k, band.v, last, value, band, call.scaling)
     return o
 
@@ -134,7 +135,7 @@ class Band:
             visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
         if own:
             visible = F.pad(visible, (0, 1), value=True)
-        bands = _bands if is_watched() else _Bands.apply
+        bands = _bands if needs_operations() else _Bands.apply
         size = self.block, self.blocks, window, first, max(lead, 0), self.pad, own
         self.k, self.v = (bands(x, sink, *size).flatten(0, 2) for x, sink in zip((k, v), of_sinks, strict=True))
         self.visible, self.q = visible, self.rows(q)

@@ -1,0 +1,28 @@
+"""What looks at operations while they run, and so decides whether something else may stand in their place."""
+
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def needs_operations() -> bool:
+    """Tell whether a compiler or a transform has to see single operations, which a function of our own hides."""
+    return is_compiling() or forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+
+
+def is_transformed() -> bool:
+    """Tell whether something may do other than an operation says.
+
+    Modes that have ``watches_only`` look on: what runs beside PyTorch's operations does no harm to them.
+    """
+    if needs_operations() or _get_tracing_state():
+        return True
+    if not _len_torch_dispatch_stack():
+        return False
+    return not all(getattr(mode, "watches_only", False) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_tracing() -> bool:
+    """Tell whether something traces, transforms or watches operations."""
+    return bool(is_compiling() or _len_torch_dispatch_stack() or is_transformed())
