@@ -58,7 +58,7 @@ class LinearAttention(nn.Module):
         self.undoes = rotated and config.rotary == "undo" and (self.window is None or self.mix.has_far)
         """Whether the linear branch reads queries and keys with the rotation undone."""
         self.layout: Layout | None = None
-        """How the model rotates, for whoever calls with a rotation; found when it is first called."""
+        """How the model rotates, for a caller with a rotation; found when it is first called."""
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))

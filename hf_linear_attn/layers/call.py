@@ -26,7 +26,7 @@ class Call(NamedTuple):
         causal: Whether a query sees only earlier keys and its own.
         scaling: Factor on ``q.k`` in the exact branch; None for the layer's.
         state: What was read before, updated by the call; None where nothing is kept.
-        in_place: Whether nobody needs the state's tensors from before the call.
+        in_place: Whether the state's tensors from before the call are not needed any more.
         rotation: By which the model has turned queries and keys; None where it has not.
     """
 

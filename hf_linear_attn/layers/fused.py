@@ -248,7 +248,7 @@ class Ready:
         whole: Its step.
     """
 
-    # Without a dictionary, so that nobody takes what is looked up for a part of the state.
+    # Without a dictionary, so that what is looked up is not taken for a part of the state.
     __slots__ = ("_addresses", "_inference", "_layer", "_layout", "_learned", "_map", "_run", "_scaling", "_tensors")
 
     def __init__(self, layer: Any, state: State, call: Call, whole: HybridStep) -> None:

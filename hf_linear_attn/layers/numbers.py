@@ -1,6 +1,6 @@
 """Numbers of tokens and places of keys, which depend on lengths and masks alone.
 
-What depends on lengths alone is made once for all layers and calls, and nobody may change it in place. What depends on
+What depends on lengths alone is made once for all layers and calls, and must not be changed in place. What depends on
 a mask is computed in every layer: nothing tells whether a mask's memory has been written in between.
 """
 
@@ -92,5 +92,5 @@ def gone_before(counts: Tensor, left: int, lag: int, before: Tensor | None) -> T
 
 @shared_by_texts
 def last_slots(device: torch.device, count: int, end: Tensor | int, slots: int, first: int) -> Tensor:
-    """Return the slots of the last ``count`` of ``end`` tokens in a circle that begins at slot ``first``."""
+    """Return the slots of the last ``count`` of ``end`` tokens in a ring that begins at slot ``first``."""
     return first + (torch.arange(count, device=device) - count + end) % slots

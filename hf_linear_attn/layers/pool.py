@@ -26,7 +26,7 @@ TOLD_BY_LENGTH = ("seen", "near_mask")
 
 
 class Pool(NamedTuple):
-    """States of one layer; whoever owns the pool says which place is whose, and how many tokens it has read.
+    """States of one layer; the owner of the pool says which slot is whose, and how many tokens it has read.
 
     Attributes:
         slots: What the tensors are.

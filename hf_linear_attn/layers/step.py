@@ -40,7 +40,7 @@ def can_step(layer: Layer) -> bool:
 
 
 def steps(layer: Layer, q: Tensor, call: Call) -> bool:
-    """Tell whether a call is one token, and nobody can need the state from before it: not autograd, nor a rollback."""
+    """Tell whether a call is one token, and the state from before it is not needed: by autograd, or for a rollback."""
     state = call.state
     if state is None or q.shape[2] != 1 or not state.tensors or not call.in_place or torch.is_grad_enabled():
         return False
@@ -337,7 +337,7 @@ def _cleared(x: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Any:
-    """Keep a new token for ever where it is a sink; return whether it counts in the circle."""
+    """Keep a new token for ever where it is a sink; return whether it counts in the ring."""
     if state.first_read or not window.sinks:
         return True if real is None else real
     sinks, tensors = window.sinks, state.tensors

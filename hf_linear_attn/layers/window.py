@@ -1,9 +1,9 @@
-"""The exact branch's tokens: the first few, kept for ever, and the last W in circular slots.
+"""The exact branch's tokens: the first few, kept for ever, and the last W in a ring buffer.
 
-Token t of a text, counted from 0 with padding, lies in slot ``t mod (W + 1)`` of a circle. The circle holds the last W
+Token t of a text, counted from 0 with padding, lies in slot ``t mod (W + 1)`` of a ring. The ring holds the last W
 tokens; the slot left over is where the next token goes. A step so reads the token that leaves the window, and writes
 the one that comes, in two places: no program of a kernel reads what another one overwrites. Softmax does not care for
-the order of slots. The first ``sinks`` real tokens have slots of their own before the circle, and none in it.
+the order of slots. The first ``sinks`` real tokens have slots of their own before the ring, and none in it.
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class Window:
         self.size, self.sinks = size, sinks
 
     def slots(self, kv_heads: int, head_dim: int, value_dim: int, *, turned: bool = False) -> dict[str, Slot]:
-        """Describe the tensors: sinks first, then the circle; with the angles by which keys are turned, if need be."""
+        """Describe the tensors: sinks first, then the ring; with the angles by which keys are turned, if need be."""
         places = self.sinks + self.size + 1
         found = {
             "near_k": Slot((kv_heads, places, head_dim), "token"),
@@ -103,7 +103,7 @@ class Window:
             numbers: Numbers of the real tokens in their text ``[B, T]``, which tell sinks; None where all sinks have
                 been read.
             state: What was read before; None or empty where nothing was.
-            rotation: By which the keys are turned; None where nobody asks.
+            rotation: By which the keys are turned; None where they are not asked for.
         """
         held = state.read() if state is not None and state.tensors else None
         sinks: tuple[Tensor, ...] = ()
@@ -162,11 +162,11 @@ class Window:
         mask = tokens.counted()
         found = {}
         for name, x, sink in (("near_k", tokens.k, tokens.sink_k), ("near_v", tokens.v, tokens.sink_v)):
-            circle = x.new_zeros(batch, heads, self.sinks + self.size + 1, x.shape[3])
-            circle.index_copy_(2, places, x[:, :, past + new - kept :].detach())
+            ring = x.new_zeros(batch, heads, self.sinks + self.size + 1, x.shape[3])
+            ring.index_copy_(2, places, x[:, :, past + new - kept :].detach())
             if sink is not None:
-                circle[:, :, : self.sinks] = sink.detach()
-            found[name] = circle
+                ring[:, :, : self.sinks] = sink.detach()
+            found[name] = ring
         if tokens.rotation is not None:
             found["near_turns"] = self._turns(tokens.rotation, tokens.k, kept, places, new, state)
         held = mask.new_zeros(batch, self.sinks + self.size + 1).index_copy_(1, places, mask[:, past + new - kept :])
@@ -175,21 +175,21 @@ class Window:
         return found | {"near_mask": held}
 
     def _turns(self, rotation: Rotation, k: Tensor, kept: int, places: Tensor, new: int, state: State) -> Tensor:
-        """Return the circle of angles of the last tokens; layers that turn alike get the same one."""
+        """Return the ring of angles of the last tokens; layers that turn alike get the same one."""
         shape = k.shape[0], self.sinks + self.size + 1, k.shape[3]
 
-        def circle() -> Tensor:
+        def ring() -> Tensor:
             turns = rotation.turns[:, rotation.turns.shape[1] - kept :].detach()
             found = k.new_zeros(shape)
             found[..., : turns.shape[2]].index_copy_(1, places, turns.to(k.dtype).expand(k.shape[0], -1, -1))
             return found
 
         if rotation.source is None or state.common is None:
-            return circle()
-        # Layers turn alike where they go on from the same circle, by cosines that are one object.
+            return ring()
+        # Layers turn alike where they go on from the same ring, by cosines that are one object.
         before = state.tensors["near_turns"] if state.length else None
         parts = before, rotation.source, rotation.layout, state.length, new, shape, k.dtype, k.device
-        return state.once("near_turns", parts, circle)
+        return state.once("near_turns", parts, ring)
 
     def begin(self, past: Tokens, state: State) -> dict[str, Tensor]:
         """Return the tensors after ``state.length`` tokens of which only the last W, and the sinks, are at hand.
@@ -203,15 +203,15 @@ class Window:
         order = self.sinks + self._order(state, past.k.device)
         found = {}
         for name, x, sink in (("near_k", past.k, past.sink_k), ("near_v", past.v, past.sink_v)):
-            circle = x.new_zeros(*x.shape[:2], self.size + 1, x.shape[3]).index_copy(2, order - self.sinks, x)
-            found[name] = circle if sink is None else torch.cat([sink, circle], 2)
+            ring = x.new_zeros(*x.shape[:2], self.size + 1, x.shape[3]).index_copy(2, order - self.sinks, x)
+            found[name] = ring if sink is None else torch.cat([sink, ring], 2)
         if past.counts is None:
             raise RuntimeError("it is not known which tokens count")
         if past.rotation is not None:
             turns = past.rotation.turns
-            circle = past.k.new_zeros(len(turns), self.sinks + self.size + 1, past.k.shape[3])
-            circle[..., : turns.shape[2]].index_copy_(1, order, turns.to(circle.dtype))
-            found["near_turns"] = circle
+            ring = past.k.new_zeros(len(turns), self.sinks + self.size + 1, past.k.shape[3])
+            ring[..., : turns.shape[2]].index_copy_(1, order, turns.to(ring.dtype))
+            found["near_turns"] = ring
         held = past.counts.new_zeros(len(past.k), self.sinks + self.size + 1).index_copy_(1, order, past.counts)
         if past.sink_place is not None:
             held[:, : self.sinks] = past.sink_place < NOWHERE
@@ -230,15 +230,15 @@ class Window:
         place = torch.arange(self.size + 1, device=lengths.device)
         # The last token that came to a slot.
         token = lengths - 1 - (lengths - 1 - place) % (self.size + 1)
-        circle = (token >= self.sinks) & (token >= lengths - self.size)
-        return torch.cat([torch.arange(self.sinks, device=lengths.device) < lengths, circle], 1)
+        ring = (token >= self.sinks) & (token >= lengths - self.size)
+        return torch.cat([torch.arange(self.sinks, device=lengths.device) < lengths, ring], 1)
 
     def places(self, state: State) -> tuple[Any, Any]:
         """Return where the next token goes, and where the one lies that then leaves the window."""
         return self.sinks + state.length % (self.size + 1), self.sinks + (state.length + 1) % (self.size + 1)
 
     def _order(self, state: State, device: torch.device) -> Tensor:
-        """Return the places of the last W tokens in the circle, oldest first."""
+        """Return the places of the last W tokens in the ring, oldest first."""
         return (torch.arange(self.size, device=device) - self.size + state.length) % (self.size + 1)
 
     def _collect(

@@ -94,7 +94,7 @@ class LastToken(NamedTuple):
             their number itself.
         keys: Their sum ``[B, HKV, D]``; None where the mix keeps none.
         scaling: Factor on ``q.k``.
-        free: A slot that is nobody's, with a value of 0, whose score may be anything; given to a mix that takes it.
+        free: A free slot, with a value of 0, whose score may be anything; given to a mix that takes it.
     """
 
     q: Tensor

@@ -21,7 +21,7 @@ class HybridStep(NamedTuple):
         kv: State ``[B, HKV, F, V]`` fp32, as all of the linear branch None where there is no such branch.
         z: Its normaliser, ``[B, HKV, F]`` or ``[B, HKV, C, F]`` fp32.
         far_keys: Sum of the keys beyond the window, ``[B, HKV, D]`` or ``[B, HKV, C, D]`` fp32; of the mix "key".
-        near_k: Keys of the sinks and the circle ``[B, HKV, N + W + 1, D]``.
+        near_k: Keys of the sinks and the ring ``[B, HKV, N + W + 1, D]``.
         near_v: Their values.
         near_mask: Which slots hold a token that counts ``[B, N + W + 1]`` bool; None in a pool, where texts have no
             padding, and their lengths tell.

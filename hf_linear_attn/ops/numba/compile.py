@@ -54,7 +54,7 @@ def entry(function: Callable[[int], None]) -> Entry:
 
 
 class _Announcement(Listener):
-    """Says that somebody is going to wait for the compiler, as soon as that begins."""
+    """Says that the caller is going to wait for the compiler, as soon as that begins."""
 
     def __init__(self, what: str) -> None:
         self._what: str | None = what

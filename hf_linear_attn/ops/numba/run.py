@@ -42,20 +42,20 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-class _Desk(threading.local):
+class _Scratch(threading.local):
     floats = np.empty(0, np.float32)
     address = 0
 
 
-_desk = _Desk()
+_scratch = _Scratch()
 
 
-def desk(floats: int) -> int:
+def scratch(floats: int) -> int:
     """Return where a thread has memory to work on during one call, for so many fp32; not for what other threads run."""
-    if floats > len(_desk.floats):
-        _desk.floats = np.empty(floats, np.float32)
-        _desk.address = _desk.floats.ctypes.data
-    return _desk.address
+    if floats > len(_scratch.floats):
+        _scratch.floats = np.empty(floats, np.float32)
+        _scratch.address = _scratch.floats.ctypes.data
+    return _scratch.address
 
 
 def parts_of(units: int, work: int) -> int:
@@ -85,7 +85,7 @@ def in_parts(task: "Entry", units: int, work: int, numbers: Sequence[int], held:
         units: How many there are.
         work: About how many multiplications each of them is.
         numbers: The task's own, int64.
-        held: What is read and written: it must outlive a thread, also where whoever waits for that is interrupted.
+        held: What is read and written: it must outlive a thread, also where the caller that waits is interrupted.
     """
     parts = parts_of(units, work)
     table = array("q", (0, parts, units, *numbers))

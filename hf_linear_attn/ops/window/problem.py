@@ -41,7 +41,7 @@ class WindowCall(NamedTuple):
     scaling: float
 
     def shown(self) -> "WindowCall":
-        """Return the call with zeros for keys, values and sinks that nobody is to see: 0 times a NaN is one."""
+        """Return the call with zeros for keys, values and sinks that no query is to see: 0 times a NaN is one."""
         k, v, sinks = self.k, self.v, self.sinks
         if self.key_mask is not None:
             hidden = ~self.key_mask[:, None, :, None]

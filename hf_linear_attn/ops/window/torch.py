@@ -91,7 +91,7 @@ class _Attend(torch.autograd.Function):
         dscores = torch._softmax_backward_data(dweights, weights_up, -1, weights_up.dtype)
         dlast = None if last is None else dscores[..., -1:].clone()
         dscores = dscores.to(q.dtype)
-        # The row of zeros that stands for the last column has a gradient, too: nobody's.
+        # The row of zeros that stands for the last column has a gradient, too, which is dropped.
         dq, dk = (_scaled_product(x, y, scaling) for x, y in ((dscores, k), (dscores.mT, q)))
         return dq, dk, torch.bmm(weights.mT, rows), dlast, dvalue, None, None
 

@@ -422,7 +422,7 @@ def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[
     Args:
         p: The problem of the forward.
         do: Gradient of o.
-        dkv: Gradient of the final state, fp32, contiguous, or None where nobody derives by it.
+        dkv: Gradient of the final state, fp32, contiguous, or None where the loss does not depend on it.
 
     Returns:
         The gradients, allocated but not computed, and the launches that compute them, in order.

@@ -29,7 +29,7 @@ OF_KEYS = ("delta_dq", "delta_dk")
 def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
     """Return the tile of a kernel: tokens of a chunk, columns of values per program or turn, warps, stages.
 
-    These fit into registers and shared memory as the compiler reports them; nobody has timed them against others.
+    These fit into registers and shared memory as the compiler reports them; they have not been timed against others.
     """
     F, V = int(F), int(V)
     wide = bucket(F) // 64

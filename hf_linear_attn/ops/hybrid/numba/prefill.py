@@ -58,7 +58,7 @@ FAR_OFF = np.int32(2**30)
 
 @within
 def hold(keys, values, columns, slot, k, v, dim, value_dim, visible):
-    """Put a key and its value into the window; zeros where nobody is to see them, since 0 times a NaN is one."""
+    """Put a key and its value into the window; zeros where no query is to see them, since 0 times a NaN is one."""
     row = ahead(values, slot * value_dim)
     for i in range(dim):
         keys[i * columns + slot] = wide(k[i]) if visible else np.float32(0.0)

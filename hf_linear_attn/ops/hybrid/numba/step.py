@@ -1,7 +1,7 @@
 """A whole step of a layer with a window as one loop on a CPU; what it computes is said by :mod:`.triton.hybrid`.
 
 A unit is a key head of a row with all its query heads. Units may run side by side: what one of them writes no other
-reads. As on a GPU the token is written where nobody reads, and sinks are told by the number of tokens seen.
+reads. As on a GPU the token is written to a slot that no unit reads, and sinks are told by the number of tokens seen.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -35,7 +35,7 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, address, bits, desk, in_parts, parts_of
+from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts, parts_of, scratch
 
 NUMBERS = 57
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
@@ -171,7 +171,7 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
             w = ahead(pointer(weight_k, learned), hk * wk_h)
             features_of_vector(fk, x, y, w, D, M, name, factor, power, np.float32(0.0))
             fold(sums, norm, keys, fk, gone_v, gone, fades, F, V, D, C, mix == KEY)
-        # The token goes where nobody reads. Of one that is masked, nothing is read.
+        # The token goes to the free slot. Of one that is masked, nothing is read.
         for place_of in range(2 if sink else 1):
             slot = new if place_of == 0 else read
             to_k, to_v = ahead(bk, slot * D), ahead(bv, slot * V)
@@ -286,7 +286,7 @@ class LoopedStep:
         ArgumentTypeError: If sums are not fp32.
     """
 
-    # Without a dictionary, so that nobody takes what is looked up for a part of the state.
+    # Without a dictionary, so that what is looked up is not taken for a part of the state.
     __slots__ = (
         *("_changing", "_dtype", "_held", "_numbers", "_plain"),
         *("_room", "_seen", "_shape", "_task", "_units", "_work"),
@@ -361,7 +361,7 @@ class LoopedStep:
         numbers = (
             *(0, counts, *self._seen, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
             *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
-            *(address(turns), length, desk(self._room) if work is None else work.data_ptr(), self._numbers),
+            *(address(turns), length, scratch(self._room) if work is None else work.data_ptr(), self._numbers),
         )
         held = q, k, v, o, work, key_mask, turns, self._held
         in_parts(self._task, self._units, self._work, numbers, held)

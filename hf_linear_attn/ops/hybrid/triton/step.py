@@ -168,7 +168,7 @@ def hybrid_kernel(
     k += i_b * k_b + i_hk * k_h
     v += i_b * v_b + i_hk * v_h
     o += i_b * o_b
-    # The token goes where nobody reads. Of one that is masked, nothing is read.
+    # The token goes to the free slot. Of one that is masked, nothing is read.
     key = tl.load(k + od, mask=od < tl.where(real, D, 0), other=0.0)
     if i_c == 0:
         tl.store(near_k + new * D + od, key, mask=od < D)
@@ -256,9 +256,9 @@ def hybrid_kernel(
                 flag = (op >= N) & (op < slots) & (came >= N) & (came >= read - W)
             else:
                 flag = tl.load(near_mask + op, mask=(op >= N) & (op < slots), other=0) != 0
-            circle = flag & (op != new) & (op != old)
-            held += tl.sum(circle.to(tl.int32), 0)
-            sees = circle | ((op < N) & (op < read))
+            ring = flag & (op != new) & (op != old)
+            held += tl.sum(ring.to(tl.int32), 0)
+            sees = ring | ((op < N) & (op < read))
             # [BP, BD] and [BP, BV]
             offset = op.to(tl.int64)[:, None]
             kk = load_operand(near_k, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)

@@ -47,7 +47,7 @@ def save(p: Problem, out: Forward) -> Saved:
 
 
 class Wanted(NamedTuple):
-    """Which gradients somebody asked for."""
+    """Which gradients are asked for."""
 
     q: bool = True
     k: bool = True
@@ -60,7 +60,7 @@ EVERY = Wanted()
 
 
 class Backward(NamedTuple):
-    """Gradients of q, k, v, of the initial state and of log decays; empty where nobody asked for them."""
+    """Gradients of q, k, v, of the initial state and of log decays; empty where not asked for for them."""
 
     dq: Tensor
     dk: Tensor
@@ -139,7 +139,7 @@ def backward_launches(
         p: The problem of the forward.
         saved: What :func:`save` kept of its results.
         do: Gradient of o.
-        dkv: Gradient of the final state, fp32, contiguous, or None where nobody derives by it.
+        dkv: Gradient of the final state, fp32, contiguous, or None where the loss does not depend on it.
         dz: Gradient of its normaliser, or None likewise.
         wanted: Which gradients are asked for.
 

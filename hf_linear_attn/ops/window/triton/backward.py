@@ -197,7 +197,7 @@ def window_dkv_kernel(
 
 
 class WindowWanted(NamedTuple):
-    """Which gradients somebody asked for; those of the queries' own keys are few and always computed.
+    """Which gradients are asked for; those of the queries' own keys are few and always computed.
 
     Attributes:
         q: Of the queries.
@@ -214,7 +214,7 @@ EVERY = WindowWanted()
 
 
 class WindowBackward(NamedTuple):
-    """What the kernels of the backward write; tensors are empty where nobody asked.
+    """What the kernels of the backward write; tensors are empty where not asked for.
 
     Attributes:
         dq: ``[B, H, T, D]``.
