@@ -11,7 +11,7 @@ from peft import PeftModel
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.measure import MAX_DEPTH, shown
 from hf_linear_attn.distill.result import DistillResult
-from hf_linear_attn.distill.settings import CONVERSION
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 from hf_linear_attn.files import write_atomic
 
@@ -40,7 +40,7 @@ Distilled from {teacher} by hf_linear_attn: {gain}. {kind} Load it so:
 ## Recipe
 
 {tokens:,} tokens in {minutes:.1f} minutes. The last stage trained {trained:,} of {all:,} parameters; feature maps and
-mixing weights have {feature_maps:,}. Data: {data}.
+mixing weights have {feature_maps:,}. Data: {data}.{recall}
 
 ```json
 {settings}
@@ -126,10 +126,22 @@ def write_card(result: DistillResult, folder: Path) -> None:
             tokens=result.tokens,
             minutes=result.elapsed_s / 60,
             data=", ".join(settings.dataset or ["the source text of Python's standard library"]),
+            recall=recall_sentence(settings),
             settings=json.dumps(changed, indent=2),
             **result.trainable_parameters,
         ),
     )
+
+
+def recall_sentence(settings: DistillationSettings) -> str:
+    """Return what a card says of the recall sequences, nothing where there were none."""
+    if not settings.recall_share:
+        return ""
+    said = f" Of the sequences, {100 * settings.recall_share:g}% were generated recall tasks,"
+    if not settings.recall_text:
+        return f"{said} in noise."
+    since = f", from {100 * settings.recall_text_from:g}% of the steps on" if settings.recall_text_from else ""
+    return f"{said} {100 * settings.recall_text:g}% of them set into training text{since}; the others stood in noise."
 
 
 def figures_table(metrics: dict[str, Any]) -> str:

@@ -3,7 +3,9 @@
 Each function takes a :class:`DistillationSettings`, which calls them when it is made.
 """
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from hf_linear_attn.distill.registry import available_stages, stage_class
@@ -24,10 +26,14 @@ LEAST: dict[str, float] = {
     "rest_lr_share": 0, "weight_decay": 0, "max_grad_norm": 0, "heldout_rows": 0, "heldout_answers": 0, "log_every": 1,
     "checkpoint_every": 1, "keep_checkpoints": 2, "seed": 0,
 }  # fmt: skip
-SHARES = ("softmax_budget", "recall_share", "ce_share", "embedding_share", "window_dropout", "warmup_share")
+SHARES = (
+    "softmax_budget", "recall_share", "recall_text", "recall_text_from", "ce_share", "embedding_share",
+    "window_dropout", "warmup_share",
+)  # fmt: skip
 
 OF_LANGUAGE_MODELS: dict[str, tuple[Any, str]] = {
     "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
+    "recall_text": (0.0, "it predicts no next token, so it cannot be asked"),
     "softmax_budget": (0.0, "layers are ranked by next tokens"),
     "teacher_logits": (None, "its hidden states are compared"),
     "shard": (False, "one GPU holds an encoder"),
@@ -56,6 +62,7 @@ def check_limits(settings: Any) -> dict[str, Any]:
         rule = f"be divisors of `rows` times `accumulation`, {forwards}"
         remedy = "Leave it out, or raise `rows` or `accumulation`."
         raise ArgumentError("length_factors", rule, settings.length_factors, remedy)
+    _check_recall(settings)
     stages = _stages(settings)
     changes = {"stages": stages} | (_of_an_encoder(settings, stages) if settings.encoder else {})
     _check_split(settings, changes)
@@ -75,6 +82,16 @@ def _check_ranges(settings: Any) -> None:
             raise ArgumentError(name, "be positive and finite", lr, "Leave it out for the default.")
     if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
         raise ArgumentError("betas", "be two numbers from 0 to below 1", settings.betas, "The default is 0.9 0.95.")
+
+
+def _check_recall(settings: Any) -> None:
+    """Refuse settings of recall sequences where there are none, or none in text."""
+    if settings.recall_text and not settings.recall_share:
+        remedy = "There are no recall sequences: raise `recall_share`."
+        raise ArgumentError("recall_text", "be 0 where `recall_share` is", settings.recall_text, remedy)
+    if settings.recall_text_from and not settings.recall_text:
+        remedy = "All recall sequences are in noise: raise `recall_text`."
+        raise ArgumentError("recall_text_from", "be 0 where `recall_text` is", settings.recall_text_from, remedy)
 
 
 def _stages(settings: Any) -> list[str]:
@@ -128,3 +145,18 @@ def _check_datasets(settings: Any) -> None:
         if not (equal and column and name in COLUMNS):
             rule = "say what a column stands for"
             raise ArgumentError("columns", rule, text, "Write `text=body`", available=COLUMNS)
+
+
+def conversion_value(name: str, value: Any) -> Any:
+    """Return a value of the conversion as its dataclass has it: JSON and YAML know no tuples, flags no objects."""
+    if name == "layers" and value is not None:
+        return tuple(value)
+    if name != "feature_map_options":
+        return value
+    try:
+        options = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        options = None
+    if not isinstance(options, Mapping):
+        raise ArgumentError(name, "be a JSON object", value, 'Write {"name": value}.')
+    return dict(options)

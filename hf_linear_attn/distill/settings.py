@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_linear_attn.arguments import Setting, read_settings_file, settings_of
 from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.distill.limits import check_limits
+from hf_linear_attn.distill.limits import check_limits, conversion_value
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.errors import ArgumentError
@@ -96,6 +96,9 @@ class DistillationSettings:
             padded.
         recall_share: Share of the sequences that are generated recall tasks, 0..1: on local text alone, a window looks
             perfect and the linear branch learns nothing.
+        recall_text: Share of these recall tasks that are set into text of the training data, 0..1; the others stand in
+            noise. What is rehearsed in noise alone is not found in text.
+        recall_text_from: Share of the run's steps, 0..1, up to which all of them stand in noise.
         answer_weight: Weight of an answer token's loss in a recall sequence, where a text token's is 1; less where a
             sequence has so many answers that it would outweigh one of text.
         rows: Sequences of ``block_tokens`` per process and forward, B.
@@ -190,6 +193,8 @@ class DistillationSettings:
     length_factors: list[int] | None = None
     pack: bool = True
     recall_share: float = 0.3
+    recall_text: float = 0.0
+    recall_text_from: float = 0.0
     answer_weight: float = 2.0
     rows: int = 4
     accumulation: int = 1
@@ -239,7 +244,7 @@ class DistillationSettings:
             raise ArgumentError(
                 "settings", "be known", unknown, "Remove those", available=[one.name for one in declared_settings()]
             )
-        of_conversion = {name: _conversion_value(name, given[name]) for name in CONVERSION if name in given}
+        of_conversion = {name: conversion_value(name, given[name]) for name in CONVERSION if name in given}
         if of_conversion.get("window", 0) is None:
             # Sinks are beside a window; where there is none, their default gives way.
             of_conversion = {"sinks": 0} | of_conversion
@@ -381,18 +386,3 @@ def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting
     for setting in settings_of(DistillationSettings, defaults):
         found += of_conversion if setting.name == "conversion" else [setting]
     return found
-
-
-def _conversion_value(name: str, value: Any) -> Any:
-    """Return a value of the conversion as its dataclass has it: JSON and YAML know no tuples, flags no objects."""
-    if name == "layers" and value is not None:
-        return tuple(value)
-    if name != "feature_map_options":
-        return value
-    try:
-        options = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        options = None
-    if not isinstance(options, Mapping):
-        raise ArgumentError(name, "be a JSON object", value, 'Write {"name": value}.')
-    return dict(options)

@@ -215,7 +215,7 @@ class MixedBlocks(Blocks):
     """
 
     def __init__(self, parts: Sequence[Blocks], weights: Sequence[float]) -> None:
-        self.parts = parts
+        self.parts, self.weights = parts, weights
         left = list(itertools.accumulate(reversed(weights)))[::-1]
         # Each part's share of what the parts before it leave.
         self.shares = [weight / rest for weight, rest in zip(weights, left, strict=True)]

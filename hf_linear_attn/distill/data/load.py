@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data.blocks import Blocking, Blocks, DocumentBlocks, MixedBlocks, StreamBlocks
 from hf_linear_attn.distill.data.chat import Rendered, Span, has_text
+from hf_linear_attn.distill.data.passages import InText, passages_of
 from hf_linear_attn.distill.data.recall import RecallRows
 from hf_linear_attn.distill.data.rows import Batch, Document, Row, collate
 from hf_linear_attn.distill.data.source import Source, Texts
-from hf_linear_attn.distill.data.steps import tokens_read
+from hf_linear_attn.distill.data.steps import numbers_before, tokens_read
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.encoders import Frame
 from hf_linear_attn.errors import ArgumentError
@@ -293,13 +294,32 @@ def load_data(
             rule = f"leave every one of {processes} processes a row of the dataset's {count} blocks"
             remedy = "Use fewer processes or rows, shorter blocks, or a larger dataset."
             raise ArgumentError("rows", rule, settings.rows, remedy)
+    in_text = text_of_recall(settings, tokenizer, training, processes) if settings.recall_text else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     shares: dict[str, Any] = {"recall_share": settings.recall_share, "answer_weight": settings.answer_weight}
     shares |= {"pad": pad, "crop": settings.encoder}
     return (
-        Data(training, RecallRows(tokenizer, settings.seed), **shares),
+        Data(training, RecallRows(tokenizer, settings.seed, in_text=in_text), **shares),
         Data(heldout, RecallRows(tokenizer, settings.seed + 1), **shares),
     )
+
+
+def text_of_recall(
+    settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, training: Blocks, processes: int
+) -> InText:
+    """Return which recall sequences are set into text of the training data, never into what is held out.
+
+    Raises:
+        ArgumentError: If there is less text than the longest sequences have tokens.
+    """
+    passages = passages_of(training, tokenizer)
+    if (held := len(passages.ids)) < (longest := settings.trained_length()):
+        rule = f"be 0 where the training text, of {held} tokens, is shorter than the longest sequences, of {longest}"
+        remedy = "Use a larger dataset, or shorter sequences."
+        raise ArgumentError("recall_text", rule, settings.recall_text, remedy)
+    before = numbers_before(settings, processes, settings.recall_text_from)
+    first = {length: int(number * settings.recall_share) for length, number in before.items()}
+    return InText(passages, settings.recall_text, first)
 
 
 def sources_of(settings: DistillationSettings) -> list[Source]:

@@ -11,9 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_linear_attn.distill.data.passages import InText
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.tasks import Task, available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import NOISE, bos_ids
+from hf_linear_attn.evaluation.tasks.haystack import Haystack, RealText
 from hf_linear_attn.evaluation.tasks.pairs import KVRecall
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, NOUNS
 
@@ -27,17 +29,18 @@ SEGMENT_TOKENS = (8, 32)
 """Fewest and most tokens of a repeated segment."""
 
 
-def training_task(name: str, **settings: Any) -> Task:
-    """Make a task whose samples may be trained on, with noise as its haystack.
+def training_task(name: str, *, haystack: Haystack | None = None, **settings: Any) -> Task:
+    """Make a task whose samples may be trained on.
 
     Args:
         name: A registered task.
+        haystack: What its needles are hidden in; noise without it.
         **settings: As of `get_task`.
 
     Raises:
         ArgumentError: If its form is held out of training, or no task has the name.
     """
-    task = get_task(name, **settings)
+    task = get_task(name, haystack=haystack, **settings)
     if task.held_out:
         rule, remedy = (
             "not be held out of training",
@@ -54,11 +57,18 @@ class RecallRows:
         tokenizer: The tokenizer.
         seed: Of everything in them.
         needles: Tasks to take needles of; none that is held out.
+        in_text: Which of the sequences are set into text, and into which; None for noise alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, needles: Sequence[str] = NEEDLES) -> None:
-        self.tokenizer, self.seed = tokenizer, seed
-        self.needles = [training_task(name) for name in needles]
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        needles: Sequence[str] = NEEDLES,
+        in_text: InText | None = None,
+    ) -> None:
+        self.tokenizer, self.seed, self.in_text = tokenizer, seed, in_text
+        self.needles = [training_task(name).name for name in needles]
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         special = set(tokenizer.all_special_ids)
         self.words = [token for token in range(len(tokenizer)) if token not in special]
@@ -68,21 +78,24 @@ class RecallRows:
         """Return at most ``length`` tokens, and which of them answer a question."""
         rng = random.Random(f"{self.seed}/recall/{number}/{length}")
         kind = rng.choices(("pairs", "needle", "repeat"), (0.7, 0.15, 0.15))[0]
+        haystack = None if self.in_text is None else self.in_text.haystack(number, length)
         if kind == "pairs":
-            row = self._pairs(length, rng)
+            row = self._pairs(length, rng, haystack)
         elif kind == "needle":
-            row = self._needle(length, rng)
+            row = self._needle(length, rng, haystack)
         else:
             row = None
-        return row or self._repeat(length, rng)
+        return row or self._repeat(length, rng, haystack)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _pairs(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
+    def _pairs(
+        self, length: int, rng: random.Random, haystack: RealText | None = None
+    ) -> tuple[list[int], list[bool]] | None:
         count = rng.randint(2, MOST_PAIRS)
         while count > 1:
-            task = training_task("kv_recall", pairs=count)
+            task = training_task("kv_recall", haystack=haystack, pairs=count)
             shortest, longest = task.min_length(self.tokenizer), int(CONTEXT_SHARE * length)
             if shortest <= longest:
                 break
@@ -109,8 +122,10 @@ class RecallRows:
             said = KVRecall.pair.format(key=key, value=value) if near else ""
             question_ids = self._ids("\n" + said + KVRecall.question.format(key=key))
 
-    def _needle(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]] | None:
-        task = rng.choice(self.needles)
+    def _needle(
+        self, length: int, rng: random.Random, haystack: RealText | None = None
+    ) -> tuple[list[int], list[bool]] | None:
+        task = training_task(rng.choice(self.needles), haystack=haystack)
         shortest = task.min_length(self.tokenizer)
         if shortest > length:
             return None
@@ -119,14 +134,19 @@ class RecallRows:
         row = [*sample.input_ids, *answer][:length]
         return row, [index >= len(sample.input_ids) for index in range(len(row))]
 
-    def _repeat(self, length: int, rng: random.Random) -> tuple[list[int], list[bool]]:
+    def _repeat(
+        self, length: int, rng: random.Random, haystack: RealText | None = None
+    ) -> tuple[list[int], list[bool]]:
         # So few tokens that a state can hold them word for word, and that they come again in a short sequence too.
         segment = rng.choices(self.words, k=min(rng.randint(*SEGMENT_TOKENS), max(2, length // 3)))
         lines = NOISE.lines(self.tokenizer)
         row, asked = [*self.bos, *segment], [False] * (len(self.bos) + len(segment))
         while len(row) < length:
             gap = rng.randint(0, length // 2 - 1)
-            filler = list(itertools.islice(itertools.chain.from_iterable(lines), gap))
+            if haystack is None:
+                filler = list(itertools.islice(itertools.chain.from_iterable(lines), gap))
+            else:
+                filler = list(haystack.stretch(self.tokenizer, gap, rng))
             row += filler + segment
             # Where it comes again cannot be known, only how it goes on.
             asked += [False] * (len(filler) + 1) + [True] * (len(segment) - 1)

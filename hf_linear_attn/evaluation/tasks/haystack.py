@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 from abc import ABC, abstractmethod
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -144,8 +145,54 @@ class Noise(Haystack):
         return Buried(tuple(ids), tuple(starts))
 
 
+class RealText(Haystack):
+    """Real text, a stretch of which is taken as it stands: a subclass says where it comes from."""
+
+    # A stretch begins and ends inside a line.
+    separator: ClassVar[str] = "\n"
+
+    @abstractmethod
+    def stream(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[int], Sequence[int]]:
+        """Return all its tokens, and the places of those that begin a line."""
+
+    @override
+    def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
+        return len(self.stream(tokenizer)[0])
+
+    def stretch(self, tokenizer: PreTrainedTokenizerBase, tokens: int, rng: random.Random) -> Sequence[int]:
+        """Return so many tokens in a row, from anywhere in it."""
+        ids, _ = self.stream(tokenizer)
+        first = rng.randrange(len(ids) - tokens + 1)
+        return ids[first : first + tokens]
+
+    @override
+    def bury(
+        self, tokenizer: PreTrainedTokenizerBase, needles: Sequence[Needle], total: int, rng: random.Random
+    ) -> Buried:
+        """Put needles between lines, and into one where the next line break is too far."""
+        stream, breaks = self.stream(tokenizer)
+        room = total - sum(len(ids) for ids, _ in needles)
+        first = rng.randrange(len(stream) - room + 1)
+        ids: list[int] = []
+        starts = [0] * len(needles)
+        at, said = first, 0
+        for index in _by_depth(needles):
+            needle, depth = needles[index]
+            target = first + depth / 100 * (total - len(needle)) - said
+            place = bisect_left(breaks, target)
+            near = min(breaks[max(0, place - 1) : place + 1], key=lambda found: abs(found - target), default=-total)
+            wanted = near if abs(near - target) <= _COARSEST_DEPTH * total else round(target)
+            end = min(max(at, wanted), first + room)
+            ids.extend(stream[at:end])
+            starts[index] = len(ids)
+            ids.extend(needle)
+            at, said = end, said + len(needle)
+        ids.extend(stream[at : first + room])
+        return Buried(tuple(ids), tuple(starts))
+
+
 @dataclass(frozen=True)
-class Text(Haystack):
+class Text(RealText):
     """Real text, a stretch of which is taken as it stands.
 
     Args:
@@ -154,8 +201,6 @@ class Text(Haystack):
     """
 
     files: tuple[str, ...] = ()
-    # A stretch begins and ends inside a line.
-    separator: ClassVar[str] = "\n"
 
     @property
     @override
@@ -178,33 +223,8 @@ class Text(Haystack):
         return _digest(self)
 
     @override
-    def size(self, tokenizer: PreTrainedTokenizerBase) -> float:
-        return len(_stream(self, tokenizer)[0])
-
-    @override
-    def bury(
-        self, tokenizer: PreTrainedTokenizerBase, needles: Sequence[Needle], total: int, rng: random.Random
-    ) -> Buried:
-        """Put needles between lines, and into one where the next line break is too far."""
-        stream, breaks = _stream(self, tokenizer)
-        room = total - sum(len(ids) for ids, _ in needles)
-        first = rng.randrange(len(stream) - room + 1)
-        ids: list[int] = []
-        starts = [0] * len(needles)
-        at, said = first, 0
-        for index in _by_depth(needles):
-            needle, depth = needles[index]
-            target = first + depth / 100 * (total - len(needle)) - said
-            place = bisect_left(breaks, target)
-            near = min(breaks[max(0, place - 1) : place + 1], key=lambda found: abs(found - target), default=-total)
-            wanted = near if abs(near - target) <= _COARSEST_DEPTH * total else round(target)
-            end = min(max(at, wanted), first + room)
-            ids.extend(stream[at:end])
-            starts[index] = len(ids)
-            ids.extend(needle)
-            at, said = end, said + len(needle)
-        ids.extend(stream[at : first + room])
-        return Buried(tuple(ids), tuple(starts))
+    def stream(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[int], Sequence[int]]:
+        return _stream(self, tokenizer)
 
 
 def _by_depth(needles: Sequence[Needle]) -> list[int]:
@@ -219,14 +239,16 @@ def _digest(text: Text) -> str:
 
 
 @lru_cache(maxsize=8)
-def _stream(text: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], list[int]]:
+def _stream(text: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], Sequence[int]]:
     """Return a text's tokens, tokenised as a whole as any reader would, and which of them begin a line."""
     ids = encode_once(tokenizer, "\n".join(text.documents()))
+    return ids, line_starts(tokenizer, ids)
+
+
+def line_starts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Sequence[int]:
+    """Return the places of the tokens that begin a line, in order."""
     said = {token: str(tokenizer.decode([token])) for token in set(ids)}
     # Some tokenizers join a line's end with what stands before it, others with the next line's indentation.
-    breaks = [
-        place
-        for place in range(1, len(ids))
-        if said[ids[place - 1]].endswith("\n") or said[ids[place]].startswith("\n")
-    ]
-    return ids, breaks
+    ends = {token for token, text in said.items() if text.endswith("\n")}
+    begins = {token for token, text in said.items() if text.startswith("\n")}
+    return array("q", (place for place in range(1, len(ids)) if ids[place - 1] in ends or ids[place] in begins))
