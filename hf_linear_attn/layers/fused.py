@@ -173,7 +173,7 @@ def fused_prefill(
         warn_fallback(f"{reason}, and a step is read as a text of one token")
     if computed is None or tokens is None or window is None or reason is not None:
         return None
-    name, of_q, of_k = computed
+    _, of_q, of_k = computed
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
         return None
     of_value = layer.rule_weights().get("decay_value")
@@ -181,7 +181,7 @@ def fused_prefill(
         # The rule says what is wrong.
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
-    found = hybrid_prefill(_prefill_of(layer, piece, tokens, window, name, of_q, carried or {}), of_k, of_keys, chosen)
+    found = hybrid_prefill(_prefill_of(layer, piece, tokens, window, carried or {}), of_k, of_keys, chosen)
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
 
@@ -191,8 +191,6 @@ def _prefill_of(
     piece: Piece,
     tokens: Tokens,
     window: Window,
-    name: str,
-    of_q: Pair | None,
     carried: Mapping[str, Tensor],
 ) -> Prefill:
     """Return a piece as kernels and loops take it."""
@@ -200,7 +198,9 @@ def _prefill_of(
     if sink_k is not None and sink_v is not None:
         # A cache holds them in the dtype in which they were read.
         sink_k, sink_v = sink_k.to(piece.q.dtype), sink_v.to(piece.q.dtype)
-    weights, of_rule, rotation = layer.weights(), layer.rule_weights(), piece.rotation
+    learned = _learned(layer, piece.rotation)
+    # The keys' features are computed apart.
+    del learned["weight_k"], learned["power_k"]
     return Prefill(
         q=piece.q,
         k=tokens.k,
@@ -215,23 +215,11 @@ def _prefill_of(
         far_keys=carried.get("far_keys"),
         kv=carried.get("kv"),
         z=carried.get("z"),
-        turns=None if rotation is None else rotation.turns,
-        weight=None if of_q is None else of_q.weight,
-        power=None if of_q is None else of_q.power,
-        bias=weights.get("bias"),
-        direction=weights.get("weight"),
-        name=name,
-        factor=1.0 if of_q is None else of_q.factor,
-        sharpness=0.0 if of_q is None else of_q.sharpness,
-        pairs="half" if rotation is None else rotation.layout.pairs,
-        at_end=rotation is not None and rotation.layout.at_end,
         window=window.size,
         scaling=piece.scaling,
         eps=layer.rule.eps,
         mix=layer.mix.name,
-        decay_bias=of_rule.get("decay_bias"),
-        decay_key=of_rule.get("decay_key"),
-        decay_value=of_rule.get("decay_value"),
+        **learned,
     )
 
 

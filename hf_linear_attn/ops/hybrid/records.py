@@ -109,11 +109,11 @@ class Prefill(NamedTuple):
         z: Its normaliser ``[B, HKV, F]`` fp32.
         turns: By which queries are turned, cosines and then sines ``[B or 1, T, R]``, where their features are those of
             what they were before; None where they are not.
-        weight: W of the map for queries ``[H or 1, D, F / 2]``; None for an elementwise map, whose F is D.
-        power: Its power ``[H or 1]``; None where it has none.
+        weight_q: W of the map for queries ``[H or 1, D, F / 2]``; None for an elementwise map, whose F is D.
+        power_q: Its power ``[H or 1]``; None where it has none.
         bias: The mix's ``[H]``; None without a linear branch.
-        direction: The mix's weight ``[H, D]``.
-        name: The map.
+        weight: The mix's ``[H, D]``.
+        phi: Name of the map.
         factor: On ``x W``.
         sharpness: By which a query's power grows with its length.
         pairs: Which entries are turned together, ``"half"`` or ``"next"``.
@@ -141,11 +141,11 @@ class Prefill(NamedTuple):
     kv: Tensor | None
     z: Tensor | None
     turns: Tensor | None
-    weight: Tensor | None
-    power: Tensor | None
+    weight_q: Tensor | None
+    power_q: Tensor | None
     bias: Tensor | None
-    direction: Tensor | None
-    name: str
+    weight: Tensor | None
+    phi: str
     factor: float
     sharpness: float
     pairs: str
@@ -168,9 +168,9 @@ class Prefill(NamedTuple):
     @property
     def learned(self) -> Tensor:
         """W of the map."""
-        if self.weight is None:
+        if self.weight_q is None:
             raise RuntimeError("an elementwise map has no weights")
-        return self.weight
+        return self.weight_q
 
 
 class Prefilled(NamedTuple):

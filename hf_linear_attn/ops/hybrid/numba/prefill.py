@@ -429,7 +429,7 @@ TASKS = {torch.float32: _fp32, torch.bfloat16: _bf16}
 def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> Prefilled:
     """Attend with a loop; see :func:`hf_linear_attn.ops.hybrid.hybrid_prefill`."""
     (B, H, T, D), HKV, V, W = call.q.shape, call.k.shape[1], call.v.shape[3], call.window
-    M = 0 if call.weight is None else call.weight.shape[2]
+    M = 0 if call.weight_q is None else call.weight_q.shape[2]
     group, N = H // HKV, 0 if call.sink_k is None else call.sink_k.shape[2]
     # Heads that share keys are read apart where there are threads for it, and where they are so many that a block of
     # their queries does not fit into a cache: each part folds the keys by itself.
@@ -450,8 +450,8 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     learned = [
         None if x is None else x.float().contiguous()
         for x in (
-            *(call.weight, call.power, *((None, None) if of_k is None else (of_k.weight, of_k.power))),
-            *(call.bias, call.direction),
+            *(call.weight_q, call.power_q, *((None, None) if of_k is None else (of_k.weight, of_k.power))),
+            *(call.bias, call.weight),
             *(call.decay_bias, call.decay_key, call.decay_value),
         )
     ]
@@ -465,7 +465,7 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
         *(0 if x is None else x.stride(0) for x in masks),
         *((0, 0) if seen is None else seen.stride()[:2]), *((0, 0) if call.number is None else call.number.stride()),
         *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
-        MAPS[call.name], MIXES[call.mix], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
+        MAPS[call.phi], MIXES[call.mix], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
         call.pairs == "half", call.at_end,
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)

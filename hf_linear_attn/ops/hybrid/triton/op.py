@@ -99,7 +99,7 @@ def hybrid_step_triton_(step: HybridStep) -> Tensor:
 
 OTHERS = (
     *("key_mask", "counts", "sink_k", "sink_v", "number", "far_keys", "kv", "z", "turns"),
-    *("weight", "power", "bias", "direction", "decay_bias", "decay_key", "decay_value"),
+    *("weight_q", "power_q", "bias", "weight", "decay_bias", "decay_key", "decay_value"),
 )
 """Tensors that kernels read contiguous."""
 

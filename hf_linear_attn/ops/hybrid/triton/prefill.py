@@ -277,8 +277,8 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
     arguments: dict[str, Any] = {
         **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "o": out.o},
         **{"sink_k": p.sink_k, "sink_v": p.sink_v, "seen": p.seen, "number": p.number, "prefix": prefix},
-        **{"starts": starts.states, "parts": starts.parts, "weight": p.weight, "power": p.power},
-        **{"bias": p.bias, "direction": p.direction, "codes": p.key_mask, "CODED": p.key_mask is not None},
+        **{"starts": starts.states, "parts": starts.parts, "weight": p.weight_q, "power": p.power_q},
+        **{"bias": p.bias, "direction": p.weight, "codes": p.key_mask, "CODED": p.key_mask is not None},
         **{"T": T, "S": S, "P": S - T, "W": p.window, "NB": prefix.shape[2], "eps": p.eps, "scaling": p.scaling},
         **{"factor": p.factor, "sharpness": p.sharpness, "H": H, "G": linear.group},
         **linear.keys(),
@@ -289,11 +289,11 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **strides("f", p.features),
         **strides("o", out.o),
         **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
-        **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power is None or len(p.power) == 1 else 1},
+        **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power_q is None or len(p.power_q) == 1 else 1},
         **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": linear.padded(V)},
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
-        **{"MAP": p.name, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
+        **{"MAP": p.phi, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
         **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V))},
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
