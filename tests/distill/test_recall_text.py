@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
-from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.card import recall_sentence
+from hf_linear_attn.distill.checkpoint import settings_then
 from hf_linear_attn.distill.data import RecallRows, load_data
 from hf_linear_attn.distill.data.passages import InText, passages_of
 from hf_linear_attn.distill.data.steps import numbers_before
@@ -17,6 +18,8 @@ from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import NOISE_SENTENCES
 from hf_linear_attn.evaluation.tasks.words import MADE_UP_KEYS, MADE_UP_VALUES
+from tests.distill.test_run import StoppedError, same, stop_at
+from tests.distill.test_settings import parse
 
 LENGTHS = (256, 512, 1024)
 SHORT = {"block_tokens": 64, "rows": 4, "length_factors": [1, 2], "recall_share": 0.5}
@@ -163,6 +166,31 @@ def test_rows_are_the_same_in_another_run_and_over_more_processes(tokenizer):
         # A run that resumes asks for later rows first.
         later = [parts.batch([number], length).input_ids for number in reversed(numbers)]
         assert torch.equal(batch.input_ids, torch.cat(later[::-1]))
+
+
+def test_a_run_resumes_to_the_same_bits_and_refuses_another_share(settings, teacher, tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a text\n" for n in range(400)))
+    changes = {"dataset": str(tmp_path / "text.txt"), "recall_share": 0.5, "recall_text": 1.0, "block_tokens": 64}
+    settings = settings.with_changes(recall_text_from=0.5, length_factors=[1], **changes)
+    stopped = settings.with_changes(output_dir=str(tmp_path / "run"))
+    # It stops in the sixth of seven steps; from the fifth on recall sequences are in text.
+    with pytest.raises(StoppedError):
+        distill(stopped, teacher=teacher, tokenizer=tokenizer, on_step=stop_at(3))
+    with pytest.raises(ArgumentError, match=r"Changed: recall_text 1.0 -> 0.5"):
+        distill(stopped.with_changes(recall_text=0.5), teacher=teacher, tokenizer=tokenizer)
+    resumed = distill(stopped, teacher=teacher, tokenizer=tokenizer).student
+    whole = distill(settings, teacher=teacher, tokenizer=tokenizer).student
+    assert same(resumed, whole)
+    plain = settings.with_changes(recall_text=0.0, recall_text_from=0.0)
+    assert not same(whole, distill(plain, teacher=teacher, tokenizer=tokenizer).student)
+
+
+def test_a_recipe_and_flags_set_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("recall_text: 0.7\nrecall_text_from: 0.25\n")
+    expected = DistillationSettings(recall_text=0.7, recall_text_from=0.25)
+    assert DistillationSettings.from_file(tmp_path / "recipe.yaml") == expected
+    assert parse(["--recall-text", "0.7", "--recall-text-from", "0.25"]) == expected
+    assert settings_then({"recall_share": 0.3})["recall_text"] == 0.0
 
 
 def test_without_the_setting_nothing_is_set_into_text(tokenizer):
