@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     SOFTMAX: {},
     "elu": {"feature_map": "elu"},
     "hedgehog, window 64": {"feature_map": "hedgehog", "window": 64},
-    "norm_preserving, window 64, sinks 4": {"feature_map": "norm_preserving", "window": 64, "sinks": 4},
+    "recommended": {"feature_map": "norm_preserving", "rotary": "undo", "window": 64, "sinks": 4},
 }
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-8b": lambda: LlamaConfig(
