@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaForSequenceClassification, MambaConf
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError, CheckpointError, UnsupportedError
-from hf_linear_attn.patching import disable_branch
+from hf_linear_attn.patching import attention_layers, disable_branch
 from hf_linear_attn.patching.call_cache import NAME
 
 from . import checks
@@ -259,3 +259,10 @@ def test_layers_that_are_run_several_times_with_keys_of_each_are_refused():
         patch_model(tiny_model("causal", "dory"), feature_map="elu")
     subject = Subject(patch_model(tiny_model("causal", "dory"), feature_map="elu", layers=[0, 3]), "causal")
     checks.cached_decoding(subject)
+
+
+def test_a_residual_that_attends_to_blocks_of_its_token_is_no_attention_layer():
+    """It calls the AttentionInterface, and would have been converted."""
+    names = [layer.name for layer in attention_layers(tiny_model("causal", "inkling2_text"))]
+    assert names
+    assert all(name.endswith(".self_attn") for name in names)
