@@ -130,6 +130,28 @@ def test_a_number_goes_on_to_the_launch() -> None:
     assert len(times) == 3
 
 
+class Halves(NamedTuple):
+    """A result, of which a launch writes one."""
+
+    written: Tensor
+    rest: Tensor
+
+
+def test_what_launches_do_not_write_begins_as_zeros() -> None:
+    def plan(x: Tensor) -> tuple[Halves, Launch]:
+        out = Halves(torch.empty_like(x), torch.empty_like(x))
+        return out, Launch("add", KERNEL, 1, {"x": x, "out": out.written, "n": 1}, TILE)
+
+    x = torch.randn(40, 40)
+    for _ in range(4):
+        # The memory that was freed comes again.
+        found = execute(plan, x, zeros=("rest",))
+        assert torch.equal(found.written, x + 1)
+        assert not found.rest.any()
+        found.rest.fill_(7)
+        del found
+
+
 def test_views_in_plans() -> None:
     def of_rows(x: Tensor, first: int) -> tuple[Tensor, Launch]:
         out = torch.empty_like(x)
