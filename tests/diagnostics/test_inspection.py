@@ -12,15 +12,9 @@ from hf_linear_attn import available_feature_maps, patch_model
 from hf_linear_attn.cli import main
 from hf_linear_attn.diagnostics import ApproximationSettings, inspect_model
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.feature_maps import base as registry
 
 TEXT = "The cat sat on the mat, and the dog sat on the cat. " * 3
 FAST = ApproximationSettings(queries=16, matrix_tokens=16, ranked_queries=2)
-
-
-@pytest.fixture(autouse=True)
-def _clean_registry(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 from hf_linear_attn.cli import main
 from hf_linear_attn.distill.measure import measure
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.feature_maps import base as registry
 from tools import snippets
 
 ROOT = Path(__file__).parents[2]
@@ -47,14 +46,6 @@ def fewer(code):
     for pattern, replacement in FEWER.items():
         code = re.sub(pattern, replacement, code)
     return code
-
-
-@pytest.fixture(autouse=True)
-def the_registry_as_it_was():
-    before = dict(registry._REGISTRY)
-    yield
-    registry._REGISTRY.clear()
-    registry._REGISTRY.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,7 @@ def test_elementwise_maps_run_inside_the_kernels():
 
 
 @pytest.mark.parametrize("parent", ["elu", "hedgehog", "norm_preserving"])
-def test_a_map_that_changes_its_parents_features_has_none_of_its_shortcuts(parent, users_map):
+def test_a_map_that_changes_its_parents_features_has_none_of_its_shortcuts(parent):
     """Kernels and loops would compute the parent's."""
     cls = feature_map_class(parent)
     method = "phi" if parent == "elu" else "features"
@@ -76,7 +76,7 @@ def relu_cubed(self, x):
     # Kernels know no elementwise map of somebody's own.
     [(ElementwiseMap, "torch"), *[(x, y) for x in (FeatureMap, Elu) for y in ("torch", "triton", "reference")]],
 )
-def test_a_map_that_is_registered_again_computes_its_new_formula(parent, backend, users_map):
+def test_a_map_that_is_registered_again_computes_its_new_formula(parent, backend):
     """As where a cell of a notebook runs again."""
 
     def register(phi):
@@ -148,8 +148,7 @@ def test_maps_that_change_sign_say_so_once(caplog):
         assert bool(feature_map_class(name).caution) == (not feature_map_class(name).non_negative)
 
 
-def test_only_named_feature_maps_register(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+def test_only_named_feature_maps_register():
     with pytest.raises(ArgumentTypeError, match="`cls` must be a subclass of FeatureMap"):
         register_feature_map(dict)
 

@@ -1,8 +1,7 @@
-"""Settings that must hold before anything imports Triton, and what all tests share."""
+"""Settings that must hold before anything imports Triton, and what all tests and doctests share."""
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,16 @@ class Cubed(FeatureMap):
 """
 
 
-@pytest.fixture
-def users_map(tmp_path: Path) -> Iterator[Path]:
-    """Return a user's file that registers the feature map ``cubed``, and forget what the test registers."""
+@pytest.fixture(autouse=True)
+def _maps_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the feature maps that a test or a doctest registers: other tests draw from all that there are."""
     from hf_linear_attn.feature_maps import base
 
-    before = dict(base._REGISTRY)
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+@pytest.fixture
+def users_map(tmp_path: Path) -> Path:
+    """Return a user's file that registers the feature map ``cubed``."""
     (tmp_path / "mine.py").write_text(USERS_MAP)
-    yield tmp_path / "mine.py"
-    base._REGISTRY.clear()
-    base._REGISTRY.update(before)
+    return tmp_path / "mine.py"
