@@ -17,6 +17,12 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Common, State
 from hf_linear_attn.patching.call_cache import own_cache
 
+RECORDED = 512
+"""Tokens, of those read while the past is recorded, that a rollback can always drop. At most twice as many are held.
+
+It is more than anybody drafts at once, and few beside a long prompt.
+"""
+
 
 class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Hold the state of one converted layer.
@@ -25,13 +31,14 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     Assisted decoding reads tokens that it may drop. A sum cannot give them back, so after
     :meth:`activate_past_recording` the state of the last :meth:`crop` is kept, with the keys and values read since:
-    :meth:`crop` goes back, and the tokens that remain are read again with the next ones.
+    :meth:`crop` goes back, and the tokens that remain are read again with the next ones. Of many tokens the last
+    :data:`RECORDED` are kept so, and the state before them.
 
     Attributes:
         state: What was read.
-        recent: Keys, values and mask of the tokens since the last crop, while the past is recorded.
+        recent: Keys, values and mask of the last tokens since the last crop, while the past is recorded.
         unread: Those of ``recent`` that a crop has left, to be read again before the next tokens.
-        base: A snapshot of the state before ``recent``.
+        bases: Copies of the state, each with the number of tokens of ``recent`` before it, the first with 0.
         others: Layers of the second and later attention calls in one module, in models that call it more than once.
     """
 
@@ -45,7 +52,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         self.state = State(static=max_length is not None)
         self.recent: dict[str, Tensor] = {}
         self.unread: dict[str, Tensor] = {}
-        self.base: dict[str, Tensor] | None = None
+        self.bases: list[tuple[int, dict[str, Tensor]]] = []
         self.record_past = False
         self.is_compileable = self.static
         self.max_length = -1 if max_length is None else max_length
@@ -87,14 +94,38 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             self.others.append(other)
         return self.others[number - 1] if number else self
 
+    @property
+    def recorded(self) -> int:
+        """Number of tokens that :meth:`crop` can drop."""
+        return self.recent["mask"].shape[1] if self.recent else 0
+
     def record(self, **tokens: Tensor) -> None:
-        """Keep keys, values and mask of new tokens ``[B, ..., T, *]`` until the next crop."""
-        if self.base is None:
-            self.base = self.state.snapshot()
+        """Keep keys, values and mask of new tokens ``[B, ..., T, *]``, T <= :data:`RECORDED`, before they are read."""
+        total = self.recorded + tokens["mask"].shape[1]
+        if not self.bases or total - self.bases[-1][0] > RECORDED:
+            self.bases.append((self.recorded, self._copy()))
+        while len(self.bases) > 1 and total - self.bases[1][0] >= RECORDED:
+            start = self.bases[1][0]
+            self.recent = {name: _after(name, x, start) for name, x in self.recent.items()}
+            self.bases = [(before - start, base) for before, base in self.bases[1:]]
+            total -= start
+        # A part of a longer tensor would keep all of it.
         self.recent = {
-            name: torch.cat([self.recent[name], x], dim=_token_dim(name)) if self.recent else x
+            name: torch.cat([self.recent[name], x], dim=_token_dim(name)) if self.recent else x.clone()
             for name, x in tokens.items()
         }
+
+    def _copy(self) -> dict[str, Tensor]:
+        """Return the state's tensors in a copy, which steps in place leave as it is."""
+        state = self.state
+        return {
+            name: state.once(f"{name} before", (x, state.length), x.clone) if state.slots[name].common else x.clone()
+            for name, x in state.tensors.items()
+        }
+
+    def forget_recorded(self) -> None:
+        """Stop keeping the tokens that were recorded."""
+        self.recent, self.bases = {}, []
 
     def take_unread(self) -> dict[str, Tensor]:
         """Return the tokens to be read again, and count them as not read."""
@@ -117,14 +148,15 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     def _apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
         self.state.apply(function, by)
-        for held in (self.recent, self.unread, self.base or {}):
+        for held in (self.recent, self.unread, *(base for _, base in self.bases)):
             held.update({name: function(x) for name, x in held.items()})
         for other in self.others:
             other._apply(function, by)
 
     def reset(self) -> None:
         """Clear the state."""
-        self.recent, self.unread, self.base = {}, {}, None
+        self.unread = {}
+        self.forget_recorded()
         self.state.reset()
         for other in self.others:
             other.reset()
@@ -156,7 +188,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         Raises:
             ArgumentError: If it is positive, or reaches back beyond what was recorded.
         """
-        kept = self.recent["mask"].shape[1] if self.recent else 0
+        kept = self.recorded
         if tokens_to_remove > 0 or -tokens_to_remove > kept:
             raise ArgumentError(
                 "tokens_to_remove",
@@ -166,14 +198,14 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
                 "knows its model: convert_cache(model, cache), or a first forward; or copy the cache.",
             )
         if tokens_to_remove:
+            left = kept + tokens_to_remove
+            start, base = next(held for held in reversed(self.bases) if held[0] <= left)
             self.unread = {
-                name: x.narrow(_token_dim(name), 0, kept + tokens_to_remove)
-                for name, x in self.recent.items()
-                if kept + tokens_to_remove
+                name: x.narrow(_token_dim(name), start, left - start) for name, x in self.recent.items() if left > start
             }
-            self.state.restore(self.base or {})
+            self.state.restore(base)
             self.state.advance(tokens_to_remove, self.recent["mask"].device)
-        self.recent, self.base = {}, None
+        self.forget_recorded()
         for other in self.others:
             other.crop(tokens_to_remove)
 
@@ -243,6 +275,12 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
 
 def _token_dim(name: str) -> int:
     return 2 if name in ("k", "v") else 1
+
+
+def _after(name: str, x: Tensor, start: int) -> Tensor:
+    """Return the tokens from a number on, in a tensor of their own."""
+    dim = _token_dim(name)
+    return x.narrow(dim, start, x.shape[dim] - start).clone()
 
 
 def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = False) -> LinearAttentionCacheLayer:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
+from hf_linear_attn.patching.cache import RECORDED, LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import Reader, linear_attention_mask, padding_of
@@ -128,8 +128,9 @@ def linear_attention_forward(
     call = Call(key_mask, cu_seqlens, causal, scaling, state, rotation=rotation)
     with own_precision(query.device):
         if layer is not None and (layer.record_past or layer.unread):
-            call = _after_rollback(part, query, key, value, call, layer)
-        o = _attend(part, query, key, value, call)
+            o = _attend_recorded(part, query, key, value, call, layer)
+        else:
+            o = _attend(part, query, key, value, call)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -145,23 +146,37 @@ def _attend(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) 
     return torch.unflatten(o[0], 1, (batch, tokens)).transpose(0, 1)
 
 
-def _after_rollback(
+def _attend_recorded(
     part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call, layer: LinearAttentionCacheLayer
-) -> Call:
-    """Read again what a rollback has left, and keep the new tokens where there may be another; return their call."""
-    rotation = call.rotation
-    call = call._replace(in_place=not layer.record_past)
+) -> Tensor:
+    """Read again what a rollback has left, and then the new tokens, which are kept where there may be another."""
+    rotation, tokens = call.rotation, q.shape[2]
+    # One step in place is all that a layer takes before the next layer: what they hold together moves on with it.
+    ahead = call._replace(in_place=False)
     if unread := layer.take_unread():
         # Only the state is needed: the queries, and their outputs, do not matter.
         unused = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
         others = None if rotation is None else rotation.of_others(unread["turns"])
-        part(unused, unread["k"], unread["v"], call._replace(key_mask=unread["mask"], rotation=others))
-    if layer.record_past:
-        mask = q.new_ones(len(q), q.shape[2], dtype=torch.bool) if call.key_mask is None else call.key_mask
-        turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
-        layer.record(k=k, v=v, mask=mask, **turns)
-        call = call._replace(key_mask=mask)
-    return call
+        part(unused, unread["k"], unread["v"], ahead._replace(key_mask=unread["mask"], rotation=others))
+    if not layer.record_past:
+        return _attend(part, q, k, v, call)
+    if tokens > RECORDED:
+        # What lies so far back is not dropped any more.
+        layer.forget_recorded()
+        a = tokens - RECORDED
+        before = _attend(part, q[:, :, :a], k[:, :, :a], v[:, :, :a], _cut(ahead, 0, a))
+        after = _attend_recorded(part, q[:, :, a:], k[:, :, a:], v[:, :, a:], _cut(call, a, tokens), layer)
+        return torch.cat([before, after], 2)
+    mask = q.new_ones(len(q), tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
+    turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
+    layer.record(k=k, v=v, mask=mask, **turns)
+    return _attend(part, q, k, v, call)
+
+
+def _cut(call: Call, a: int, b: int) -> Call:
+    """Return the call of the tokens from ``a`` to ``b`` alone."""
+    key_mask = None if call.key_mask is None else call.key_mask[:, a:b]
+    return call._replace(key_mask=key_mask, rotation=None if call.rotation is None else call.rotation.cut(a, b))
 
 
 def _unhooked(part: LinearAttention) -> UnsupportedError:

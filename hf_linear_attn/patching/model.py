@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import CheckpointError, UnsupportedError
@@ -52,6 +53,10 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             ids = next((x for x in given if x is not None), None)
             if ids is not None:
                 kwargs["attention_mask"] = mask_after(cache, ids, kwargs.get("attention_mask"))
+        drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if drafts and "input_ids" in kwargs and kwargs.get("attention_mask") is None:
+            # No mask means no padding. Left to itself, Transformers takes a padding token that was answered for some.
+            kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
         return generate(*args, **kwargs)
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
