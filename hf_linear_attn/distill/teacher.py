@@ -6,16 +6,14 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, weighted
+from hf_linear_attn.distill.forward import Predictor, weighted
 from hf_linear_attn.distill.losses import kl_loss
-from hf_linear_attn.distill.softmax import as_softmax
 from hf_linear_attn.parallel import whole_texts
+from hf_linear_attn.patching import softmax
 
 Divergence = Callable[[Tensor, Tensor, slice], Tensor]
 """Sums the divergence over some of a batch's weighted tokens.
@@ -102,20 +100,14 @@ class SharedTeacher(ModelTeacher):
     @override
     @contextmanager
     def running(self) -> Iterator[nn.Module]:
-        adapted = [m for m in self.student.modules() if isinstance(m, (BaseTunerLayer, ModulesToSaveWrapper))]
         # Told that training is over, bitsandbytes lays weights on a CPU out anew, such that no gradient passes them.
         training = [m for m in self.student.modules() if m.training and not _is_quantised(m)]
         for module in training:
             module.training = False
         try:
-            # By their method, adapters that were frozen would learn again afterwards.
-            for module in adapted:
-                module._disable_adapters = True  # type: ignore[assignment]
-            with torch.no_grad(), as_softmax(linear_attention_parts(self.student)):
+            with torch.no_grad(), softmax(self.student):
                 yield self.student
         finally:
-            for module in adapted:
-                module._disable_adapters = False  # type: ignore[assignment]
             for module in training:
                 module.training = True
 

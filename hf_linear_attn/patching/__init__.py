@@ -11,6 +11,7 @@ from hf_linear_attn.patching.discover import attention_layers
 from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.scope import part_of
 from hf_linear_attn.patching.store import ContextStore
+from hf_linear_attn.patching.teacher import softmax, teacher_of
 
 __all__ = [
     "Context",
@@ -28,5 +29,7 @@ __all__ = [
     "part_of",
     "patch_model",
     "returned_cache",
+    "softmax",
+    "teacher_of",
     "unpatch_model",
 ]

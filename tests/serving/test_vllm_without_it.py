@@ -102,6 +102,7 @@ def request(**more):
 
 
 NGRAM = SimpleNamespace(method="ngram")
+DRAFTS = SimpleNamespace(method="draft_model", draft_model_config=SimpleNamespace(model="the/folder"))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ NGRAM = SimpleNamespace(method="ngram")
         ({"lora_config": object()}, "`enable_lora` must be off.*Merge the adapter"),
         ({"kv_transfer_config": object()}, "`kv_transfer_config` must be left out"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "must use a method that was tested, ngram.*'eagle'"),
+        ({"speculative_config": DRAFTS}, "`speculative_config` must name a softmax model as the one that drafts, got"),
         ({"speculative_config": NGRAM, "enable_prefix_caching": True}, "`enable_prefix_caching` must be off where"),
         ({"mamba_cache_mode": "all"}, "`mamba_cache_mode` must be 'none' or 'align', got 'all'"),
     ],

@@ -90,6 +90,10 @@ def check_serving(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is not None:
         refuse("kv_transfer_config", "be left out", "a connector", "States are not handed to other servers.")
     if speculative is not None:
+        drafts = getattr(speculative, "draft_model_config", None)
+        if drafts is not None and str(drafts.model) == where:
+            remedy = "vLLM tells its layers nothing of rejected tokens: draft by n-grams there, or with Transformers."
+            refuse("speculative_config", "name a softmax model as the one that drafts", speculative.method, remedy)
         if speculative.method not in SPECULATION:
             rule = f"use a method that was tested, {', '.join(SPECULATION)}"
             refuse("speculative_config", rule, speculative.method, "Another could leave rejected tokens in a state.")
