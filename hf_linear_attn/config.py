@@ -12,7 +12,7 @@ FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
 
-LATER = {"update_rule": "additive", "rotary": "keep"}
+LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 ALIASES = {"linear": "additive", "gated": "decay"}
@@ -28,6 +28,9 @@ def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
 
 LONGEST_WINDOW = 2**20
 """Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
+
+MOST_KEPT = 2**16
+"""Most keys that are kept beyond a window: every token that leaves it is compared with all of them."""
 
 Backend = Literal["auto", "reference", "torch", "triton", "numba"]
 Rotary = Literal["keep", "undo", "auto"]
@@ -45,6 +48,10 @@ class LinearAttentionConfig:
         window: Attend exactly to the last ``window`` tokens, the query's own included, and linearly to the rest; None
             for linear attention throughout. 1..1048576.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. 0..1048576.
+        kept: Attend exactly, too, to as many keys of each key head among those that have left the window; needs a
+            window. What leaves the window is kept, and once there are so many, the key goes whose value a later one
+            has come closest to: into the linear branch, or with ``mix="window"`` for good. Nothing in it is learned.
+            0..65536.
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
@@ -84,6 +91,7 @@ class LinearAttentionConfig:
     layers: tuple[int, ...] | None = None
     window: int | None = None
     sinks: int = 0
+    kept: int = 0
     mix: str = "key"
     update_rule: str = "additive"
     rotary: str = "keep"
@@ -103,6 +111,10 @@ class LinearAttentionConfig:
             raise ArgumentError("window", "be at least 1 token, or None", self.window, "Use None for no window.")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ArgumentError("sinks", "be >= 0, and 0 without a window", self.sinks, "Set window= too, or sinks=0.")
+        if self.kept < 0 or (self.kept and self.window is None):
+            raise ArgumentError("kept", "be >= 0, and 0 without a window", self.kept, "Set window= too, or kept=0.")
+        if self.kept > MOST_KEPT:
+            raise ArgumentError("kept", f"be at most {MOST_KEPT} keys", self.kept, "Lower it.")
         check_eps(self.eps)
         for name in ("window", "sinks"):
             if (getattr(self, name) or 0) > LONGEST_WINDOW:

@@ -1,4 +1,4 @@
-"""What each branch of a patched model contributes: window, sinks, and linear attention."""
+"""What each branch of a patched model contributes: window, sinks, kept keys, and linear attention."""
 
 from typing import Any, get_args
 
@@ -18,18 +18,19 @@ PROBES = 8
 def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     """Measure the share of each branch in a patched model's attention, and the loss with each switched off.
 
-    Every output is ``(1 - g) (window and sinks) + g linear``, both normalised, whatever the rule by which
-    they are joined. Attention is linear in v, so feeding random v through a layer with branches switched off
-    tells g, and feeding indicators of the first tokens tells the weight of the sinks.
+    Every output is ``(1 - g) (window, sinks and kept keys) + g linear``, both normalised, whatever the rule by which
+    they are joined. Attention is linear in v where the choice of kept keys stays what it is, so feeding random v
+    through a layer with branches switched off tells g, feeding indicators of the first tokens tells the weight of the
+    sinks, and feeding ones to the kept keys alone tells theirs.
 
     Args:
         model: A patched causal language model.
         input_ids: One sequence ``[1, T]``, T >= 2.
 
     Returns:
-        ``layers`` with ``name``, and ``window``, ``sinks`` and ``linear``: shares per head, mean over tokens,
-        that sum to 1; ``loss_nats``, and where layers have a window ``loss_nats_without`` each branch, and
-        the same over the tokens beyond window and sinks only, ``loss_nats_beyond`` and
+        ``layers`` with ``name``, and ``window``, ``sinks``, ``kept`` where keys are, and ``linear``: shares per head,
+        mean over tokens, that sum to 1; ``loss_nats``, and where layers have a window ``loss_nats_without`` each
+        branch, and the same over the tokens beyond window and sinks only, ``loss_nats_beyond`` and
         ``loss_nats_beyond_without``.
 
     Raises:
@@ -58,6 +59,8 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
         report["loss_nats_beyond"] = beyond.mean().item() if len(beyond) else None
         report["loss_nats_without"], report["loss_nats_beyond_without"] = {}, {}
         for branch in get_args(Branch):
+            if branch == "kept" and not any(m.settings.kept for m in modules.values()):
+                continue
             with disable_branch(model, branch):
                 losses = _losses(model, input_ids)
             beyond = losses[max(windows) :]
@@ -77,22 +80,42 @@ def _shares(module: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call
     zeros, ones = [0.0] * heads, [1.0] * heads
     if window is None:
         return {"window": zeros, "sinks": zeros, "linear": ones}
+    call = call if module.undoes else call._replace(rotation=None)
+    chosen = module.split(q, k, v, call).beyond
+
+    def attend(values: Tensor, *, kept_alone: bool = False) -> Tensor:
+        piece = module.split(q, k, values, call)
+        if chosen is not None and piece.beyond is not None:
+            piece = piece._replace(beyond=piece.beyond._replace(choice=chosen.choice))
+            if kept_alone and piece.tokens is not None and piece.beyond is not None:
+                sink_v = piece.tokens.sink_v
+                nothing = piece.tokens._replace(
+                    v=torch.zeros_like(piece.tokens.v), sink_v=None if sink_v is None else torch.zeros_like(sink_v)
+                )
+                ones_kept = piece.beyond._replace(v=torch.ones_like(piece.beyond.v))
+                piece = piece._replace(tokens=nothing, beyond=ones_kept)
+        return module.read(piece, None)[0].float()
+
     tokens = q.shape[2]
     generator = torch.Generator(device="cpu").manual_seed(0)
     probes = torch.randn(1, 1, tokens, PROBES, generator=generator, device="cpu").to(q.device)
     indicators = torch.eye(tokens, device=q.device)[None, None, :, :sinks]
     values = torch.cat([probes, indicators], dim=-1).expand(*k.shape[:2], -1, -1).to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        whole = module.forward(q, k, values, call).float()
+        whole, on_kept = attend(values), torch.zeros((), device=q.device)
         with disable_branch(module, "linear"):
-            near = module.forward(q, k, values, call).float()
+            near = attend(values)
+            if chosen is not None:
+                on_kept = attend(values, kept_alone=True)[..., 0]
         with disable_branch(module, "window"):
-            far = module.forward(q, k, values, call).float()
+            far = attend(values)
     step = (far - near)[..., :PROBES]
     moved = (whole - near)[..., :PROBES]
     share = (moved * step).sum(-1) / step.square().sum(-1).clamp(min=1e-20)
     # A sink within the window belongs to the window.
     distance = torch.arange(tokens, device=q.device)[:, None] - torch.arange(near.shape[-1] - PROBES, device=q.device)
     on_sinks = (near[..., PROBES:] * (distance >= window)).sum(-1) * (1 - share)
-    linear, sink = share.mean((0, 2)), on_sinks.mean((0, 2))
-    return {"window": (1 - linear - sink).tolist(), "sinks": sink.tolist(), "linear": linear.tolist()}
+    on_kept = (on_kept * (1 - share)).expand(share.shape)
+    linear, sink, kept = (x.mean((0, 2)) for x in (share, on_sinks, on_kept))
+    shares = {"window": 1 - linear - sink - kept, "sinks": sink, "kept": kept, "linear": linear}
+    return {name: x.tolist() for name, x in shares.items() if name != "kept" or chosen is not None}

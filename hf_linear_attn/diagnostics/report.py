@@ -139,7 +139,7 @@ def write_report(results: Mapping[str, Any], pictures: Pictures, path: Path) -> 
 
 def _branch_parts(results: Mapping[str, Any]) -> list[str]:
     branches = results["branches"]
-    head = ["layer", "window", "sinks", "linear"]
+    head = ["layer", *(name for name in branches["layers"][0] if name != "name")]
     rows = [[layer["name"], *(f"{fmean(layer[branch]):.1%}" for branch in head[1:])] for layer in branches["layers"]]
     return [
         "<h2>Loss with each branch switched off</h2>",

@@ -14,7 +14,8 @@ from hf_linear_attn.patching import LinearAttentionCacheLayer, returned_cache
 def equal_cache_window(model: PreTrainedModel) -> int:
     """Return how many tokens a window alone may hold so that its cache is as large as a hybrid model's.
 
-    The state of the linear branch is exchanged for the keys and values of more tokens.
+    The state of the linear branch, and all that is kept beyond the window, is exchanged for the keys and values of more
+    tokens.
 
     Args:
         model: A model patched with a window.
@@ -23,7 +24,7 @@ def equal_cache_window(model: PreTrainedModel) -> int:
         The window in tokens, rounded up in the window's favour; sinks stay as they are.
 
     Raises:
-        ArgumentError: If the model has no layer with both a window and a linear branch.
+        ArgumentError: If the model has no layer with a window and something beyond it.
     """
     device = next(model.parameters()).device
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -31,11 +32,13 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     layers = [
         layer.tensors
         for layer in (() if cache is None else cache.layers)
-        if isinstance(layer, LinearAttentionCacheLayer) and {"kv", "near_k"} <= layer.tensors.keys()
+        if isinstance(layer, LinearAttentionCacheLayer)
+        and "near_k" in layer.tensors
+        and {"kv", "kept_k"} & layer.tensors.keys()
     ]
     if not layers:
         raise ArgumentError(
-            "model", "be patched with a window and a linear branch", type(model).__name__, "Set window=."
+            "model", "be patched with a window and something beyond it", type(model).__name__, "Set window=."
         )
 
     def size(*names: str) -> int:
@@ -47,5 +50,6 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     places = layers[0]["near_k"].shape[2]
     settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
     # The angles of the window's tokens are kept for the linear branch alone.
-    far, near = size("kv", "z", "far_keys", "near_turns"), size("near_k", "near_v")
+    kept = sorted({name for layer in layers for name in layer if name.startswith("kept_")})
+    far, near = size("kv", "z", "far_keys", "near_turns", *kept), size("near_k", "near_v")
     return int((settings.window or 0) + math.ceil(far * places / near))

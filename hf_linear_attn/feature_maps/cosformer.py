@@ -71,7 +71,9 @@ class CosFormer(FeatureMap):
             if last >= self.max_length:
                 remedy = "Set it to the longest context you will use."
                 raise ArgumentError("max_length", f"exceed the largest position, {last}", self.max_length, remedy)
-        angle = positions[:, None, :, None].to(x.dtype) * (math.pi / 2 / self.max_length)
+        # Of keys that leave a window and are kept for a while, every head reads others.
+        positions = positions if positions.ndim == 3 else positions[:, None]
+        angle = positions[..., None].to(x.dtype) * (math.pi / 2 / self.max_length)
         return torch.cat([x * angle.cos(), x * angle.sin()], dim=-1)
 
     @override

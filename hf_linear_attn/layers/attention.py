@@ -1,17 +1,17 @@
 """A converted layer: split the tokens that a query may see, read both parts, join what they give."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol, get_args
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.config import LinearAttentionConfig
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.call import Branch, Call, Piece
+from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
@@ -55,6 +55,7 @@ class LinearAttention(nn.Module):
         self.rule = RULES[config.update_rule](config.eps, config.backend)
         self.mix = MIXES[config.mix](sizes, config.eps)
         self.window = None if config.window is None else Window(config.window, config.sinks)
+        self.kept = Kept(config.kept) if config.kept else None
         self.undoes = rotated and config.rotary == "undo" and (self.window is None or self.mix.has_far)
         """Whether the linear branch reads queries and keys with the rotation undone."""
         self.layout: Layout | None = None
@@ -79,7 +80,9 @@ class LinearAttention(nn.Module):
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
         settings = self.settings
-        return f"window={settings.window}, sinks={settings.sinks}, mix={settings.mix!r}, rule={settings.update_rule!r}"
+        kept = f"kept={settings.kept}, " if settings.kept else ""
+        near = f"window={settings.window}, sinks={settings.sinks}, {kept}"
+        return f"{near}mix={settings.mix!r}, rule={settings.update_rule!r}"
 
     def slots(self, value_dim: int, device: torch.device) -> dict[str, Slot]:
         """Describe the tensors of this layer's state, for values of that size on a device."""
@@ -91,6 +94,8 @@ class LinearAttention(nn.Module):
             slots |= self.rule.slots(kv_heads, features, value_dim, copies)
         if self.window is not None:
             slots |= self.window.slots(kv_heads, head_dim, value_dim, turned=self.undoes) | self.mix.slots(copies)
+        if self.kept is not None:
+            slots |= self.kept.slots(kv_heads, head_dim, value_dim, turned=self.undoes)
         return slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
@@ -162,7 +167,7 @@ class LinearAttention(nn.Module):
         Returns:
             ``o [B, H, T, V]``.
         """
-        whole = self._split(q, k, v, call)
+        whole = self.split(q, k, v, call)
         o, carried = read_whole(self, whole, self._carried(call.state))
         if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
@@ -194,8 +199,8 @@ class LinearAttention(nn.Module):
         """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
         return self.rule.gates(k, v, self.rule_weights()) if self.learned_by_rule else None
 
-    def _split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
-        """Put what a call reads side by side: all of it is one piece."""
+    def split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
+        """Put what a call of :meth:`attend` reads side by side: all of it is one piece."""
         state = call.state
         seen = None if state is None else state.tensors.get("seen")
         positions = positions_of(q, call.key_mask, seen)
@@ -205,21 +210,39 @@ class LinearAttention(nn.Module):
             return piece
         unread = state is None or not state.first_read
         tokens = self.window.open(k, v, call.key_mask, positions if unread else None, state, call.rotation)
-        number, past = None, tokens.k.shape[2] - q.shape[2]
+        number, past, before = None, tokens.k.shape[2] - q.shape[2], None
+        counts = tokens.counted()
+        if state is not None and seen is not None and (self.mix.has_far or self.kept is not None):
+            # All that were seen are beyond the window but for those that it holds, and the sinks.
+            before = seen - counts[:, :past].sum(1) - state.tensors["near_mask"][:, : self.window.sinks].sum(1)
         if self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
-            counts = tokens.counted()
-            before = None
-            if state is not None and seen is not None:
-                # All that were seen are beyond the window but for those that it holds, and the sinks.
-                held = counts[:, :past].sum(1) + state.tensors["near_mask"][:, : self.window.sinks].sum(1)
-                before = seen - held
             number = gone_before(counts, left, q.shape[2] - left, before)
         if seen is not None and tokens.counts is not None:
             # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
             later = tokens.counts[:, :past].flip(1).cumsum(1).flip(1)
             positions = torch.cat([(seen[:, None] - later).clamp(min=0), positions], 1)
-        return piece._replace(tokens=tokens, number=number, key_positions=positions)
+        piece = piece._replace(tokens=tokens, number=number, key_positions=positions)
+        if self.kept is None:
+            return piece
+        before = positions.new_zeros(len(q)) if before is None else before
+        return self.keeps(piece, before, state.tensors if state is not None and state.tensors else None)
+
+    def keeps(self, piece: Piece, before: Tensor, held: Mapping[str, Tensor] | None) -> Piece:
+        """Choose the keys that are kept beyond the windows of a call, where any are.
+
+        Args:
+            piece: All of the call.
+            before: Keys that had left the window before ``[B]`` int64.
+            held: Where the kept keys lie; None where nothing was read before.
+        """
+        kept, window, tokens, positions = self.kept, self.window, piece.tokens, piece.key_positions
+        if kept is None or window is None or tokens is None or positions is None:
+            return piece
+        number = None if piece.number is None else (piece.number - kept.size).clamp(min=0)
+        count, backend = piece.q.shape[2], self.settings.backend
+        beyond = kept.open(tokens, positions, count, window.size, before, held, backend)
+        return piece._replace(number=number, beyond=beyond)
 
     def read(self, piece: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Attend from the queries of a piece.
@@ -241,10 +264,15 @@ class LinearAttention(nn.Module):
         tokens, count = piece.tokens, piece.q.shape[2]
         size, backend = self.window.size, self.settings.backend
         sinks = None if "sinks" in self.disabled else piece.sinks(size)
-        near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend)
+        kept = None if piece.beyond is None or "kept" in self.disabled else piece.beyond.exact()
+        near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend, kept)
         if not self.mix.has_far:
             return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
-        far, carried = self._read_far(piece, tokens, count, carried)
+        far, carried = (
+            self._read_far(piece, tokens, count, carried)
+            if piece.beyond is None
+            else self._read_folded(piece, piece.beyond.folded(backend), carried)
+        )
         if "window" in self.disabled:
             return far.o, carried
         if "linear" in self.disabled:
@@ -270,15 +298,32 @@ class LinearAttention(nn.Module):
         with_mass = "mass" in self.mix.needs
         asked = RuleCall(phi_q, phi_k, v, self.gates(k, v), kernel, mask, delay=delay, with_mass=with_mass)
         found = self.rule.read(asked, carried)
-        counts = tokens.counted()
-        kept, sums = dict(found.state), None
-        if self.mix.sums_keys:
-            sums = None if carried is None else carried["far_keys"]
-            gone = tokens.k[:, :, :left]
-            gone = gone if tokens.counts is None else gone.masked_fill(~counts[:, None, :left, None], 0)
-            total = gone.sum(2, dtype=upcast(gone[:0]).dtype)
-            kept["far_keys"] = total if sums is None else total + sums
-        return Far(found.o, piece.number, counts, found.mass, sums), kept
+        gone = tokens.k[:, :, :left]
+        gone = gone if tokens.counts is None else gone.masked_fill(~tokens.counts[:, None, :left, None], 0)
+        sums, summed = self._key_sums(gone, carried)
+        return Far(found.o, piece.number, tokens.counted(), found.mass, sums), found.state | summed
+
+    def _read_folded(
+        self, piece: Piece, folded: Folded, carried: Mapping[str, Tensor] | None
+    ) -> tuple[Far, dict[str, Tensor]]:
+        """Read the linear branch of a layer that keeps keys: those that go, each when it does."""
+        if piece.number is None:
+            raise RuntimeError("there is no linear branch beside a window")
+        q = piece.q if piece.rotation is None else piece.rotation.undo(piece.q, self.settings.backend)
+        phi_q, phi_k, kernel = self._features(q, folded.k, piece.positions, folded.positions)
+        with_mass, gates = "mass" in self.mix.needs, self.gates(folded.k, folded.v)
+        found = self.rule.read(
+            RuleCall(phi_q, phi_k, folded.v, gates, kernel, folded.mask, with_mass=with_mass), carried
+        )
+        sums, summed = self._key_sums(folded.raw, carried)
+        return Far(found.o, piece.number, folded.mask, found.mass, sums, folded.raw), found.state | summed
+
+    def _key_sums(self, gone: Tensor, carried: Mapping[str, Tensor] | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the sums of the keys beyond the window before and after these, where the mix reads them."""
+        if not self.mix.sums_keys:
+            return None, {}
+        sums, total = None if carried is None else carried["far_keys"], gone.sum(2, dtype=upcast(gone[:0]).dtype)
+        return sums, {"far_keys": total if sums is None else total + sums}
 
     def _reads_plain(self) -> bool:
         """Tell whether more than features is made of queries and keys turned back: gates, or a map of the rule's."""
@@ -304,7 +349,7 @@ class LinearAttention(nn.Module):
     def _carried(self, state: State | None) -> dict[str, Tensor] | None:
         """Return what the linear branch carries over from a state."""
         held = {} if state is None else state.read()
-        return {name: x for name, x in held.items() if not name.startswith(("near_", "seen"))} or None
+        return {name: x for name, x in held.items() if not name.startswith(("near_", "kept_", "seen"))} or None
 
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""
@@ -312,6 +357,8 @@ class LinearAttention(nn.Module):
         kept = dict(carried)
         if self.window is not None and whole.tokens is not None:
             kept |= self.window.close(whole.tokens, count, state)
+        if whole.beyond is not None:
+            kept |= whole.beyond.close(self.sizes.head_dim)
         state.allocate(self.slots(v.shape[3], v.device), batch, v, kept)
         new = whole.mask.sum(1) if whole.mask is not None else count
         state.padded |= whole.mask is not None
@@ -328,33 +375,3 @@ class LinearAttention(nn.Module):
             state.first_read = state.length >= self.window.sinks
         elif not state.tensors["seen"].is_meta and (tokens > 1 or state.length % self.window.size == 0):
             state.first_read = bool((state.tensors["seen"] >= self.window.sinks).all())
-
-
-@contextmanager
-def disable_branch(model: nn.Module, branch: Branch) -> Iterator[None]:
-    """Switch one branch of every patched layer off within a ``with`` block, to see what it contributes.
-
-    Args:
-        model: A patched model.
-        branch: ``"window"``, ``"sinks"`` or ``"linear"``.
-
-    Raises:
-        ArgumentError: If there is no such branch, or no layer has a window.
-    """
-    if branch not in get_args(Branch):
-        raise ArgumentError(
-            "branch", "be a branch of a patched layer", branch, "Use one of those", available=get_args(Branch)
-        )
-    layers = [m for m in model.modules() if isinstance(m, LinearAttention) and m.settings.window is not None]
-    if not layers:
-        raise ArgumentError(
-            "model", "be patched with a window", type(model).__name__, "Without one there is a single branch."
-        )
-    before = [layer.disabled for layer in layers]
-    for layer in layers:
-        layer.disabled |= {branch}
-    try:
-        yield
-    finally:
-        for layer, disabled in zip(layers, before, strict=True):
-            layer.disabled = disabled

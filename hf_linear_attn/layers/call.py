@@ -8,13 +8,14 @@ from torch.nn import Parameter
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.feature_maps import FeatureMap
+from hf_linear_attn.layers.kept import Beyond, Kept
 from hf_linear_attn.layers.mixes import Mix
 from hf_linear_attn.layers.rules import Gates, Rule
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.rotation import Rotation
 
-Branch = Literal["window", "sinks", "linear"]
+Branch = Literal["window", "sinks", "kept", "linear"]
 
 
 class Call(NamedTuple):
@@ -56,6 +57,7 @@ class Piece(NamedTuple):
         key_positions: Positions of the keys in ``tokens``.
         start: Number of the first query in its call.
         rotation: By which the queries are turned, where they are to be turned back for the linear branch.
+        beyond: The keys beyond the windows, where some of them are kept.
     """
 
     q: Tensor
@@ -71,6 +73,7 @@ class Piece(NamedTuple):
     key_positions: Tensor | None = None
     start: int = 0
     rotation: Rotation | None = None
+    beyond: Beyond | None = None
 
     def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the sinks' keys and values, and which query sees which."""
@@ -118,6 +121,7 @@ class Layer(Protocol):
     rule: Rule
     mix: Mix
     window: Window | None
+    kept: Kept | None
     disabled: frozenset[Branch]
 
     @property

@@ -129,6 +129,8 @@ def why_not(layer: Layer, known: Container[tuple[str, str]]) -> str | None:
         known: Update rules and mixes that are.
     """
     rule, mix = layer.rule.name, layer.mix.name
+    if layer.kept is not None:
+        return "no kernel reads keys that are kept beyond the window"
     if (rule, mix) not in known:
         return f"no kernel reads the update rule {rule!r} with the mix {mix!r}"
     if _map_of(layer) is None:

@@ -14,10 +14,11 @@ from hf_linear_attn.layers.fused import for_kernel, fused_backend
 from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import Entered, Ring, StepTokens, can_step, grouped, read_far, windowed_
-from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
+from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.window import NOWHERE
 
 __all__ = ["Pool", "Rows", "Texts", "can_step", "pool_slots", "read_", "read_rows_", "step_rows_"]
 
@@ -232,19 +233,23 @@ def read_rows_(
         ``o [B, H, T, V]``, behind the ends of texts anything.
     """
     window, rotation = layer.window, rotation if layer.undoes else None
-    begins, carried = texts.lengths == 0, {}
+    begins, held = texts.lengths == 0, {}
     for name, x in pool.tensors.items():
         if not name.startswith("near_"):
-            held = x.index_select(0, texts.places)
-            carried[name] = held.masked_fill(begins.view(-1, *(1,) * (held.ndim - 1)), 0)
+            of_rows = x.index_select(0, texts.places)
+            held[name] = of_rows.masked_fill(begins.view(-1, *(1,) * (of_rows.ndim - 1)), 0)
+    carried = {name: x for name, x in held.items() if not name.startswith("kept_")}
     if window is None and rotation is not None:
         backend, turned, rotation = layer.settings.backend, rotation, None
         q, k = turned.undo(q, backend), turned.undo(k, backend)
     whole = Piece(q, k, v, texts.real, texts.positions, None, None, layer.sizes.scaling, rotation=rotation)
     if window is not None:
         whole = _with_past(whole, window, pool.tensors, texts)
+        whole = layer.keeps(whole, (texts.lengths - window.size - window.sinks).clamp(min=0), held)
     o, kept = read_whole(layer, whole, carried or None)
-    for name in carried:
+    if whole.beyond is not None:
+        kept = kept | whole.beyond.close(layer.sizes.head_dim)
+    for name in held:
         pool.tensors[name].index_copy_(0, texts.places, kept[name])
     if window is not None and whole.tokens is not None:
         _keep_(window, whole.tokens, pool.tensors, texts)

@@ -44,6 +44,9 @@ def walks(layer: Layer, whole: Piece) -> bool:
         return False
     if layer.settings.backend not in ("auto", "torch", "numba") or whole.cu_seqlens is not None:
         return False
+    if layer.kept is not None:
+        # A span would see keys from anywhere before it.
+        return False
     if layer.window is None and layer.elementwise is not None:
         # The operation walks by itself.
         return False

@@ -34,7 +34,7 @@ class StepTokens(NamedTuple):
 
 def can_step(layer: Layer) -> bool:
     """Tell whether a layer has a step of its own; without one a token is read as any other text."""
-    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
+    if layer.settings.backend == "reference" or layer.disabled or layer.kept is not None or not layer.rule.steps:
         return False
     return layer.window is None or layer.mix.steps
 

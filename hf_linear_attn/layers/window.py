@@ -14,9 +14,7 @@ from torch import Tensor
 from hf_linear_attn.layers.numbers import last_slots, numbered, sinks_in_sight
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
-
-NOWHERE = 2**62
-"""Place of a sink that has not come yet."""
+from hf_linear_attn.ops.window import NOWHERE
 
 
 class Tokens(NamedTuple):

@@ -260,6 +260,12 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
             rule = f"be one of {', '.join(HANDED_ON)} where texts are split over ranks"
             remedy = "Of others it is not known how a rank's keys pass a state on: run whole texts."
             raise UnsupportedError("update_rule", rule, part.settings.update_rule, remedy, where=part.name)
+        if part.settings.kept:
+            rule, remedy = (
+                "be 0 where texts are split over ranks",
+                "Which keys go hangs on all before: run whole texts.",
+            )
+            raise UnsupportedError("kept", rule, part.settings.kept, remedy, where=part.name)
     for layer in attention_layers(model):
         if part_of(layer.module) is None:
             rule = "be all of them where texts are split over ranks"

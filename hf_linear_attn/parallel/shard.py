@@ -20,9 +20,10 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.rules import Gates, RuleCall
-from hf_linear_attn.layers.window import NOWHERE, Tokens, Window
+from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.window import NOWHERE
 from hf_linear_attn.parallel.layout import Layout
 from hf_linear_attn.parallel.ranks import Ranks
 

@@ -1,7 +1,7 @@
 """Patching Transformers models in place, and everything that then has to go on working."""
 
 from hf_linear_attn.layers import LinearAttention
-from hf_linear_attn.layers.attention import disable_branch
+from hf_linear_attn.layers.disable import disable_branch
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument, returned_cache
 from hf_linear_attn.patching.checkpoint import from_pretrained

@@ -54,6 +54,7 @@ def patch_model(
     layers: LayerChoice = None,
     window: int | None = None,
     sinks: int = 0,
+    kept: int = 0,
     mix: str = "key",
     update_rule: str = "additive",
     rotary: str = "keep",
@@ -77,6 +78,7 @@ def patch_model(
             towers of multimodal models. Cross-attention always stays.
         window: Attend exactly to the last ``window`` tokens, >= 1; None for linear attention throughout.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
+        kept: Attend exactly, too, to so many keys of each key head that have left the window; needs one.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
         rotary: Whether the linear branch reads queries and keys rotated by their positions, ``"keep"``, or with the
@@ -116,6 +118,7 @@ def patch_model(
         feature_map_options={} if feature_map_options is None else feature_map_options,
         window=window,
         sinks=sinks,
+        kept=kept,
         mix=mix,
         update_rule=update_rule,
         rotary=rotary,

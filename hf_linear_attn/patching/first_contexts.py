@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.window import NOWHERE
+from hf_linear_attn.ops.window import NOWHERE
 
 
 def in_ring_buffers(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:

@@ -43,6 +43,26 @@ def test_the_share_of_sinks_is_their_weight(llama):
         assert layer["linear"] == pytest.approx([0.0] * 4, abs=1e-6)
 
 
+@pytest.mark.parametrize("kept", [5, 20])
+def test_the_share_of_kept_keys_is_their_weight(llama, kept):
+    model = patched(llama, kept=kept)
+    for layer in model.model.layers:
+        attention = layer.self_attn.linear_attention
+        attention.mix_bias.data.fill_(-100.0)
+        layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
+    seen = [max(0, min(kept, i - WINDOW - SINKS + 1)) for i in range(T)]
+    expected = sum(s / (s + min(i + 1, WINDOW + SINKS)) for i, s in enumerate(seen)) / T
+    report = branch_usage(model, IDS)
+    for layer in report["layers"]:
+        assert layer["kept"] == pytest.approx([expected] * 4, rel=1e-4)
+        for shares in zip(*(layer[name] for name in ("window", "sinks", "kept", "linear")), strict=True):
+            assert sum(shares) == pytest.approx(1)
+    with disable_branch(model, "kept"):
+        without = model(input_ids=IDS, labels=IDS).loss.item()
+    assert report["loss_nats_without"]["kept"] == pytest.approx(without, rel=1e-5)
+    assert not math.isclose(without, report["loss_nats"], rel_tol=1e-6)
+
+
 def test_a_window_alone_has_no_linear_share(llama):
     report = branch_usage(patched(llama, mix="window"), IDS)
     assert all(layer["linear"] == [0.0] * 4 for layer in report["layers"])

@@ -45,6 +45,7 @@ CAUSES = {
     "`model` must have self-attention": lambda: patch_model(mamba()),
     "`window` must be None": lambda: patch_model(bert(), window=4),
     "`sinks` must be >= 0": lambda: patch_model(tiny_teacher(), sinks=2),
+    "`kept` must be >= 0": lambda: patch_model(tiny_teacher(), kept=2),
     "`output_attentions` must be False": lambda: patched()(IDS, output_attentions=True),
     "`attention_mask` must be causal or bidirectional": lambda: patched()(
         IDS, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).triu()

@@ -31,6 +31,7 @@ class Shape:
     V: int = 8
     window: int = 5
     sinks: int = 2
+    kept: int = 0
     turned: int = 0
     layout: Layout = HALF
     factor: float = 1.0
@@ -42,8 +43,11 @@ SHAPES = (
     Shape(H=2, D=8, V=7, window=1, sinks=1),
     Shape(D=6, V=5, window=3, sinks=9, turned=6),
     Shape(HKV=1, window=40, sinks=3),
+    Shape(kept=4, window=3, sinks=1, turned=8),
+    Shape(H=2, D=6, V=5, kept=2, window=5, sinks=0),
 )
-"""Groups of all kinds, a window of the query alone, sinks beyond the window, a window longer than the text."""
+"""Groups of all kinds, a window of the query alone, sinks beyond the window, a window longer than the text, kept keys,
+of which none are left or all are at the text's end."""
 
 LONG = Shape(H=16, HKV=1, D=128, turned=64, window=9)
 """Heads so large that a text of 150 tokens is walked span by span."""
@@ -72,7 +76,7 @@ class Spec:
     def layer(self, backend: str, dtype: torch.dtype) -> LinearAttention:
         """Return the layer, the same one for every backend, with weights that are not where they start."""
         s = self.shape
-        window = {} if self.mix is None else {"window": s.window, "sinks": s.sinks, "mix": self.mix}
+        window = {} if self.mix is None else {"window": s.window, "sinks": s.sinks, "kept": s.kept, "mix": self.mix}
         config = LinearAttentionConfig(
             feature_map=self.feature_map, feature_map_options=OPTIONS.get(self.feature_map, {}), backend=backend,
             update_rule=self.rule, rotary="undo" if s.turned else "keep", **window,
@@ -153,7 +157,7 @@ def params_of(layer: LinearAttention) -> HybridParams:
     gates = {name: x for name, x in learned.items() if name.split("_")[0] in GATES}
     return HybridParams(
         feature_map=layer.feature_map,
-        geometry=Geometry(window=settings.window, sinks=settings.sinks),
+        geometry=Geometry(window=settings.window, sinks=settings.sinks, kept=settings.kept),
         rule=settings.update_rule,
         gate_weights=gates,
         rule_weights={name: x for name, x in learned.items() if name not in gates},

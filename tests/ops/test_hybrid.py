@@ -79,10 +79,13 @@ SCHEDULE = (
 def read_pooled(layer: LinearAttention, tokens: Tokens) -> Found:
     """Read texts side by side in a pool with gaps between its places, as a server does.
 
-    What was never written is NaN.
+    What was never written is NaN, or of integers the least.
     """
     slots, done = pool_slots(layer, tokens.v.shape[3]), torch.zeros(len(LENGTHS), dtype=torch.long)
-    whole = {name: slot.zeros(16, tokens.k).fill_(torch.nan) for name, slot in slots.items()}
+    whole = {name: slot.zeros(16, tokens.k) for name, slot in slots.items()}
+    unwritten = {name: torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min for name, x in whole.items()}
+    for name, x in whole.items():
+        x.fill_(unwritten[name])
     pool = Pool(slots, {name: x[::2] for name, x in whole.items()})
     o = tokens.v.new_zeros(*tokens.q.shape[:3], tokens.v.shape[3])
     steps = [("step", (1, 1, 1, 1))] * max(LENGTHS)
@@ -92,7 +95,8 @@ def read_pooled(layer: LinearAttention, tokens: Tokens) -> Found:
         for among in rows[:, None] if how == "alone" else [rows][: len(rows)]:
             read_next_(layer, tokens, pool, how, among, done, new[among], o)
             done[among] += new[among]
-    assert all(x[[0, 2, 5, 7]].isnan().all() for x in pool.tensors.values())
+    for name, x in pool.tensors.items():
+        torch.testing.assert_close(x[[0, 2, 5, 7]], torch.full_like(x[:4], unwritten[name]), equal_nan=True)
     return o, {name: x[PLACES] for name, x in pool.tensors.items()}
 
 
@@ -138,11 +142,16 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, leas
     assert error <= tolerance, f"{what} off by {error:.1e}"
 
 
+def backends(spec: Spec) -> list[str]:
+    """List the backends that read a layer: no kernel keeps keys."""
+    return [name for name in BACKENDS if name != "triton" or not spec.shape.kept]
+
+
 def cases() -> list[object]:
     """List layers, backends, ways and dtypes, of which some are slow."""
     (first, others), found = specs(), []
     for number, spec in enumerate([*first, *others]):
-        for backend, (turn, way) in product(BACKENDS, enumerate(WAYS, number)):
+        for backend, (turn, way) in product(backends(spec), enumerate(WAYS, number)):
             usual, later, rest = EVERY.get(backend, (1, 1, 4))
             is_first, dtypes = number < len(first), [torch.float64 if backend in PLAIN else torch.float32]
             if is_first and backend != "reference" and turn % (4 * later) == 0:
@@ -182,7 +191,7 @@ def gradient_cases() -> list[object]:
     """List layers, backends and texts."""
     found = []
     for number, spec in enumerate(specs()[0]):
-        for backend, (turn, kind) in product(BACKENDS, enumerate(GRADIENTS, number)):
+        for backend, (turn, kind) in product(backends(spec), enumerate(GRADIENTS, number)):
             one = replace(spec, shape=LONG, feature_map=LIGHT[number // 3 % len(LIGHT)]) if kind == "long" else spec
             usual, later, _ = EVERY.get(backend, (4, 1, 1) if kind == "long" else (2, 1, 1))
             # PyTorch and loops walk, and loops read nothing else of which there are gradients.

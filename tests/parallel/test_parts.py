@@ -335,6 +335,10 @@ class TestRefused:
         [
             (tiny_teacher, "`model` must be patched"),
             (lambda: patch_model(tiny_teacher(), layers=[0]), "softmax in model.layers.1.self_attn"),
+            (
+                lambda: patch_model(tiny_teacher(), window=4, kept=2),
+                "`kept` must be 0 where texts are split",
+            ),
             (lambda: patch_model(convolving()), r"`model` must have attention alone to mix tokens, got \['conv'\]"),
         ],
     )

@@ -21,6 +21,7 @@ MAIN: dict[str, Task] = {
 SETTINGS = {
     "plain": {"feature_map": "elu", "layers": "all"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "layers": "all"},
+    "kept": {"feature_map": "elu", "window": 3, "sinks": 1, "kept": 2, "layers": "all"},
     "shared": {"feature_map": "hedgehog", "window": 3, "sinks": 1, "mix": "shared", "layers": "all"},
     "only_window": {"window": 3, "sinks": 1, "mix": "window", "layers": "all"},
     "mixed": {"feature_map": "hedgehog", "layers": [1]},

@@ -23,6 +23,7 @@ from .zoo import tiny_model
 SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "mixed": {"feature_map": "elu", "layers": [1]},
     "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta"},
 }

@@ -22,6 +22,7 @@ SETTINGS = {
     "plain": {"feature_map": "elu"},
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "mixed": {"feature_map": "elu", "layers": [1]},
     "decay": {"feature_map": "elu", "window": 3, "sinks": 2, "update_rule": "decay"},
     "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta", "rotary": "undo"},

@@ -19,6 +19,7 @@ from .zoo import tiny_model
 SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 4, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "one layer": {"feature_map": "elu", "window": 3, "layers": [1]},
 }
 

@@ -16,6 +16,7 @@ T = 10
 SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "mixed": {"feature_map": "elu", "layers": [1]},
 }
 

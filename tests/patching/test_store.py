@@ -20,6 +20,7 @@ from .zoo import tiny_model
 SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "mixed": {"feature_map": "elu", "window": 5, "layers": [1]},
 }
 BLOCK = 4

@@ -15,6 +15,7 @@ from .zoo import tiny_model
 SETTINGS = {
     "elu": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta"},
 }
 THREADS = 6

@@ -24,6 +24,7 @@ SLOW = pytest.mark.slow
 SETTINGS = {
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
 }
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}

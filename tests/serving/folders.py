@@ -33,6 +33,7 @@ CONVERSIONS = {
     "gate": {"feature_map": "hedgehog", "window": 32, "sinks": 2, "mix": "gate"},
     "shared": {"feature_map": "hedgehog", "window": 32, "mix": "shared"},
     "window": {"window": 32, "sinks": 4, "mix": "window"},
+    "kept": {**STUDENT, "kept": 32},
     "mixed": {**STUDENT, "layers": [1, 3]},
     "undo": {**STUDENT, "rotary": "undo"},
     "decay": {**STUDENT, "update_rule": "decay"},

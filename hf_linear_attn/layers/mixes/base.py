@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linear_attn.layers.rules import Sizes
 from hf_linear_attn.layers.state import Slot
-from hf_linear_attn.ops.window import OwnKey, window_attention, window_sums
+from hf_linear_attn.ops.window import KeptKeys, OwnKey, window_attention, window_sums
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Near:
         window: W.
         scaling: Factor on ``q.k``.
         backend: As in :func:`linear_attention`.
+        kept: Keys from beyond the window, some of which are in sight; None where none are kept.
     """
 
     q: Tensor
@@ -35,6 +36,7 @@ class Near:
     window: int
     scaling: float
     backend: str
+    kept: KeptKeys | None = None
 
     def attend(self, own_key: OwnKey | None = None) -> Tensor:
         """Return the branch's output ``[B, H, T, V]``; where given, with one more key in the softmax."""
@@ -47,6 +49,7 @@ class Near:
             key_mask=self.mask,
             sinks=self.sinks,
             own_key=own_key,
+            kept=self.kept,
             backend=self.backend,
         )
 
@@ -60,6 +63,7 @@ class Near:
             scaling=self.scaling,
             key_mask=self.mask,
             sinks=self.sinks,
+            kept=self.kept,
         )
 
 
@@ -73,6 +77,8 @@ class Far(NamedTuple):
         mass: Its normaliser ``[B, H, T]``; None where the mix does not need it.
         keys: Sum of the keys beyond the window of the first query but for those in :attr:`Near.k`; None where the mix
             keeps none, or there are none.
+        gone: Where keys are kept, the one that is folded at each query ``[B, HKV, T, D]``, 0 where none is; None where
+            those are the keys that leave the window.
     """
 
     o: Tensor
@@ -80,6 +86,7 @@ class Far(NamedTuple):
     counts: Tensor
     mass: Tensor | None
     keys: Tensor | None
+    gone: Tensor | None = None
 
 
 class LastToken(NamedTuple):

@@ -32,7 +32,8 @@ class Key(Mix):
 
     @override
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
-        return near.attend(OwnKey(far.o, weights["bias"], weights["weight"], far.counts, far.number, far.keys))
+        own = OwnKey(far.o, weights["bias"], weights["weight"], far.counts, far.number, far.keys, far.gone)
+        return near.attend(own)
 
     @override
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:

@@ -1,9 +1,11 @@
 """What each update rule and each mix computes, of one key and of one token's queries, in float64.
 
 A rule says how a key is folded into the state and how queries read it; a mix joins what they read of the state with
-what they read exactly. The file of a new one adds its own to :data:`RULES`, :data:`MIXES` and :data:`GATES`.
+what they read exactly. The file of a new one adds its own to :data:`RULES`, :data:`MIXES` and :data:`GATES`. Where keys
+are kept beyond the window, :func:`keep` says which.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from hf_linear_attn.ops.delta_rule.reference import unit
-from hf_linear_attn.ops.hybrid.problem import Key, Sums
+from hf_linear_attn.ops.hybrid.problem import Kept, Key, Sums
 from hf_linear_attn.ops.linear_attention.reference import guarded
 
 Weights = Mapping[str, Tensor]
@@ -23,7 +25,7 @@ class Query(NamedTuple):
 
     Attributes:
         q: The queries ``[G, D]``, as the model gives them.
-        scores: ``scaling q.k`` of the P keys of sinks and ring ``[G, P]``.
+        scores: ``scaling q.k`` of the P keys of sinks, kept and ring ``[G, P]``.
         values: Their values ``[P, V]``.
         num: What the state gives ``[G, V]``.
         den: Its normaliser ``[G]``; None of a rule without one.
@@ -44,7 +46,7 @@ class Query(NamedTuple):
     eps: float
 
     def near(self) -> Tensor:
-        """Return softmax attention to sinks and ring."""
+        """Return softmax attention to sinks, kept keys and ring."""
         return self.scores.softmax(-1) @ self.values
 
     def far(self) -> Tensor:
@@ -94,6 +96,27 @@ def join_shared(x: Query, weights: Weights) -> Tensor:
         raise RuntimeError("the rule has no normaliser to share")
     exact = weights["bias"].sigmoid()[:, None] * (x.scores - x.scores.amax(-1, keepdim=True)).exp()
     return (exact @ x.values + x.num) / guarded(exact.sum(-1) + x.den, x.eps)[:, None]
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    """Return ``|x - y|^2``, 0 where that is below ``(|x|^2 + |y|^2) / 1024``: rounding must not choose among equals."""
+    x, y = x.detach(), y.detach()
+    found = float((x - y) @ (x - y))
+    return found if 1024 * found >= float(x @ x + y @ y) else 0.0
+
+
+def keep(kept: list[Kept], key: Key, most: int) -> tuple[list[Kept], Key | None]:
+    """Keep a key that leaves the window.
+
+    Returns:
+        What is kept then, and the key that goes where there would be more than ``most``: the one whose value a later
+        key's has come closest to, the oldest of several.
+    """
+    kept = [Kept(old.key, min(old.nearest, distance(old.key.v, key.v))) for old in kept] + [Kept(key, math.inf)]
+    if len(kept) <= most:
+        return kept, None
+    gone = min(kept, key=lambda x: x.nearest)
+    return [x for x in kept if x is not gone], gone.key
 
 
 Fold = Callable[[Sums, Key], Sums]

@@ -49,12 +49,14 @@ class Geometry:
     Attributes:
         window: W, the last tokens, the query's own included, that are read exactly; None for the linear branch alone.
         sinks: N, the first real tokens, read exactly for ever; 0 without a window.
+        kept: C, keys beyond the window that each key head reads exactly; 0 without a window.
         delay: Without a window, tokens by which keys lag before they are folded into the state.
         causal: Whether a query sees only earlier keys and its own; False without a window and a delay only.
     """
 
     window: int | None = None
     sinks: int = 0
+    kept: int = 0
     delay: int = 0
     causal: bool = True
 
@@ -115,6 +117,18 @@ class Key(NamedTuple):
     gates: Mapping[str, Tensor]
 
 
+class Kept(NamedTuple):
+    """A key that is kept beyond the window.
+
+    Attributes:
+        key: The key.
+        nearest: The least distance of its value to that of any key that has left the window after it.
+    """
+
+    key: Key
+    nearest: float
+
+
 @dataclass(kw_only=True)
 class HeadState:
     """What one key head remembers of one text.
@@ -124,6 +138,7 @@ class HeadState:
         key_sum: Sum of the folded keys ``[D]``.
         number: Folded keys.
         sinks: The first real tokens, at most N.
+        kept: Keys beyond the window, at most C, oldest first.
         ring: The last W tokens, oldest first; None for padding, and for a sink.
     """
 
@@ -131,6 +146,7 @@ class HeadState:
     key_sum: Tensor
     number: int = 0
     sinks: list[Key] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     ring: list[Key | None] = field(default_factory=list)
 
 

@@ -1,8 +1,9 @@
 """The definition of a layer with a window, in float64, token by token: slow, plain, the oracle of every other path.
 
-A token enters the ring, which holds the last W. What leaves the ring is folded into the state by the update rule. The
-first N real tokens are sinks: they stay in sight, and are never folded. A query then reads sinks and ring by softmax
-and the state by its features, and the mix joins both. Every key head of every text does so by itself.
+A token enters the ring, which holds the last W. What leaves the ring is kept, where C keys are, and what then goes, or
+what leaves the ring where none are, is folded into the state by the update rule. The first N real tokens are sinks:
+they stay in sight, and are never folded. A query then reads sinks, kept keys and ring by softmax and the state by its
+features, and the mix joins both. Every key head of every text does so by itself.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.hybrid.formulas import GATES, MIXES, RULES, Query
+from hf_linear_attn.ops.hybrid.formulas import GATES, MIXES, RULES, Query, keep
 from hf_linear_attn.ops.hybrid.problem import HeadState, HybridParams, HybridState, Key, Tokens
 from hf_linear_attn.ops.rotation import Rotation
 
@@ -23,8 +24,9 @@ def step(head: HeadState, key: Key | None, params: HybridParams) -> None:
         head.sinks.append(key)
         key = None
     head.ring.append(key)
-    # Keys that are kept exactly would stand here: what leaves the ring enters them, and one of them is folded instead.
     gone = head.ring.pop(0) if len(head.ring) > params.geometry.lag else None
+    if gone is not None and params.geometry.kept:
+        head.kept, gone = keep(head.kept, gone, params.geometry.kept)
     if gone is not None:
         head.sums = fold(head.sums, gone)
         head.key_sum, head.number = head.key_sum + gone.k, head.number + 1
@@ -34,7 +36,7 @@ def attend(head: HeadState, q: Tensor, phi_q: Tensor, params: HybridParams) -> T
     """Return what the queries of one token ``[G, D]`` read, ``[G, V]``."""
     _, read = RULES[params.rule]
     num, den = read(head.sums, phi_q, params.rule_weights)
-    near = [key for key in (*head.sinks, *head.ring) if key is not None]
+    near = [key for key in (*head.sinks, *(x.key for x in head.kept), *head.ring) if key is not None]
     scores = torch.stack([params.scaling * q @ key.k for key in near], 1) if near else q[:, :0]
     values = torch.stack([key.v for key in near]) if near else num[:0]
     x = Query(q, scores, values, num, den, head.number, head.key_sum, params.scaling, params.eps)
@@ -98,7 +100,7 @@ def hybrid_reference(
     gates, size = gates_of(plain_k, v, params), q.shape[1] // kv_heads
     o, heads = q.new_zeros(*q.shape[:3], value_dim), []
     for b, row in enumerate(before.heads):
-        heads.append([replace(head, sinks=[*head.sinks], ring=[*head.ring]) for head in row])
+        heads.append([replace(head, sinks=[*head.sinks], ring=[*head.ring], kept=[*head.kept]) for head in row])
         for g, head in enumerate(heads[b]):
             group = slice(g * size, (g + 1) * size)
             of_group = params.of_group(group)

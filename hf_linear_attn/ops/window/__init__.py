@@ -8,5 +8,15 @@ from hf_linear_attn.ops.window.api import (
     window_obstacle,
     window_sums,
 )
+from hf_linear_attn.ops.window.problem import NOWHERE, KeptKeys
 
-__all__ = ["OwnKey", "key_product", "running_sum", "window_attention", "window_obstacle", "window_sums"]
+__all__ = [
+    "NOWHERE",
+    "KeptKeys",
+    "OwnKey",
+    "key_product",
+    "running_sum",
+    "window_attention",
+    "window_obstacle",
+    "window_sums",
+]

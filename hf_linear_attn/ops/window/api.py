@@ -10,7 +10,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.window.opaque import window_attention_opaque, window_sums_opaque
-from hf_linear_attn.ops.window.problem import Sinks, WindowCall
+from hf_linear_attn.ops.window.problem import KeptKeys, Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
 
@@ -31,6 +31,8 @@ class OwnKey(NamedTuple):
         counts: Which keys count once they lie beyond the window, ``[B, P + T]`` bool.
         number: How many do so by now, ``[B, T]`` int64; where it is 0 the own key is not visible.
         before: Sum of those that came before the P, ``[B, HKV, D]`` fp32, or None.
+        gone: The key that it stands for from each query on, 0 where there is no new one, ``[B, HKV, T, D]``; None
+            where those are the keys that leave the window.
     """
 
     value: Tensor
@@ -39,13 +41,16 @@ class OwnKey(NamedTuple):
     counts: Tensor
     number: Tensor
     before: Tensor | None = None
+    gone: Tensor | None = None
 
     def score(self, q: Tensor, k: Tensor, window: int, scaling: float) -> Tensor:
         """Return the scores ``[B, H, T]``, fp32 (fp64 for fp64 input)."""
         x = upcast(q)
-        gone = max(k.shape[2] - window, 0)
-        keys = upcast(k[:, :, :gone]).masked_fill(~self.counts[:, None, :gone, None], 0)
-        keys = running_sum(keys, q.shape[2] - gone, self.before)
+        keys, left = self.gone, q.shape[2]
+        if keys is None:
+            left = max(k.shape[2] - window, 0)
+            keys = k[:, :, :left].masked_fill(~self.counts[:, None, :left, None], 0)
+        keys = running_sum(upcast(keys), q.shape[2] - left, self.before)
         number = self.number.clamp(min=1)[:, None].to(x.dtype)
         learned = (x @ self.weight.to(x.dtype)[..., None])[..., 0] + self.bias[:, None]
         return torch.addcmul(learned + number.log(), key_product(q, keys), scaling / number)
@@ -85,6 +90,7 @@ def window_attention(
     key_mask: Tensor | None = None,
     sinks: Sinks | None = None,
     own_key: OwnKey | None = None,
+    kept: KeptKeys | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Compute causal softmax attention over the last ``window`` keys, the sinks, and a key of each query's own.
@@ -99,6 +105,7 @@ def window_attention(
         sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
             sink inside a query's window must not be visible a second time.
         own_key: One more key per query.
+        kept: Keys from beyond the window that are in sight of some queries; no kernel reads them.
         backend: As in :func:`linear_attention`.
 
     Returns:
@@ -112,8 +119,9 @@ def window_attention(
         raise ArgumentError(
             "window", "be at least 1, with a key for each query", (window, tuple(k.shape)), "Pass whole sequences."
         )
-    call = WindowCall(q, k, v, key_mask, sinks, None, window, scaling)
-    chosen = choose_backend(backend, q.device, lambda: window_obstacle(q, k, v))
+    call = WindowCall(q, k, v, key_mask, sinks, None, kept, window, scaling)
+    no_kernel = None if kept is None else "no kernel reads keys that are kept beyond the window"
+    chosen = choose_backend(backend, q.device, lambda: no_kernel or window_obstacle(q, k, v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.window.triton.op import window_attention_triton
@@ -137,13 +145,14 @@ def window_sums(
     scaling: float,
     key_mask: Tensor | None = None,
     sinks: Sinks | None = None,
+    kept: KeptKeys | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what softmax over a window divides: ``sum_j exp(s_ij - m_i) v_j`` and ``sum_j exp(s_ij - m_i)``.
 
     Returns:
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
-    call = WindowCall(q, k, v, key_mask, sinks, None, window, scaling)
+    call = WindowCall(q, k, v, key_mask, sinks, None, kept, window, scaling)
     return (window_sums_opaque if torch.compiler.is_exporting() else window_sums_torch)(call)
 
 

@@ -1,7 +1,7 @@
 """Attention over a window in PyTorch: blocks of queries against a band of keys, ``[block, N + block + W - 1]`` scores.
 
-Sinks stand before the band, and a key of each query's own is one more column, whose score is written and whose value is
-added apart: one product makes all other scores, one softmax joins them, one product makes the output.
+Sinks and kept keys stand before the band, and a key of each query's own is one more column, whose score is written and
+whose value is added apart: one product makes all other scores, one softmax joins them, one product makes the output.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import second_gradients, upcast
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.window.problem import WindowCall
+from hf_linear_attn.ops.window.problem import NOWHERE, KeptKeys, WindowCall
 from hf_linear_attn.tracing import needs_operations
 
 BLOCKS = (32, 64)
@@ -113,11 +113,11 @@ class Band:
     """Blocks of C queries beside the keys that they see, as rows ``[B HKV n, ...]`` of one product.
 
     The G heads of a group share their keys, so their queries are rows of the same matrix, ``[G C, D]``. Keys are
-    ``[N + W - 1 + C, D]``: the sinks, the band, and a row of zeros where queries have a key of their own.
+    ``[N + W - 1 + C, D]``: sinks and kept keys, the band, and a row of zeros where queries have a key of their own.
     """
 
     def __init__(self, call: WindowCall) -> None:
-        q, k, v, key_mask, sinks, of_own, window, _ = call.shown()
+        q, k, v, key_mask, sinks, of_own, kept, window, _ = call.shown()
         own = of_own is not None
         self.batch, self.heads, self.tokens, _ = q.shape
         self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens
@@ -127,17 +127,25 @@ class Band:
         # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
         lead, self.own = window - 1 - past, own
         first = -min(lead, 0)
-        visible = self._visible(window, first, max(lead, 0), past, key_mask).to(q.device)
-        of_sinks: tuple[Tensor | None, Tensor | None] = (None, None)
+        # [B or 1, HKV or 1, n or 1, C, keys]
+        visible = self._visible(window, first, max(lead, 0), past, key_mask).to(q.device)[:, None]
+        before: list[tuple[Tensor, Tensor]] = []
         if sinks is not None:
-            of_sinks = sinks[0], sinks[1]
+            before.append((sinks[0][:, :, None], sinks[1][:, :, None]))
             seen = torch.unflatten(F.pad(sinks[2], (0, 0, 0, self.pad)), 1, (self.blocks, self.block))
-            visible = torch.cat([seen, visible.expand(self.batch, self.blocks, -1, -1)], -1)
+            visible = torch.cat([seen[:, None], visible.expand(self.batch, -1, self.blocks, -1, -1)], -1)
+        if kept is not None:
+            *found, seen = self._kept(kept)
+            before.append((found[0], found[1]))
+            visible = torch.cat([seen, visible.expand(self.batch, self.kv_heads, self.blocks, -1, -1)], -1)
+            before.reverse()
         if own:
             visible = F.pad(visible, (0, 1), value=True)
         bands = _bands if needs_operations() else _Bands.apply
         size = self.block, self.blocks, window, first, max(lead, 0), self.pad, own
-        self.k, self.v = (bands(x, sink, *size).flatten(0, 2) for x, sink in zip((k, v), of_sinks, strict=True))
+        each = [[x.expand(-1, -1, self.blocks, -1, -1) for x in of] for of in zip(*before, strict=True)] or [[], []]
+        heads = [torch.cat(of, 3) if len(of) > 1 else of[0] if of else None for of in each]
+        self.k, self.v = (bands(x, head, *size).flatten(0, 2) for x, head in zip((k, v), heads, strict=True))
         self.visible, self.q = visible, self.rows(q)
 
     def _block(self, window: int) -> int:
@@ -158,6 +166,19 @@ class Band:
         real = F.pad(key_mask[:, first:], (lead, self.pad)).unfold(1, window - 1 + self.block, self.block)
         return (near.to(device) & real[:, :, None]) | itself.to(device)
 
+    def _kept(self, kept: KeptKeys) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values that a block may see beyond its window ``[B, HKV, n, K, *]``, and which query does."""
+        places = kept.k.shape[2] - self.tokens
+        query = torch.arange(self.tokens + self.pad, device=kept.slot.device).view(self.blocks, self.block)
+        # What lies there before a block, and what enters within it.
+        enters = (places + query).expand(self.batch, self.kv_heads, -1, -1)
+        index = torch.cat([kept.held(self.block, self.blocks), enters], 3)
+        padded = [F.pad(x, (0, self.pad), value=NOWHERE) for x in (kept.begins, kept.ends)]
+        seen = kept._replace(begins=padded[0], ends=padded[1]).seen(index, query)
+        at = index.flatten(2).clamp(max=kept.k.shape[2] - 1)[..., None]
+        k, v = (torch.unflatten(x.gather(2, at.expand(-1, -1, -1, x.shape[3])), 2, index.shape[2:]) for x in kept[:2])
+        return k, v, seen
+
     def rows(self, x: Tensor) -> Tensor:
         """Cut ``[B, H, T, E]`` into ``[B HKV n, G C, E]``."""
         if self.pad:
@@ -168,7 +189,7 @@ class Band:
     def hide(self, scores: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the scores ``[rows, G C, N + W - 1 + C]``, far below 0 where a query does not see a key."""
         shape = (self.batch, self.kv_heads, self.blocks, -1, self.block, scores.shape[-1])
-        info, hidden = torch.finfo(scores.dtype), ~self.visible[:, None, :, None]
+        info, hidden = torch.finfo(scores.dtype), ~self.visible[:, :, :, None]
         if scores.device.type != "cpu" or torch.compiler.is_compiling():
             # Without a tensor of limits.
             return scores.view(shape).masked_fill(hidden, info.min).view(scores.shape)
@@ -184,13 +205,13 @@ class Band:
 
 
 def _bands(
-    x: Tensor, sinks: Tensor | None, block: int, blocks: int, window: int, first: int, lead: int, pad: int, own: bool
+    x: Tensor, before: Tensor | None, block: int, blocks: int, window: int, first: int, lead: int, pad: int, own: bool
 ) -> Tensor:
     """Cut keys or values into bands that overlap, ``[B, HKV, n, N + W - 1 + C, D]``, and one row more for an own key.
 
     Args:
         x: ``[B, HKV, P + T, D]``.
-        sinks: ``[B, HKV, N, D]``, which stand before each band.
+        before: ``[B, HKV, n, N, D]``, which stand before each band; None where nothing does.
         block: C.
         blocks: n.
         window: W.
@@ -203,8 +224,8 @@ def _bands(
     if lead or pad:
         x = F.pad(x, (0, 0, lead, pad))
     parts = [x.unfold(2, window - 1 + block, block).mT]
-    if sinks is not None:
-        parts.insert(0, sinks[:, :, None].expand(-1, -1, blocks, -1, -1))
+    if before is not None:
+        parts.insert(0, before)
     if own:
         parts.append(x.new_zeros(*x.shape[:2], blocks, 1, x.shape[3]))
     # All parts are copied at once.
@@ -215,9 +236,9 @@ class _Bands(torch.autograd.Function):
     """:func:`_bands`, the backward of which adds blocks, where PyTorch's own would add rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sinks: Tensor | None, *size: int) -> Tensor:
-        ctx.sinks, ctx.size, ctx.shape = 0 if sinks is None else sinks.shape[2], size, x.shape
-        return _bands(x, sinks, *size)  # type: ignore[arg-type]
+    def forward(ctx: Any, x: Tensor, before: Tensor | None, *size: int) -> Tensor:
+        ctx.before, ctx.size, ctx.shape = 0 if before is None else before.shape[3], size, x.shape
+        return _bands(x, before, *size)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, dbands: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,10 +247,10 @@ class _Bands(torch.autograd.Function):
         over = -(-width // block)
         dx = dbands.new_zeros(*ctx.shape[:2], first + (blocks + over - 1) * block, ctx.shape[3])
         to = torch.unflatten(dx[:, :, first:], 2, (-1, block))
-        band = dbands[:, :, :, ctx.sinks : ctx.sinks + width]
+        band = dbands[:, :, :, ctx.before : ctx.before + width]
         for n in range(over):
             part = band[:, :, :, n * block : (n + 1) * block]
             to[:, :, n : n + blocks, : part.shape[3]] += part
         start = 0 if first else lead
-        dsinks = dbands[:, :, :, : ctx.sinks].sum(2) if ctx.sinks else None
-        return dx[:, :, start : start + ctx.shape[2]], dsinks, *(None,) * len(ctx.size)
+        dbefore = dbands[:, :, :, : ctx.before] if ctx.before else None
+        return dx[:, :, start : start + ctx.shape[2]], dbefore, *(None,) * len(ctx.size)

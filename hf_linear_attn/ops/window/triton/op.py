@@ -28,7 +28,7 @@ INPUTS = (
 
 def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
     """Compute attention over a window with Triton kernels, which score own keys themselves."""
-    q, k, v, key_mask, sinks, _, window, scaling = call
+    q, k, v, key_mask, sinks, window, scaling = *call[:5], *call[7:]
     codes = None if key_mask is None else key_mask.view(torch.uint8)
     of_queries: tuple[Tensor | None, ...] = (None,) * 5
     if own_key is not None:

@@ -1,0 +1,161 @@
+"""Keys that are kept exactly once they have left the window: how they come and go, and what is left to the others."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linear_attn.layers.state import Slot
+from hf_linear_attn.layers.window import Tokens
+from hf_linear_attn.ops.kept import Choice, Entering, choose_kept
+from hf_linear_attn.ops.rotation import Rotation
+from hf_linear_attn.ops.window import NOWHERE, KeptKeys
+
+
+class Folded(NamedTuple):
+    """What goes into the linear branch at each query of a call: the key that is not kept any longer.
+
+    Attributes:
+        k: ``[B, HKV, T, D]``, with its rotation undone where the branch reads it so.
+        raw: The same as the model has made it.
+        v: ``[B, HKV, T, V]``.
+        mask: Whether there is one ``[B, T]`` bool.
+        positions: Its number in its text ``[B, HKV, T]`` int64.
+    """
+
+    k: Tensor
+    raw: Tensor
+    v: Tensor
+    mask: Tensor
+    positions: Tensor
+
+
+class Beyond(NamedTuple):
+    """The keys of a call beyond its windows: C that were kept before, and those that leave the window at each query.
+
+    Attributes:
+        k: ``[B, HKV, C + T, D]``.
+        v: ``[B, HKV, C + T, V]``.
+        enters: Whether one leaves the window at a query ``[B, T]`` bool.
+        positions: Numbers in their texts ``[B, HKV, C + T]`` int64.
+        number: Keys that had left it before ``[B]`` int64.
+        choice: Which are kept.
+        turns: By which they are turned ``[B, HKV, C + T, R]``; None where nobody turns them back.
+        rotation: How; None likewise.
+    """
+
+    k: Tensor
+    v: Tensor
+    enters: Tensor
+    positions: Tensor
+    number: Tensor
+    choice: Choice
+    turns: Tensor | None
+    rotation: Rotation | None
+
+    def exact(self) -> KeptKeys:
+        """Return what queries see exactly."""
+        batch, count = self.enters.shape
+        query = torch.arange(count, device=self.k.device).expand(batch, -1)
+        places = self.k.shape[2] - count
+        taken = torch.arange(places, device=self.k.device) < self.number[:, None]
+        begins = torch.cat([torch.where(taken, -1, NOWHERE), torch.where(self.enters, query, NOWHERE)], 1)
+        # What does not go at any query is put behind the last key.
+        ends = begins.new_full((*self.k.shape[:2], self.k.shape[2] + 1), NOWHERE)
+        ends = ends.scatter(2, self.choice.gone % ends.shape[2], query[:, None].expand(-1, self.k.shape[1], -1))
+        return KeptKeys(self.k, self.v, self.choice.slot, begins, ends[:, :, :-1])
+
+    def folded(self, backend: str) -> Folded:
+        """Return what the linear branch folds instead of what leaves the window."""
+        gone = self.choice.gone
+        mask, index = gone[:, 0] >= 0, gone.clamp(min=0)
+        raw, v = (_taken(x, index).masked_fill(~mask[:, None, :, None], 0) for x in (self.k, self.v))
+        k = raw
+        if self.rotation is not None and self.turns is not None:
+            # Every head turns keys of its own back.
+            rotation = self.rotation.of_others(_taken(self.turns, index).flatten(0, 1))
+            k = rotation.undo(raw.flatten(0, 1)[:, None], backend).view(raw.shape)
+        return Folded(k, raw, v, mask, self.positions.gather(2, index))
+
+    def close(self, head_dim: int) -> dict[str, Tensor]:
+        """Return the tensors of a state after the call."""
+        held = self.choice.held
+        found = {"kept_k": _taken(self.k.detach(), held), "kept_v": _taken(self.v.detach(), held)}
+        found |= {"kept_nearest": self.choice.nearest, "kept_at": self.choice.at}
+        if self.turns is not None:
+            turns = _taken(self.turns, held)
+            found["kept_turns"] = F.pad(turns, (0, head_dim - turns.shape[3]))
+        return found
+
+
+class Kept:
+    """Where keys lie that are kept beyond the window; :func:`choose_kept` says which.
+
+    Args:
+        size: C, keys of each key head; >= 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def slots(self, kv_heads: int, head_dim: int, value_dim: int, *, turned: bool = False) -> dict[str, Slot]:
+        """Describe the tensors, with the angles by which keys are turned, if need be."""
+        found = {
+            "kept_k": Slot((kv_heads, self.size, head_dim), "token"),
+            "kept_v": Slot((kv_heads, self.size, value_dim), "token"),
+            "kept_nearest": Slot((kv_heads, self.size), torch.float32),
+            "kept_at": Slot((kv_heads, self.size), torch.int64),
+        }
+        if turned:
+            found["kept_turns"] = Slot((kv_heads, self.size, head_dim), "token")
+        return found
+
+    def open(
+        self,
+        tokens: Tokens,
+        positions: Tensor,
+        count: int,
+        window: int,
+        number: Tensor,
+        held: Mapping[str, Tensor] | None,
+        backend: str,
+    ) -> Beyond:
+        """Choose among the keys that leave the window in a call, and those that were kept before.
+
+        Args:
+            tokens: The keys of the window and of the call.
+            positions: Their numbers in their texts ``[B, P + T]``.
+            count: T.
+            window: W.
+            number: Keys that had left the window before ``[B]`` int64.
+            held: What :meth:`Beyond.close` returned after the call before; None where nothing was read.
+            backend: As in :func:`linear_attention`.
+        """
+        batch, heads, _, head_dim = tokens.k.shape
+        # At query t leaves what came a window before it.
+        lead = min(max(window + count - tokens.k.shape[2], 0), count)
+
+        def entering(x: Tensor) -> Tensor:
+            x = x[..., : count - lead, :]
+            return F.pad(x, (0, 0, lead, 0)) if lead else x
+
+        enters, where = (entering(x[..., None])[..., 0] for x in (tokens.counted(), positions))
+        if held is None:
+            slots = self.slots(heads, head_dim, tokens.v.shape[3])
+            held = {name: slot.zeros(batch, tokens.k) for name, slot in slots.items()}
+        k, v = (torch.cat([held[name], entering(x)], 2) for name, x in (("kept_k", tokens.k), ("kept_v", tokens.v)))
+        asked = Entering(v, enters, where, number, held["kept_nearest"], held["kept_at"])
+        turns = None
+        if tokens.rotation is not None:
+            new = entering(tokens.rotation.turns.expand(batch, -1, -1))[:, None].expand(-1, heads, -1, -1)
+            old = held.get("kept_turns", new.new_zeros(batch, heads, self.size, new.shape[3]))[..., : new.shape[3]]
+            turns = torch.cat([old, new.to(old.dtype)], 2)
+        where = torch.cat([held["kept_at"], where[:, None].expand(-1, heads, -1)], 2)
+        return Beyond(k, v, enters, where, number, choose_kept(asked, backend), turns, tokens.rotation)
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Return the keys ``[B, HKV, N, *]`` of ``x [B, HKV, M, *]`` by their indices ``[B, HKV, N]``."""
+    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))

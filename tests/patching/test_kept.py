@@ -1,0 +1,121 @@
+"""Keys that are kept beyond a window: which they are, what they replace, and where none can be."""
+
+import pytest
+import torch
+
+from hf_linear_attn import LinearAttentionConfig, patch_model
+from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from hf_linear_attn.export import ExportSettings, export_model
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.ops.dispatch import HAS_NUMBA
+from hf_linear_attn.patching.call_cache import returned_cache
+from tests.export.students import save, student
+from tests.patching.checks import close
+from tests.patching.zoo import VOCAB, tiny_model
+
+BACKENDS = ("reference", "torch", *(["numba"] if HAS_NUMBA else []))
+WINDOW, SINKS = 3, 2
+UNREAD = "kept_nearest", "kept_at"
+"""Tensors of a state of which no more than the places that are taken say something."""
+
+
+def attention(kept, backend="torch", mix="window"):
+    config = LinearAttentionConfig(window=WINDOW, sinks=SINKS, kept=kept, mix=mix, backend=backend)
+    return LinearAttention(config, Sizes(4, 2, 1, 0.5, 4), "layer")
+
+
+def kept_of(values, backend, kept=2):
+    """Read a text of such values, and return the numbers of the tokens that are kept at last, in order."""
+    v = torch.tensor(values, dtype=torch.float32)[None, None, :, None].expand(-1, -1, -1, 4)
+    tokens = v.shape[2]
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, tokens, 4, generator=generator) for heads in (2, 1))
+    state = State()
+    attention(kept, backend)(q, k, v, Call(state=state))
+    return state.tensors["kept_at"][0, 0].sort().values.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+class TestWhichAreKept:
+    """Tokens 0 and 1 are sinks, and the last three lie in the window."""
+
+    def test_the_one_whose_value_came_again_goes(self, backend):
+        # Token 5 says nearly what token 2 did.
+        assert kept_of([9, 9, 1, 4, 8, 1.5, 0, 0, 0], backend, kept=3) == [3, 4, 5]
+
+    def test_of_equal_ones_the_oldest_goes(self, backend):
+        assert kept_of([9, 9, 5, 5, 5, 5, 5, 0, 0, 0], backend) == [5, 6]
+
+    def test_what_comes_stays_until_the_next_does(self, backend):
+        # Token 4 is that which is kept already.
+        assert kept_of([9, 9, 1, 7, 1, 0, 0, 0], backend) == [3, 4]
+        assert kept_of([9, 9, 1, 7, 1, 30, 0, 0, 0], backend) == [4, 5]
+
+    def test_what_has_gone_says_still_what_was_said_again(self, backend):
+        # Token 3 has gone when token 6 comes, and has met token 2 before.
+        assert kept_of([9, 9, 1, 2, 2, 40, 80, 0, 0, 0], backend, kept=3) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("mix", ["window", "key"])
+def test_a_model_that_keeps_all_keys_is_its_teacher(mix):
+    teacher, ids = tiny_model("causal", "llama"), torch.randint(5, VOCAB, (2, 30))
+    expected = teacher(ids).logits
+    found = patch_model(teacher, "elu", window=WINDOW, sinks=SINKS, kept=25, mix=mix)(ids).logits
+    close(found, expected, "with all keys")
+
+
+@pytest.mark.parametrize("mix", ["window", "key"])
+def test_keys_that_are_kept_change_what_is_read(mix):
+    ids = torch.randint(5, VOCAB, (2, 30))
+    settings = {"feature_map": "elu", "window": WINDOW, "sinks": SINKS, "mix": mix}
+    none, some = (patch_model(tiny_model("causal", "llama"), **settings, kept=n)(ids).logits for n in (0, 4))
+    near = WINDOW + SINKS
+    close(some[:, :near], none[:, :near], "within the window")
+    assert (some - none)[:, near:].abs().max() > 0.01
+
+
+def test_memory_does_not_grow_with_the_text():
+    model = patch_model(tiny_model("causal", "llama"), "elu", window=WINDOW, sinks=SINKS, kept=4)
+    sizes = set()
+    for tokens in (1, 20, 50):
+        layers = returned_cache(model(torch.randint(5, VOCAB, (1, tokens)), use_cache=True)).layers
+        sizes.add(sum(x.nbytes for layer in layers for x in layer.tensors.values()))
+    assert len(sizes) == 1
+
+
+def test_older_settings_say_nothing_of_it():
+    assert "kept" not in LinearAttentionConfig(window=4).to_dict()
+    assert LinearAttentionConfig.from_dict(LinearAttentionConfig(window=4, kept=3).to_dict()).kept == 3
+    assert DistillationSettings(window=4, kept=3).conversion.kept == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"window": 4, "kept": -1},
+            r"`kept` must be >= 0, and 0 without a window, got -1\. Set window= too, or kept=0",
+        ),
+        ({"kept": 2}, r"`kept` must be >= 0, and 0 without a window, got 2\."),
+        ({"window": 4, "kept": 2**20}, r"`kept` must be at most 65536 keys, got 1048576\. Lower it\."),
+        ({"window": 4, "kept": 1.5}, r"`kept` must be a whole number, got 1.5"),
+        ({"window": 4, "kept": 2, "backend": "triton"}, r"`backend` must be another than 'triton' where keys are kept"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_by_name(settings, message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        patch_model(tiny_model("causal", "llama"), **settings)
+
+
+def test_a_model_that_sees_both_ways_is_refused():
+    with pytest.raises((ArgumentError, UnsupportedError), match=r"`window` must be"):
+        patch_model(tiny_model("masked", "bert"), window=4, kept=2)
+
+
+def test_a_file_of_its_own_is_refused_by_name(tmp_path):
+    save(student("llama", "elu", window=4, kept=2), tmp_path / "student", tokenizer=False)
+    with pytest.raises(UnsupportedError, match=r"`kept` must be 0 in a file of its own, got 2"):
+        export_model(ExportSettings(str(tmp_path / "student"), "torch"))
+    assert not list(tmp_path.glob("student-torch/*"))
