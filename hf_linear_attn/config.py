@@ -12,7 +12,7 @@ FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
 
-LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0}
+LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0, "retention": "redundancy"}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 ALIASES = {"linear": "additive", "gated": "decay"}
@@ -49,9 +49,11 @@ class LinearAttentionConfig:
             for linear attention throughout. 1..1048576.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window. 0..1048576.
         kept: Attend exactly, too, to as many keys of each key head among those that have left the window; needs a
-            window. What leaves the window is kept, and once there are so many, the key goes whose value a later one
-            has come closest to: into the linear branch, or with ``mix="window"`` for good. Nothing in it is learned.
-            0..65536.
+            window. What leaves the window is kept, and once there are so many, one goes: into the linear branch, or
+            with ``mix="window"`` for good. 0..65536.
+        retention: Which of the kept keys goes. ``"redundancy"``: the one whose value a later one has come closest to;
+            nothing is learned. ``"learned"``: the one with the least score for its age, which is made of keys and
+            values when it leaves the window, and learned from the teacher's attention.
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
@@ -92,6 +94,7 @@ class LinearAttentionConfig:
     window: int | None = None
     sinks: int = 0
     kept: int = 0
+    retention: str = "redundancy"
     mix: str = "key"
     update_rule: str = "additive"
     rotary: str = "keep"

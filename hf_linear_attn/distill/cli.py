@@ -50,7 +50,7 @@ GROUPS = {
         "rows",
         "accumulation",
     ),
-    "stages": ("stages", "transfer", "distill", "extend"),
+    "stages": ("stages", "retain", "transfer", "distill", "extend"),
     "the run": ("seed", "heldout", "log", "checkpoint", "keep", "trackers", "progress"),
 }
 """Headings of the help, with the settings below each, or the words that their names begin with."""

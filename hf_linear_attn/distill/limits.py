@@ -21,15 +21,21 @@ COLUMNS = (
 """What columns may stand for."""
 
 LEAST: dict[str, float] = {
-    "block_tokens": 8, "rows": 1, "accumulation": 1, "calibration_batches": 0, "transfer_steps": 0, "distill_steps": 0,
-    "extend_steps": 0, "extend_factor": 1, "context_parallel": 1, "lora_rank": 1, "answer_weight": 0,
-    "rest_lr_share": 0, "weight_decay": 0, "max_grad_norm": 0, "heldout_rows": 0, "heldout_answers": 0, "log_every": 1,
-    "checkpoint_every": 1, "keep_checkpoints": 2, "seed": 0,
+    "block_tokens": 8, "rows": 1, "accumulation": 1, "calibration_batches": 0, "retain_steps": 0, "transfer_steps": 0,
+    "distill_steps": 0, "extend_steps": 0, "extend_factor": 1, "context_parallel": 1, "lora_rank": 1,
+    "answer_weight": 0, "rest_lr_share": 0, "weight_decay": 0, "max_grad_norm": 0, "heldout_rows": 0,
+    "heldout_answers": 0, "log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "seed": 0,
 }  # fmt: skip
 SHARES = (
     "softmax_budget", "recall_share", "recall_text", "recall_text_from", "ce_share", "embedding_share",
     "window_dropout", "warmup_share",
 )  # fmt: skip
+
+IDLE = {
+    "retain": "keys are kept by what is learned only where there are any, and retention='learned'",
+    "transfer": "a window alone has nothing to transfer",
+}
+"""Why a stage has nothing to train."""
 
 OF_LANGUAGE_MODELS: dict[str, tuple[Any, str]] = {
     "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
@@ -76,7 +82,7 @@ def _check_ranges(settings: Any) -> None:
     for name in SHARES:
         if not 0 <= getattr(settings, name) <= 1:
             raise ArgumentError(name, "lie in 0..1", getattr(settings, name), "It is a share.")
-    for name in ("map_lr", "distill_lr", "lr_factor", "extend_lr"):
+    for name in ("map_lr", "retain_lr", "distill_lr", "lr_factor", "extend_lr"):
         lr = getattr(settings, name)
         if lr is not None and not 0 < lr < math.inf:
             raise ArgumentError(name, "be positive and finite", lr, "Leave it out for the default.")
@@ -102,8 +108,7 @@ def _stages(settings: Any) -> list[str]:
     serving = [stage for stage in settings.stages if stage_class(stage).serves(settings)]
     idle = [stage for stage in settings.stages if stage not in serving]
     if idle and "stages" in settings.given:
-        rule = f"be without `{idle[0]}` where a window is alone"
-        raise ArgumentError("stages", rule, settings.stages, "Leave it out.")
+        raise ArgumentError("stages", f"be without `{idle[0]}`: {IDLE[idle[0]]}", settings.stages, "Leave it out.")
     return serving
 
 

@@ -38,6 +38,7 @@ from hf_linear_attn.distill.models import (
 from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.result import DistillResult
+from hf_linear_attn.distill.retention import start_scores
 from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_recall
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.sharding import is_sharded, shard, whole_state
@@ -229,6 +230,8 @@ def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Acceler
     if models.made and settings.calibration_batches and not settings.encoder:
         # A run that goes on from a checkpoint finds its gates there.
         start_gates(settings, student, data[0])
+    if models.made and "retain" in settings.stages:
+        start_scores(settings, student, data[0])
     return dtypes
 
 

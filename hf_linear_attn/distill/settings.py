@@ -74,8 +74,9 @@ class DistillationSettings:
             measurement, 0..1.
         softmax_by: How they are chosen: ``kl``, by how much restoring a layer lowers the KL from the teacher;
             ``recall``, by how much more converting it costs answers about what stands far back than it costs text.
-        stages: Stages in the order they run, ``transfer``, ``distill``, ``extend``, or some of them; a window alone has
-            nothing to transfer. Of an encoder ``transfer``, ``embed``.
+        stages: Stages in the order they run, ``retain``, ``transfer``, ``distill``, ``extend``, or some of them; only
+            where ``retention`` is ``learned`` is there something for ``retain``, and a window alone has nothing to
+            transfer. Of an encoder ``transfer``, ``embed``.
         dataset: Hub name, or path of a file or folder of them, compressed or not; several are mixed. None for the
             source text of Python's standard library.
         dataset_weights: How much is read of each dataset, as these numbers are to each other; None for as much of each.
@@ -105,6 +106,8 @@ class DistillationSettings:
         accumulation: Forwards per optimiser step.
         calibration_batches: Batches of ``rows``, of 2048 tokens at most, from which the gates of an update rule start,
             without training: see :func:`hf_linear_attn.distill.calibrate.calibrate`. 0 starts them alike.
+        retain_steps: Steps in which it is learned what to keep, where ``retention`` is ``learned``.
+        retain_lr: Its learning rate.
         transfer_steps: Steps of attention transfer.
         transfer_loss: ``output``: squared error of the heads' outputs over the softmax outputs' variance; ``weights``:
             cross-entropy of the linear attention weights against softmax's (quadratic in T).
@@ -180,7 +183,7 @@ class DistillationSettings:
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
     softmax_by: Literal["kl", "recall"] = "kl"
-    stages: list[str] = field(default_factory=lambda: ["transfer", "distill"])
+    stages: list[str] = field(default_factory=lambda: ["retain", "transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None
     dataset_config: list[str] | None = None
@@ -199,6 +202,8 @@ class DistillationSettings:
     rows: int = 4
     accumulation: int = 1
     calibration_batches: int = 0
+    retain_steps: int = 300
+    retain_lr: float = 3e-3
     transfer_steps: int = 100
     map_lr: float | None = None
     transfer_loss: Literal["output", "weights"] = "output"

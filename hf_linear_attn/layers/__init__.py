@@ -6,6 +6,7 @@ from hf_linear_attn.layers.attention import LinearAttention, Shard
 from hf_linear_attn.layers.call import Branch, Call
 from hf_linear_attn.layers.mixes import MIXES
 from hf_linear_attn.layers.registry import lookup
+from hf_linear_attn.layers.retention import RETENTIONS
 from hf_linear_attn.layers.rules import RULES, Sizes
 from hf_linear_attn.layers.state import Common, Slot, State
 
@@ -32,6 +33,7 @@ def check_parts(config: LinearAttentionConfig) -> None:
     mix, rule = lookup("mix", config.mix, MIXES), lookup("update_rule", config.update_rule, RULES)
     if not mix.has_far and config.window is None:
         raise ArgumentError("mix", "come with a window", config.mix, "Set window=.")
+    lookup("retention", config.retention, RETENTIONS)
     if config.kept and config.backend == "triton":
         remedy = "Use backend='auto', which reads the rest by kernels, or kept=0."
         raise ArgumentError("backend", "be another than 'triton' where keys are kept", config.backend, remedy)

@@ -15,6 +15,7 @@ from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import gone_before, positions_of
 from hf_linear_attn.layers.packing import packed
+from hf_linear_attn.layers.retention import RETENTIONS
 from hf_linear_attn.layers.rules import RULES, Gates, RuleCall, Sizes
 from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
@@ -30,6 +31,13 @@ class Shard(Protocol):
 
     def attend(self, layer: "LinearAttention", q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """Attend from the part's queries; arguments and result as of :meth:`LinearAttention.attend`."""
+
+
+def reads_plain_keys(config: LinearAttentionConfig) -> bool:
+    """Tell whether a layer of such settings has anything that can read keys with their rotation undone."""
+    if config.window is None or MIXES[config.mix].has_far:
+        return True
+    return bool(config.kept) and RETENTIONS[config.retention].reads_keys
 
 
 class LinearAttention(nn.Module):
@@ -55,9 +63,12 @@ class LinearAttention(nn.Module):
         self.rule = RULES[config.update_rule](config.eps, config.backend)
         self.mix = MIXES[config.mix](sizes, config.eps)
         self.window = None if config.window is None else Window(config.window, config.sinks)
-        self.kept = Kept(config.kept) if config.kept else None
-        self.undoes = rotated and config.rotary == "undo" and (self.window is None or self.mix.has_far)
-        """Whether the linear branch reads queries and keys with the rotation undone."""
+        self.undoes = rotated and config.rotary == "undo" and reads_plain_keys(config)
+        """Whether the linear branch, and what chooses kept keys, read queries and keys with the rotation undone."""
+        self.kept = None
+        if config.window is not None and config.kept:
+            retention = RETENTIONS[config.retention](sizes, config.window)
+            self.kept = Kept(config.kept, retention, turned=self.undoes and self.mix.has_far)
         self.layout: Layout | None = None
         """How the model rotates, for a caller with a rotation; found when it is first called."""
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
@@ -71,6 +82,10 @@ class LinearAttention(nn.Module):
         for part, start in starts.items():
             self.register_parameter(f"rule_{part}", nn.Parameter(start))
         self.learned_by_rule = tuple(starts)
+        starts = {} if self.kept is None else self.kept.retention.weights()
+        for part, start in starts.items():
+            self.register_parameter(f"retention_{part}", nn.Parameter(start))
+        self.learned_by_retention = tuple(starts)
         self.disabled: frozenset[Branch] = frozenset()
         self.shard: Shard | None = None
         """The part of the texts that calls read, where texts are split over ranks."""
@@ -95,7 +110,7 @@ class LinearAttention(nn.Module):
         if self.window is not None:
             slots |= self.window.slots(kv_heads, head_dim, value_dim, turned=self.undoes) | self.mix.slots(copies)
         if self.kept is not None:
-            slots |= self.kept.slots(kv_heads, head_dim, value_dim, turned=self.undoes)
+            slots |= self.kept.slots(value_dim)
         return slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
@@ -195,6 +210,10 @@ class LinearAttention(nn.Module):
         """Return what the rule has learned, by its names."""
         return {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule}
 
+    def retention_weights(self) -> dict[str, Tensor]:
+        """Return what the choice of kept keys has learned, by its names."""
+        return {part: getattr(self, f"retention_{part}") for part in self.learned_by_retention}
+
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
         return self.rule.gates(k, v, self.rule_weights()) if self.learned_by_rule else None
@@ -240,8 +259,8 @@ class LinearAttention(nn.Module):
         if kept is None or window is None or tokens is None or positions is None:
             return piece
         number = None if piece.number is None else (piece.number - kept.size).clamp(min=0)
-        count, backend = piece.q.shape[2], self.settings.backend
-        beyond = kept.open(tokens, positions, count, window.size, before, held, backend)
+        count, backend, weights = piece.q.shape[2], self.settings.backend, self.retention_weights()
+        beyond = kept.open(tokens, positions, count, before, held, weights, backend)
         return piece._replace(number=number, beyond=beyond)
 
     def read(self, piece: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:

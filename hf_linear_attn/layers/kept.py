@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linear_attn.layers.retention import Retention
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.layers.window import Tokens
-from hf_linear_attn.ops.kept import Choice, Entering, choose_kept
+from hf_linear_attn.ops.kept import AGES, Choice, Entering, choose_kept
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE, KeptKeys
 
@@ -42,6 +43,7 @@ class Beyond(NamedTuple):
         positions: Numbers in their texts ``[B, HKV, C + T]`` int64.
         number: Keys that had left it before ``[B]`` int64.
         choice: Which are kept.
+        scores: Of all, where the rule compares scores ``[B, HKV, C + T, 6]``; None where it compares values.
         turns: By which they are turned ``[B, HKV, C + T, R]``; None where nobody turns them back.
         rotation: How; None likewise.
     """
@@ -52,6 +54,7 @@ class Beyond(NamedTuple):
     positions: Tensor
     number: Tensor
     choice: Choice
+    scores: Tensor | None
     turns: Tensor | None
     rotation: Rotation | None
 
@@ -83,7 +86,11 @@ class Beyond(NamedTuple):
         """Return the tensors of a state after the call."""
         held = self.choice.held
         found = {"kept_k": _taken(self.k.detach(), held), "kept_v": _taken(self.v.detach(), held)}
-        found |= {"kept_nearest": self.choice.nearest, "kept_at": self.choice.at}
+        found["kept_at"] = self.choice.at
+        if self.scores is None:
+            found["kept_nearest"] = self.choice.nearest
+        else:
+            found["kept_scores"] = _taken(self.scores, held)
         if self.turns is not None:
             turns = _taken(self.turns, held)
             found["kept_turns"] = F.pad(turns, (0, head_dim - turns.shape[3]))
@@ -91,35 +98,39 @@ class Beyond(NamedTuple):
 
 
 class Kept:
-    """Where keys lie that are kept beyond the window; :func:`choose_kept` says which.
+    """Where keys lie that are kept beyond the window.
 
     Args:
         size: C, keys of each key head; >= 1.
+        retention: The rule that chooses them.
+        turned: Whether a linear branch reads those that go with their rotation undone, so that angles are kept too.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, retention: Retention, *, turned: bool) -> None:
+        self.size, self.retention, self.turned = size, retention, turned
 
-    def slots(self, kv_heads: int, head_dim: int, value_dim: int, *, turned: bool = False) -> dict[str, Slot]:
-        """Describe the tensors, with the angles by which keys are turned, if need be."""
+    def slots(self, value_dim: int) -> dict[str, Slot]:
+        """Describe the tensors."""
+        head_dim, _, kv_heads, *_ = self.retention.sizes
         found = {
             "kept_k": Slot((kv_heads, self.size, head_dim), "token"),
             "kept_v": Slot((kv_heads, self.size, value_dim), "token"),
-            "kept_nearest": Slot((kv_heads, self.size), torch.float32),
             "kept_at": Slot((kv_heads, self.size), torch.int64),
         }
-        if turned:
+        if self.turned:
             found["kept_turns"] = Slot((kv_heads, self.size, head_dim), "token")
-        return found
+        if self.retention.scores:
+            return found | {"kept_scores": Slot((kv_heads, self.size, AGES))}
+        return found | {"kept_nearest": Slot((kv_heads, self.size), torch.float32)}
 
     def open(
         self,
         tokens: Tokens,
         positions: Tensor,
         count: int,
-        window: int,
         number: Tensor,
         held: Mapping[str, Tensor] | None,
+        weights: Mapping[str, Tensor],
         backend: str,
     ) -> Beyond:
         """Choose among the keys that leave the window in a call, and those that were kept before.
@@ -128,32 +139,38 @@ class Kept:
             tokens: The keys of the window and of the call.
             positions: Their numbers in their texts ``[B, P + T]``.
             count: T.
-            window: W.
             number: Keys that had left the window before ``[B]`` int64.
             held: What :meth:`Beyond.close` returned after the call before; None where nothing was read.
+            weights: What the rule has learned.
             backend: As in :func:`linear_attention`.
         """
-        batch, heads, _, head_dim = tokens.k.shape
+        batch, heads = tokens.k.shape[:2]
         # At query t leaves what came a window before it.
-        lead = min(max(window + count - tokens.k.shape[2], 0), count)
+        lead = min(max(self.retention.window + count - tokens.k.shape[2], 0), count)
+        leaving = count - lead
 
         def entering(x: Tensor) -> Tensor:
-            x = x[..., : count - lead, :]
+            x = x[..., :leaving, :]
             return F.pad(x, (0, 0, lead, 0)) if lead else x
 
         enters, where = (entering(x[..., None])[..., 0] for x in (tokens.counted(), positions))
         if held is None:
-            slots = self.slots(heads, head_dim, tokens.v.shape[3])
-            held = {name: slot.zeros(batch, tokens.k) for name, slot in slots.items()}
+            held = {name: slot.zeros(batch, tokens.k) for name, slot in self.slots(tokens.v.shape[3]).items()}
         k, v = (torch.cat([held[name], entering(x)], 2) for name, x in (("kept_k", tokens.k), ("kept_v", tokens.v)))
-        asked = Entering(v, enters, where, number, held["kept_nearest"], held["kept_at"])
+        rule, scores = self.retention, None
+        nearest = held.get("kept_nearest", held["kept_k"].new_empty(batch, heads, 0, dtype=torch.float32))
+        asked = Entering(v, enters, where, number, nearest, held["kept_at"])
+        if rule.scores:
+            with torch.no_grad():
+                scores = torch.cat([held["kept_scores"], entering(rule.score(tokens, leaving, weights, backend))], 2)
+            asked = asked._replace(compared=scores, window=rule.window)
         turns = None
-        if tokens.rotation is not None:
+        if self.turned and tokens.rotation is not None:
             new = entering(tokens.rotation.turns.expand(batch, -1, -1))[:, None].expand(-1, heads, -1, -1)
             old = held.get("kept_turns", new.new_zeros(batch, heads, self.size, new.shape[3]))[..., : new.shape[3]]
             turns = torch.cat([old, new.to(old.dtype)], 2)
         where = torch.cat([held["kept_at"], where[:, None].expand(-1, heads, -1)], 2)
-        return Beyond(k, v, enters, where, number, choose_kept(asked, backend), turns, tokens.rotation)
+        return Beyond(k, v, enters, where, number, choose_kept(asked, backend), scores, turns, tokens.rotation)
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:

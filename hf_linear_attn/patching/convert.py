@@ -17,6 +17,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, first_line
 from hf_linear_attn.feature_maps import feature_map_class
 from hf_linear_attn.layers import LinearAttention, check_parts
+from hf_linear_attn.layers.attention import reads_plain_keys
 from hf_linear_attn.layers.rules import RULES
 from hf_linear_attn.ops.dispatch import check_backend
 from hf_linear_attn.patching.discover import (
@@ -55,6 +56,7 @@ def patch_model(
     window: int | None = None,
     sinks: int = 0,
     kept: int = 0,
+    retention: str = "redundancy",
     mix: str = "key",
     update_rule: str = "additive",
     rotary: str = "keep",
@@ -79,6 +81,7 @@ def patch_model(
         window: Attend exactly to the last ``window`` tokens, >= 1; None for linear attention throughout.
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
         kept: Attend exactly, too, to so many keys of each key head that have left the window; needs one.
+        retention: Which of those goes when another comes, ``"redundancy"`` or ``"learned"``, see there.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
         rotary: Whether the linear branch reads queries and keys rotated by their positions, ``"keep"``, or with the
@@ -119,6 +122,7 @@ def patch_model(
         window=window,
         sinks=sinks,
         kept=kept,
+        retention=retention,
         mix=mix,
         update_rule=update_rule,
         rotary=rotary,
@@ -183,7 +187,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
 def _with_known_rotation(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice) -> ModelT:
     """Patch a model with its rotation undone where that is known, beside a window, which knows positions; else kept."""
     keep, undo = replace(config, rotary="keep"), replace(config, rotary="undo")
-    if config.window is None or config.mix == "window":
+    if config.window is None or not reads_plain_keys(config):
         return apply_config(model, keep, layers)
     try:
         chosen = choose_layers(model, config.layers if layers is None else layers)

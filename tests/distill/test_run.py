@@ -462,7 +462,7 @@ def test_a_window_alone_skips_transfer(settings, teacher, tokenizer, data):
     assert {record["stage"] for record in result.history} == {"distill"}
     student = patch_model(copy.deepcopy(teacher), window=4, sinks=1, mix="window")
     assert go(settings, teacher, tokenizer, data, student=student).settings.stages == ["distill"]
-    with pytest.raises(ArgumentError, match="`stages` must be without `transfer` where a window is alone"):
+    with pytest.raises(ArgumentError, match="`stages` must be without `transfer`: a window alone"):
         go(settings.with_changes(stages=["transfer", "distill"]), teacher, tokenizer, data, student=student)
 
 

@@ -90,13 +90,13 @@ def test_every_setting_is_described_in_the_help():
         ({"trainable": "some"}, r"`trainable` must be a known choice, got 'some'. .* available: full, lora."),
         (
             {"stages": ["distill", "transfer"]},
-            r"`stages` must be some of transfer, distill, extend, embed, in that order",
+            r"`stages` must be some of retain, transfer, distill, extend, embed, in that order",
         ),
         ({"stages": []}, r"`stages` must be some of"),
         ({"feature_map_options": "[1]"}, r"`feature_map_options` must be a JSON object, got '\[1\]'"),
         (
             {"mix": "window", "stages": ["transfer", "distill"]},
-            r"`stages` must be without `transfer` where a window is a",
+            r"`stages` must be without `transfer`: a window alone",
         ),
         ({"window": 0}, r"`window` must be at least 1 token, or None, got 0"),
     ],

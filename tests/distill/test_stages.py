@@ -204,7 +204,7 @@ def test_a_new_stage_is_one_new_file(teacher, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_STAGES", dict(registry._STAGES))
     monkeypatch.setattr(stages, "__path__", [*stages.__path__, str(tmp_path / "stage")])
     stages.discover()
-    assert available_stages() == ("transfer", "polish", "distill", "extend", "embed")
+    assert available_stages() == ("retain", "transfer", "polish", "distill", "extend", "embed")
     teacher.save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
     (tmp_path / "texts.txt").write_text("a text to read " * 200)

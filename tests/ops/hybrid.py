@@ -32,6 +32,7 @@ class Shape:
     window: int = 5
     sinks: int = 2
     kept: int = 0
+    retention: str = "redundancy"
     turned: int = 0
     layout: Layout = HALF
     factor: float = 1.0
@@ -45,6 +46,7 @@ SHAPES = (
     Shape(HKV=1, window=40, sinks=3),
     Shape(kept=4, window=3, sinks=1, turned=8),
     Shape(H=2, D=6, V=5, kept=2, window=5, sinks=0),
+    Shape(kept=3, window=4, sinks=1, turned=6, retention="learned"),
 )
 """Groups of all kinds, a window of the query alone, sinks beyond the window, a window longer than the text, kept keys,
 of which none are left or all are at the text's end."""
@@ -77,6 +79,7 @@ class Spec:
         """Return the layer, the same one for every backend, with weights that are not where they start."""
         s = self.shape
         window = {} if self.mix is None else {"window": s.window, "sinks": s.sinks, "kept": s.kept, "mix": self.mix}
+        window |= {"retention": s.retention} if self.mix else {}
         config = LinearAttentionConfig(
             feature_map=self.feature_map, feature_map_options=OPTIONS.get(self.feature_map, {}), backend=backend,
             update_rule=self.rule, rotary="undo" if s.turned else "keep", **window,
@@ -162,6 +165,8 @@ def params_of(layer: LinearAttention) -> HybridParams:
         gate_weights=gates,
         rule_weights={name: x for name, x in learned.items() if name not in gates},
         mix=settings.mix,
+        retention=settings.retention,
+        retention_weights=layer.retention_weights(),
         mix_weights=layer.weights(),
         scaling=layer.sizes.scaling,
         eps=settings.eps,

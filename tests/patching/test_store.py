@@ -21,6 +21,7 @@ SETTINGS = {
     "plain": {"feature_map": "elu"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
+    "learned": {"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
     "mixed": {"feature_map": "elu", "window": 5, "layers": [1]},
 }
 BLOCK = 4

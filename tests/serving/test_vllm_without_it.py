@@ -48,6 +48,7 @@ def test_versions():
         {"window": 5, "mix": "gate", "feature_map": "hedgehog"},
         {"window": 8, "rotary": "undo"},
         {"window": 8, "kept": 3, "rotary": "undo"},
+        {"window": 8, "kept": 3, "retention": "learned", "mix": "window"},
     ],
 )
 def test_tensors_of_all_pages_are_aligned(settings, dtype):

@@ -103,11 +103,12 @@ class Stage(ABC):
         """Return parameter groups with ``params`` and their peak ``lr``."""
 
     def map_groups(self) -> list[Group]:
-        """Return the groups of feature maps and mixing weights."""
-        return [
-            {"params": list(part.parameters()), "lr": self.settings.map_learning_rate(part.sizes.head_dim)}
-            for part in linear_attention_parts(self.student)
-        ]
+        """Return the groups of feature maps and mixing weights; scores of kept keys have a stage of their own."""
+        groups = []
+        for part in linear_attention_parts(self.student):
+            params = [p for name, p in part.named_parameters() if not name.startswith("retention_")]
+            groups.append({"params": params, "lr": self.settings.map_learning_rate(part.sizes.head_dim)})
+        return groups
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - most stages have nothing to prepare
         """Prepare a step; whatever is random depends on the seed and the step alone."""

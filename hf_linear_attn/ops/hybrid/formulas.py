@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from hf_linear_attn.ops.delta_rule.reference import unit
-from hf_linear_attn.ops.hybrid.problem import Kept, Key, Sums
+from hf_linear_attn.ops.hybrid.problem import HybridParams, Kept, Key, Sums
 from hf_linear_attn.ops.linear_attention.reference import guarded
 
 Weights = Mapping[str, Tensor]
@@ -105,17 +105,38 @@ def distance(x: Tensor, y: Tensor) -> float:
     return found if 1024 * found >= float(x @ x + y @ y) else 0.0
 
 
-def keep(kept: list[Kept], key: Key, most: int) -> tuple[list[Kept], Key | None]:
-    """Keep a key that leaves the window.
+def by_redundancy(kept: list[Kept], key: Key, after: list[Key | None], params: HybridParams) -> list[Kept]:
+    """Score by the least distance of a value to that of any key that has left the window later."""
+    return [Kept(x.key, min(x.score, distance(x.key.v, key.v))) for x in kept] + [Kept(key, math.inf)]
+
+
+def by_learned(kept: list[Kept], key: Key, after: list[Key | None], params: HybridParams) -> list[Kept]:
+    """Score by what a net says of a key, and of the mean of the next ones, at its age in doublings of the window."""
+    w, window = params.retention_weights, params.geometry.lag
+    ahead = min(16, window)
+    mean = sum((x.said for x in after[:ahead] if x is not None), torch.zeros_like(key.said)) / ahead
+    x = (torch.cat([key.said, mean]) - w["mean"]) / w["deviation"]
+    scores = silu(x @ w["in"] + w["in_bias"]) @ w["out"] + w["bias"]
+    found = []
+    for old in [*kept, Kept(key, 0, scores.tolist())]:
+        point = min(math.log2((key.number - old.key.number + window) / window), 5)
+        low = min(int(point), 4)
+        score = old.scores[low] + (point - low) * (old.scores[low + 1] - old.scores[low])
+        found.append(old._replace(score=score))
+    return found
+
+
+def keep(kept: list[Kept], key: Key, after: list[Key | None], params: HybridParams) -> tuple[list[Kept], Key | None]:
+    """Keep a key that leaves the window, behind which those in ``after`` lie, None for padding.
 
     Returns:
-        What is kept then, and the key that goes where there would be more than ``most``: the one whose value a later
-        key's has come closest to, the oldest of several.
+        What is kept then, and the key that goes where there would be too many: that of the least score, the oldest of
+        several.
     """
-    kept = [Kept(old.key, min(old.nearest, distance(old.key.v, key.v))) for old in kept] + [Kept(key, math.inf)]
-    if len(kept) <= most:
+    kept = RETENTIONS[params.retention](kept, key, after, params)
+    if len(kept) <= params.geometry.kept:
         return kept, None
-    gone = min(kept, key=lambda x: x.nearest)
+    gone = min(kept, key=lambda x: x.score)
     return [x for x in kept if x is not gone], gone.key
 
 
@@ -140,3 +161,9 @@ MIXES: dict[str, Callable[[Query, Weights], Tensor]] = {
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"decay": lambda x: (-softplus(x)).exp(), "beta": torch.sigmoid}
 """What becomes of a key's score ``b + u.k + w.v``: what the key leaves of the state, and how much it replaces."""
+
+RETENTIONS: dict[str, Callable[[list[Kept], Key, list[Key | None], HybridParams], list[Kept]]] = {
+    "redundancy": by_redundancy,
+    "learned": by_learned,
+}
+"""How kept keys are scored when another comes, that one last."""

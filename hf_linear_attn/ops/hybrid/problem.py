@@ -1,6 +1,6 @@
 """What a layer with a window is asked to compute: named records, built by keyword."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -79,6 +79,9 @@ class HybridParams:
         rule_weights: What else it has learned, ``[H, ...]`` by name: the ``scale``.
         mix: Name of the mixing rule; it is read where there is a window.
         mix_weights: What it has learned, ``[H, ...]`` by name.
+        retention: Name of the rule that chooses kept keys.
+        retention_weights: What it has learned, ``[HKV, ...]`` by name: ``in``, ``in_bias``, ``out`` and ``bias``; and
+            ``mean`` and ``deviation [I]``.
         scaling: Factor on ``q.k`` in the softmax.
         eps: Added to normalisers, away from 0.
     """
@@ -90,15 +93,18 @@ class HybridParams:
     rule_weights: Mapping[str, Tensor] = field(default_factory=dict)
     mix: str = "key"
     mix_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    retention: str = "redundancy"
+    retention_weights: Mapping[str, Tensor] = field(default_factory=dict)
     scaling: float
     eps: float = 1e-6
 
-    def of_group(self, heads: slice) -> "HybridParams":
-        """Return what some query heads have learned, in float64."""
+    def of_group(self, head: int, heads: slice) -> "HybridParams":
+        """Return what a key head and its query heads have learned, in float64."""
         of_rule, of_mix = (
             {name: x[heads].double() for name, x in w.items()} for w in (self.rule_weights, self.mix_weights)
         )
-        return replace(self, rule_weights=of_rule, mix_weights=of_mix)
+        of_head = {name: (x if x.ndim == 1 else x[head]).double() for name, x in self.retention_weights.items()}
+        return replace(self, rule_weights=of_rule, mix_weights=of_mix, retention_weights=of_head)
 
 
 class Key(NamedTuple):
@@ -108,12 +114,16 @@ class Key(NamedTuple):
         k: Its key ``[D]``, as the model gives it.
         v: Its value ``[V]``.
         phi: Features of the key as the linear branch reads it ``[F]``.
+        said: Keys, as the linear branch reads them, and values of all key heads ``[HKV (D + V)]``.
+        number: Its number in its text.
         gates: What it does to the state when it is folded, scalars by name: ``decay``, ``beta``.
     """
 
     k: Tensor
     v: Tensor
     phi: Tensor
+    said: Tensor
+    number: int
     gates: Mapping[str, Tensor]
 
 
@@ -122,11 +132,13 @@ class Kept(NamedTuple):
 
     Attributes:
         key: The key.
-        nearest: The least distance of its value to that of any key that has left the window after it.
+        score: What the one that goes has least of.
+        scores: What a rule that is learned says of it at 6 ages.
     """
 
     key: Key
-    nearest: float
+    score: float
+    scores: Sequence[float] = ()
 
 
 @dataclass(kw_only=True)

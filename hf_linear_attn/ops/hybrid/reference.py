@@ -26,7 +26,7 @@ def step(head: HeadState, key: Key | None, params: HybridParams) -> None:
     head.ring.append(key)
     gone = head.ring.pop(0) if len(head.ring) > params.geometry.lag else None
     if gone is not None and params.geometry.kept:
-        head.kept, gone = keep(head.kept, gone, params.geometry.kept)
+        head.kept, gone = keep(head.kept, gone, head.ring, params)
     if gone is not None:
         head.sums = fold(head.sums, gone)
         head.key_sum, head.number = head.key_sum + gone.k, head.number + 1
@@ -98,20 +98,21 @@ def hybrid_reference(
     plain_q, plain_k = unrotated(q, tokens.rotation), unrotated(k, tokens.rotation)
     phi_q, phi_k = (params.feature_map(x, side, positions) for x, side in ((plain_q, "q"), (plain_k, "k")))
     gates, size = gates_of(plain_k, v, params), q.shape[1] // kv_heads
+    said = torch.cat([plain_k, v], 3).transpose(1, 2).flatten(2)
     o, heads = q.new_zeros(*q.shape[:3], value_dim), []
     for b, row in enumerate(before.heads):
         heads.append([replace(head, sinks=[*head.sinks], ring=[*head.ring], kept=[*head.kept]) for head in row])
         for g, head in enumerate(heads[b]):
             group = slice(g * size, (g + 1) * size)
-            of_group = params.of_group(group)
+            of_group = params.of_group(g, group)
             of_token = [{name: x[b, g, t] for name, x in gates.items()} for t in range(count)]
-            each = zip(real[b], k[b, g], v[b, g], phi_k[b, g], of_token, strict=True)
+            each = zip(real[b], k[b, g], v[b, g], phi_k[b, g], said[b], positions[b].tolist(), of_token, strict=True)
             keys = [Key(*of_key) if is_real else None for is_real, *of_key in each]
             for key in [] if params.geometry.causal else keys:
-                step(head, key, params)
+                step(head, key, of_group)
             for t, key in enumerate(keys):
                 if params.geometry.causal:
-                    step(head, key, params)
+                    step(head, key, of_group)
                 if key is not None:
                     o[b, group, t] = attend(head, q[b, group, t], phi_q[b, group, t], of_group)
     seen = [n + int(row.sum()) for n, row in zip(before.seen, real, strict=True)]

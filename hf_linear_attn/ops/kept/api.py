@@ -13,25 +13,26 @@ from hf_linear_attn.tracing import is_transformed
 def choose_kept(call: Entering, backend: str = "auto") -> Choice:
     """Choose the keys that are kept where there is room for C of those that leave a window.
 
-    A key that leaves the window is kept. Where there would be more than C, the key goes whose value a later key's has
-    come closest to, of several the oldest. So a query, or how a text is cut into calls, has no say in it. What is
-    computed is said by :func:`hf_linear_attn.ops.hybrid.hybrid_reference`.
+    A key that leaves the window is kept. Where there would be more than C, one goes: the one whose value a later key's
+    has come closest to, though not the one that comes; or, where keys have scores, the one with the least score for its
+    age. Of several the oldest goes. So a query, or how a text is cut into calls, has no say in it. What is computed is
+    said by :func:`hf_linear_attn.ops.hybrid.hybrid_reference`.
 
     Args:
         call: The keys.
-        backend: As in :func:`linear_attention`. A loop chooses on a CPU, of values in fp32 or less, and else PyTorch.
+        backend: As in :func:`linear_attention`. A loop chooses on a CPU, of what is fp32 or less, and else PyTorch.
 
     Returns:
         The choice, which has no gradients.
     """
-    call = call._replace(v=call.v.detach())
+    call = call._replace(compared=call.compared.detach())
     if torch.compiler.is_compiling():
         return Choice(*choose_op(*call, backend))
     return _choose(call, backend)
 
 
 def _choose(call: Entering, backend: str) -> Choice:
-    if wants_loops(backend, call.v.device) and call.v.dtype != torch.float64 and not is_transformed():
+    if wants_loops(backend, call.compared.device) and call.compared.dtype != torch.float64 and not is_transformed():
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.kept.numba import choose_numba
 
@@ -41,15 +42,30 @@ def _choose(call: Entering, backend: str) -> Choice:
 
 @torch.library.custom_op("hf_linear_attn::choose_kept", mutates_args=())
 def choose_op(
-    v: Tensor, enters: Tensor, positions: Tensor, number: Tensor, nearest: Tensor, at: Tensor, backend: str
+    compared: Tensor,
+    enters: Tensor,
+    positions: Tensor,
+    number: Tensor,
+    nearest: Tensor,
+    at: Tensor,
+    window: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Choose, token by token, what would be a graph as long as the text."""
-    return tuple(x.clone() for x in _choose(Entering(v, enters, positions, number, nearest, at), backend))  # type: ignore[return-value]
+    call = Entering(compared, enters, positions, number, nearest, at, window)
+    return tuple(x.clone() for x in _choose(call, backend))  # type: ignore[return-value]
 
 
 @choose_op.register_fake
 def _(
-    v: Tensor, enters: Tensor, positions: Tensor, number: Tensor, nearest: Tensor, at: Tensor, backend: str
+    compared: Tensor,
+    enters: Tensor,
+    positions: Tensor,
+    number: Tensor,
+    nearest: Tensor,
+    at: Tensor,
+    window: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slot = at.new_empty(*at.shape[:2], enters.shape[1])
     return slot, torch.empty_like(slot), torch.empty_like(at), torch.empty_like(nearest), torch.empty_like(at)

@@ -1,0 +1,165 @@
+"""What softmax attention will want of a key once it has left the window: what scores of kept keys are learned from."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_linear_attn.distill.data import Data
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
+from hf_linear_attn.distill.registry import stage_class
+from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
+from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers.retention.learned import Learned
+from hf_linear_attn.layers.window import Tokens
+from hf_linear_attn.ops.kept import at_age
+
+TIMES = 16
+"""Moments of a text, evenly spaced, at which keys are ranked by the attention that is still to come."""
+
+
+LOOKS = 4
+"""Steps on whose texts it is measured what is usual."""
+
+
+class Text(NamedTuple):
+    """What one layer sees of one text.
+
+    Attributes:
+        q: ``[H, T, D]``.
+        k: ``[HKV, T, D]``.
+        inputs: What scores are made of ``[T - W, I]``: of all keys that leave the window before the last query.
+    """
+
+    q: Tensor
+    k: Tensor
+    inputs: Tensor
+
+
+def learners(model: nn.Module) -> dict[LinearAttention, Learned]:
+    """Return the layers of a model that learn what to keep, with their rules."""
+    found = {}
+    for part in linear_attention_parts(model):
+        if part.kept is not None and isinstance(part.kept.retention, Learned):
+            found[part] = part.kept.retention
+    return found
+
+
+def least_tokens(part: LinearAttention, rule: Learned) -> int:
+    """Return the tokens of the shortest text of which keys are ranked, of whose last quarter none are."""
+    return -(-4 * (rule.window + part.settings.sinks + TIMES) // 3)
+
+
+def texts_of(part: LinearAttention, rule: Learned, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Text]:
+    """Take the texts of a call apart, of rows or packed, without padding; those too short are left out.
+
+    Args:
+        part: The layer.
+        rule: Its rule.
+        q: ``[B, H, T, D]``.
+        k: ``[B, HKV, T, D]``.
+        v: ``[B, HKV, T, V]``.
+        call: What belongs to the call.
+    """
+    bounds = [0, q.shape[2]] if call.cu_seqlens is None else call.cu_seqlens.tolist()
+    for b, (start, end) in ((b, piece) for b in range(len(q)) for piece in pairwise(bounds)):
+        index = torch.arange(start, end, device=q.device)
+        if call.key_mask is not None:
+            index = index[call.key_mask[b, start:end]]
+        count = len(index) - rule.window - part.settings.sinks
+        if len(index) < least_tokens(part, rule):
+            continue
+        rotation = None
+        if part.undoes and call.rotation is not None:
+            row = call.rotation.row(b)
+            rotation = row.of_others(row.turns[:, index[part.settings.sinks :]])
+        own_q, own_k, own_v = (x[b, :, index] for x in (q, k, v))
+        left = slice(part.settings.sinks, None)
+        tokens = Tokens(own_k[None, :, left], own_v[None, :, left], None, None, rotation)
+        yield Text(own_q, own_k, rule.inputs(tokens, count, part.settings.backend)[0])
+
+
+def attention_to_come(text: Text, keys: Tensor, times: Sequence[int], scaling: float) -> Tensor:
+    """Return the most attention that any query from a moment on pays to a key, ``[HKV, n, times]`` fp32.
+
+    Args:
+        text: The text.
+        keys: Numbers of n keys in it.
+        times: Numbers of queries, rising.
+        scaling: Factor on ``q.k``.
+    """
+    heads, count, _ = text.k.shape
+    q, k = torch.unflatten(text.q.float(), 0, (heads, -1)), text.k.float()
+    found = []
+    for start, end in pairwise([*times, count]):
+        query = torch.arange(start, end, device=k.device)[:, None]
+        scores = scaling * q[:, :, start:end] @ k[:, None, :end].mT
+        scores = scores.masked_fill(query < torch.arange(end, device=k.device), -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        asked = scores[..., keys.clamp(max=end - 1)].masked_fill(query < keys, -torch.inf)
+        found.append((asked - total).exp().amax((1, 2)))
+    return torch.stack(found, -1).flip(-1).cummax(-1).values.flip(-1)
+
+
+def ranking_loss(scores: Tensor, targets: Tensor, keys: Tensor, times: Tensor, window: int) -> Tensor:
+    """Return how far the order of scores is from that of the attention to come, a mean over heads and moments.
+
+    At each moment: the cross-entropy between the softmax of all keys' scores for their ages and the square roots of
+    their targets, divided by their sum.
+
+    Args:
+        scores: ``[HKV, n, 6]``.
+        targets: ``[HKV, n, times]``.
+        keys: Their numbers in the text ``[n]``.
+        times: Numbers of queries.
+        window: W: younger keys are not ranked.
+    """
+    age = times - keys[:, None]
+    ranked = (age >= window).expand_as(targets)
+    at = at_age(scores[:, :, None].expand(-1, -1, len(times), -1), age.expand_as(targets), window)
+    logits = at.masked_fill(~ranked, -torch.inf).log_softmax(1).masked_fill(~ranked, 0)
+    roots = targets.sqrt().masked_fill(~ranked, 0)
+    return -(roots / roots.sum(1, keepdim=True).clamp(min=1e-20) * logits).sum(1).mean()
+
+
+@torch.no_grad()
+def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -> None:
+    """Set the usual mean and deviation of what scores are made of, from the first texts of the stage ``retain``.
+
+    Args:
+        settings: The settings.
+        model: A merely patched model; its rules' own are set, each layer being fed the teacher's hidden states.
+        data: The texts.
+
+    Raises:
+        ArgumentError: If they are too short.
+    """
+    step = stage_class("retain").sequences(settings, 0, settings.rows)
+    device = next(model.parameters()).device
+    rules = learners(model)
+    found: dict[LinearAttention, list[Tensor]] = {}
+
+    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if part in rules:
+            found.setdefault(part, []).extend(text.inputs for text in texts_of(part, rules[part], q, k, v, call))
+        return softmax_output(part, q, k, v, call)
+
+    predictor = Predictor(model)
+    with instead_of_forward(linear_attention_parts(model), compute):
+        for start in range(0, LOOKS * len(step.numbers), step.at_once):
+            predictor.states(data.batch(range(start, start + step.at_once), step.length).to(device))
+    for part, rule in rules.items():
+        inputs = found.get(part)
+        if not inputs:
+            wanted = f"give `retain` texts of {least_tokens(part, rule)} tokens"
+            remedy = "Raise it or `length_factors`, or leave the stage `retain` out."
+            raise ArgumentError("block_tokens", wanted, "shorter ones", remedy)
+        deviation, mean = torch.std_mean(torch.cat(inputs), 0)
+        weights = part.retention_weights()
+        weights["mean"].copy_(mean)
+        # What hardly changes says nothing.
+        weights["deviation"].copy_(deviation + 0.01 * deviation.mean())
