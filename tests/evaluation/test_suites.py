@@ -176,7 +176,14 @@ def test_a_file_that_brings_no_suite_is_refused(registry, text, message, tmp_pat
 
 
 def test_every_suite_says_what_its_settings_are():
-    assert [one.name for one in suite.suites()] == ["retrieval", "perplexity", "latency", "embedding", "lm-eval"]
+    assert [one.name for one in suite.suites()] == [
+        "retrieval",
+        "perplexity",
+        "latency",
+        "drafts",
+        "embedding",
+        "lm-eval",
+    ]
     for one in suite.suites():
         assert EvaluationSettings().of(one.Settings)
         assert one.__doc__
