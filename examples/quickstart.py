@@ -45,6 +45,7 @@ class Arguments:
         sinks: First tokens that are attended to exactly.
         transfer_steps: Steps of attention transfer.
         distill_steps: Steps of logit distillation.
+        retain_steps: Steps in which a baseline with kept keys learns which to keep.
         rows: Sequences of that length per step; longer ones are fewer.
         block_tokens: Tokens of the shortest sequences.
         lengths: Context lengths to evaluate.
@@ -61,6 +62,7 @@ class Arguments:
     sinks: int = RECOMMENDED.sinks
     transfer_steps: int = 60
     distill_steps: int = 260
+    retain_steps: int = 100
     rows: int = 4
     block_tokens: int = 512
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
@@ -95,34 +97,42 @@ def main() -> None:
 
 
 def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Run the three steps: distil, distil the baseline, evaluate; return the results."""
+    """Distil, train the baselines and evaluate; return the results."""
+    common: dict[str, Any] = {
+        "model": arguments.model,
+        "sinks": arguments.sinks,
+        "block_tokens": arguments.block_tokens,
+        "rows": arguments.rows,
+        "seed": arguments.seed,
+        # The evaluation has both write their answers.
+        "heldout_answers": 0,
+    }
     settings = DistillationSettings(
+        **common,
         feature_map=arguments.feature_map,
         window=arguments.window,
-        sinks=arguments.sinks,
-        model=arguments.model,
-        block_tokens=arguments.block_tokens,
-        rows=arguments.rows,
         transfer_steps=arguments.transfer_steps,
         distill_steps=arguments.distill_steps,
         heldout_rows=16,
-        # The evaluation has both write their answers.
-        heldout_answers=0,
-        seed=arguments.seed,
     )
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
     patched = settings.convert(copy.deepcopy(teacher))
     evaluation = evaluation_settings(arguments, folder)
     check_evaluation(evaluation, model=patched, tokenizer=tokenizer, teacher=teacher)
+    # It keeps as many keys as its window has tokens: what the smaller window leaves of the same bytes.
+    kept = arguments.window or RECOMMENDED.window
+    keeping = DistillationSettings.from_preset(
+        "kept_keys", **common, window=kept, kept=kept, retain_steps=arguments.retain_steps, heldout_rows=0
+    )
     data = load_data(settings, tokenizer)
 
-    print("1/3 Distilling the linear-attention student", flush=True)
+    print("1/4 Distilling the linear-attention student", flush=True)
     distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer, data=data)
     student, measured = distilled.student, distilled.metrics["student"]
 
     window = equal_cache_window(patched)
-    print(f"2/3 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
+    print(f"2/4 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
     # It has no feature maps to transfer; so many tokens more go into its distillation.
     steps = arguments.transfer_steps + arguments.distill_steps
     local = settings.with_changes(
@@ -130,13 +140,21 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     )
     baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
 
-    print("3/3 Evaluating all of them beside the teacher", flush=True)
+    print(f"3/4 Learning which {kept} keys to keep beyond a window, with every weight as it was", flush=True)
+    data = load_data(keeping, tokenizer)
+    keeper = distill(keeping, teacher=teacher, tokenizer=tokenizer, data=data).student
+
+    print("4/4 Evaluating all of them beside the teacher", flush=True)
     results = evaluate(
         evaluation,
         model=student,
         tokenizer=tokenizer,
         teacher=teacher,
-        baselines={"merely patched": patched, f"window {window} alone": baseline},
+        baselines={
+            "merely patched": patched,
+            f"window {window} alone": baseline,
+            f"window {kept} and {kept} kept keys": keeper,
+        },
         extras={
             "linear_branch_off_nats": measured["linear_off"]["late_loss_nats"] - measured["late_loss_nats"],
         },

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.registry import available_stages, stage_class
 from hf_linear_attn.errors import ArgumentError
 
@@ -30,6 +31,9 @@ SHARES = (
     "softmax_budget", "recall_share", "recall_text", "recall_text_from", "ce_share", "embedding_share",
     "window_dropout", "warmup_share",
 )  # fmt: skip
+
+TIMES = 16
+"""Moments of a text, evenly spaced, at which `retain` ranks keys by the attention that is still to come."""
 
 IDLE = {
     "retain": "keys are kept by what is learned only where there are any, and retention='learned'",
@@ -72,7 +76,16 @@ def check_limits(settings: Any) -> dict[str, Any]:
     stages = _stages(settings)
     changes = {"stages": stages} | (_of_an_encoder(settings, stages) if settings.encoder else {})
     _check_split(settings, changes)
+    least, longest = least_to_rank(settings.conversion), max(factors) * settings.block_tokens
+    if "retain" in stages and longest < least:
+        remedy = "It reads sequences of the largest of `length_factors`: raise that, or this."
+        raise ArgumentError("block_tokens", f"give `retain` sequences of {least} tokens", longest, remedy)
     return changes
+
+
+def least_to_rank(conversion: LinearAttentionConfig) -> int:
+    """Return the tokens of the shortest text of which keys are ranked: of its last quarter none are."""
+    return -(-4 * ((conversion.window or 0) + conversion.sinks + TIMES) // 3)
 
 
 def _check_ranges(settings: Any) -> None:

@@ -26,6 +26,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_steps": 200,
         "recall_share": 0.0,
     },
+    # All weights stay the teacher's: what is learned is which keys are worth keeping. Recall rows teach what is asked
+    # for.
+    "kept_keys": {
+        "mix": "window",
+        "kept": 64,
+        "retention": "learned",
+        "stages": ["retain"],
+        "recall_share": 0.4,
+        "recall_text": 0.75,
+    },
     # An encoder by its hidden states and embeddings. It has no window, since it sees both sides. Its attention starts
     # near the teacher's, so gentle steps are enough (docs/results/notebook.md).
     "encoder": {

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hf_linear_attn.distill.data import Data
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
+from hf_linear_attn.distill.limits import least_to_rank
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
@@ -17,10 +18,7 @@ from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers.retention.learned import Learned
 from hf_linear_attn.layers.window import Tokens
 from hf_linear_attn.ops.kept import at_age
-
-TIMES = 16
-"""Moments of a text, evenly spaced, at which keys are ranked by the attention that is still to come."""
-
+from hf_linear_attn.patching.rotation import has_values
 
 LOOKS = 4
 """Steps on whose texts it is measured what is usual."""
@@ -49,29 +47,29 @@ def learners(model: nn.Module) -> dict[LinearAttention, Learned]:
     return found
 
 
-def least_tokens(part: LinearAttention, rule: Learned) -> int:
-    """Return the tokens of the shortest text of which keys are ranked, of whose last quarter none are."""
-    return -(-4 * (rule.window + part.settings.sinks + TIMES) // 3)
-
-
-def texts_of(part: LinearAttention, rule: Learned, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Text]:
+def texts_of(
+    part: LinearAttention, rule: Learned, real: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> Iterator[Text]:
     """Take the texts of a call apart, of rows or packed, without padding; those too short are left out.
 
     Args:
         part: The layer.
         rule: Its rule.
+        real: Which tokens are no padding ``[B, T]`` bool, in rows as of the batch.
         q: ``[B, H, T, D]``.
         k: ``[B, HKV, T, D]``.
         v: ``[B, HKV, T, V]``.
         call: What belongs to the call.
     """
+    # Behind the last token of a row padding hides nothing, so that a call may have no mask. Packed rows lie end to end.
+    real = real.view(len(q), -1)
     bounds = [0, q.shape[2]] if call.cu_seqlens is None else call.cu_seqlens.tolist()
     for b, (start, end) in ((b, piece) for b in range(len(q)) for piece in pairwise(bounds)):
         index = torch.arange(start, end, device=q.device)
-        if call.key_mask is not None:
-            index = index[call.key_mask[b, start:end]]
+        # In a plan, which has no numbers, all are.
+        index = index[real[b, start:end]] if has_values(real) else index
         count = len(index) - rule.window - part.settings.sinks
-        if len(index) < least_tokens(part, rule):
+        if len(index) < least_to_rank(part.settings):
             continue
         rotation = None
         if part.undoes and call.rotation is not None:
@@ -142,20 +140,23 @@ def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -
     device = next(model.parameters()).device
     rules = learners(model)
     found: dict[LinearAttention, list[Tensor]] = {}
+    real = torch.ones(0, dtype=torch.bool)
 
     def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         if part in rules:
-            found.setdefault(part, []).extend(text.inputs for text in texts_of(part, rules[part], q, k, v, call))
+            found.setdefault(part, []).extend(text.inputs for text in texts_of(part, rules[part], real, q, k, v, call))
         return softmax_output(part, q, k, v, call)
 
     predictor = Predictor(model)
     with instead_of_forward(linear_attention_parts(model), compute):
         for start in range(0, LOOKS * len(step.numbers), step.at_once):
-            predictor.states(data.batch(range(start, start + step.at_once), step.length).to(device))
-    for part, rule in rules.items():
+            batch = data.batch(range(start, start + step.at_once), step.length).to(device)
+            real = batch.real
+            predictor.states(batch)
+    for part in rules:
         inputs = found.get(part)
         if not inputs:
-            wanted = f"give `retain` texts of {least_tokens(part, rule)} tokens"
+            wanted = f"give `retain` texts of {least_to_rank(part.settings)} tokens"
             remedy = "Raise it or `length_factors`, or leave the stage `retain` out."
             raise ArgumentError("block_tokens", wanted, "shorter ones", remedy)
         deviation, mean = torch.std_mean(torch.cat(inputs), 0)

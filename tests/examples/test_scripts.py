@@ -13,7 +13,7 @@ from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW = ["--transfer_steps", "1", "--distill-steps=1", "--rows", "1", "--block_tokens", "64", "--samples", "1"]
-FEW += ["--speed-lengths", "64,160"]
+FEW += ["--retain-steps", "1", "--speed-lengths", "64,160"]
 
 
 @pytest.fixture
@@ -51,7 +51,8 @@ def test_the_demo_in_small(run, tmp_path):
     assert [line.split("(")[0].split()[-3:] for line in said[-5:-2]]
     folder = tmp_path / "runs" / "quickstart"
     results = json.loads((folder / "results.json").read_text())
-    assert [x["name"] for x in results["references"]] == ["teacher", "merely patched", "window 75 alone"]
+    names = ["teacher", "merely patched", "window 75 alone", "window 8 and 8 kept keys"]
+    assert [x["name"] for x in results["references"]] == names
     assert results["cells"]
     assert "<svg" in (folder / "report.html").read_text()
     assert is_patched(from_pretrained(folder / "student"))

@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
+from hf_linear_attn.distill.limits import TIMES
 from hf_linear_attn.distill.registry import register_stage
-from hf_linear_attn.distill.retention import TIMES, Text, attention_to_come, learners, ranking_loss, texts_of
+from hf_linear_attn.distill.retention import Text, attention_to_come, learners, ranking_loss, texts_of
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.stages.base import Group, Stage
@@ -131,7 +132,7 @@ class Retain(Stage):
         def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
             if part in self.rules:
                 rule = self.rules[part]
-                for number, text in enumerate(texts_of(part, rule, q, k, v, call)):
+                for number, text in enumerate(texts_of(part, rule, batch.real, q, k, v, call)):
                     if number == len(found):
                         found.append({})
                     found[number][part] = self._ranked(part, rule, text, part.scaling(call))
