@@ -25,7 +25,8 @@ SHORT = {
     "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 32 --rows 4 --accumulation 1 "
     "--heldout-rows 2 --heldout-answers 1 --checkpoint-every 1 --no-progress",
     "evaluate": "--lengths 512 --num-samples 1 --depths 50 --max-text-tokens 1024 "
-    "--final-windows 0 --decode-tokens 2 --warmups 0 --repeats 1 --no-plots --no-progress --batch-size 8",
+    "--final-windows 0 --decode-tokens 2 --warmups 0 --repeats 1 --no-plots --no-progress --batch-size 8 "
+    "--draft-prompts 1 --draft-answer 4 --drafted 2",
 }
 SHORT["finetune"] = SHORT["teacher-logits"] = SHORT["distill"]
 FEWER = {
