@@ -66,7 +66,7 @@ def test_a_suite_is_known_by_dashes_and_by_underscores():
 BAD = [
     (
         {"suite": "speed"},
-        r"`suite` must be a suite, got 'speed'. Use one of those; available: embedding, lat",
+        r"`suite` must be a suite, got 'speed'. Use one of those; available: drafts, embedding, lat",
     ),
     ({"tasks": "passkeys"}, r"`name` must be a registered task, got 'passkeys'"),
     ({"tasks": "passkey:pairs=2"}, r"`tasks` must name settings that the task has, got 'passkey:pairs=2'"),
