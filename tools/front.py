@@ -56,13 +56,15 @@ def standalone(panels: Sequence[Panel], legend: Sequence[tuple[int, str]], title
     for number, (heading, chart) in enumerate(panels):
         parts.append(f'<text x="{WIDTH * number + 14}" y="22" font-weight="600">{escape(heading)}</text>')
         parts.append(f'<svg x="{WIDTH * number}" y="30" width="{WIDTH}" height="{HEIGHT}">{chart}</svg>')
-    share = width / len(legend)
-    for place, (number, name) in enumerate(legend):
-        left = share * place + 14
+    # A swatch, and some seven units a letter.
+    shares = [50 + 7 * len(name) for _, name in legend]
+    left = 14.0
+    for (number, name), share in zip(legend, shares, strict=True):
         swatch = legend_swatch(number).replace(
             "<svg ", f'<svg x="{left:.0f}" y="{height - 22}" width="34" height="14" '
         )
         parts.append(f'{swatch}<text x="{left + 40:.0f}" y="{height - 11}">{escape(name)}</text>')
+        left += share * (width - 14) / max(sum(shares), width - 14)
     return "\n".join([*parts, "</svg>\n"])
 
 
