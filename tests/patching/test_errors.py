@@ -125,7 +125,7 @@ def test_a_short_cache_is_refused(plain):
 
 def test_branches(plain):
     with pytest.raises(
-        ArgumentError, match=r"`branch` must be a branch .*, got 'far'\. .*; available: linear, sinks, w"
+        ArgumentError, match=r"`branch` must be a branch .*, got 'far'\. .*; available: kept, linear, sinks, w"
     ):
         disable_branch(plain.model, "far").__enter__()
     with pytest.raises(ArgumentError, match=r"`model` must be patched with a window, got 'LlamaForCausalLM'"):
