@@ -1,13 +1,13 @@
 """What softmax attention will want of a key once it has left the window: what scores of kept keys are learned from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_linear_attn.distill.data import Data
+from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.distill.limits import least_to_rank
 from hf_linear_attn.distill.registry import stage_class
@@ -81,6 +81,33 @@ def texts_of(
         yield Text(own_q, own_k, rule.inputs(tokens, count, part.settings.backend)[0])
 
 
+@torch.no_grad()
+def look(
+    model: nn.Module,
+    rules: Mapping[LinearAttention, Learned],
+    batch: Batch,
+    see: Callable[[LinearAttention, int, Text, float], None],
+) -> None:
+    """Run a model with softmax attention, and show what layers see.
+
+    Args:
+        model: A patched model.
+        rules: The layers, with their rules.
+        batch: What it reads.
+        see: Called with a layer, the number of a text of the batch, what the layer sees of it, and the factor on
+            ``q.k``.
+    """
+
+    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if part in rules:
+            for number, text in enumerate(texts_of(part, rules[part], batch.real, q, k, v, call)):
+                see(part, number, text, part.scaling(call))
+        return softmax_output(part, q, k, v, call)
+
+    with instead_of_forward(linear_attention_parts(model), compute):
+        Predictor(model).states(batch)
+
+
 def attention_to_come(text: Text, keys: Tensor, times: Sequence[int], scaling: float) -> Tensor:
     """Return the most attention that any query from a moment on pays to a key, ``[HKV, n, times]`` fp32.
 
@@ -139,27 +166,16 @@ def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -
     step = stage_class("retain").sequences(settings, 0, settings.rows)
     device = next(model.parameters()).device
     rules = learners(model)
-    found: dict[LinearAttention, list[Tensor]] = {}
-    real = torch.ones(0, dtype=torch.bool)
-
-    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if part in rules:
-            found.setdefault(part, []).extend(text.inputs for text in texts_of(part, rules[part], real, q, k, v, call))
-        return softmax_output(part, q, k, v, call)
-
-    predictor = Predictor(model)
-    with instead_of_forward(linear_attention_parts(model), compute):
-        for start in range(0, LOOKS * len(step.numbers), step.at_once):
-            batch = data.batch(range(start, start + step.at_once), step.length).to(device)
-            real = batch.real
-            predictor.states(batch)
+    found: dict[LinearAttention, list[Tensor]] = {part: [] for part in rules}
+    for start in range(0, LOOKS * len(step.numbers), step.at_once):
+        batch = data.batch(range(start, start + step.at_once), step.length).to(device)
+        look(model, rules, batch, lambda part, number, text, scaling: found[part].append(text.inputs))
     for part in rules:
-        inputs = found.get(part)
-        if not inputs:
+        if not found[part]:
             wanted = f"give `retain` texts of {least_to_rank(part.settings)} tokens"
             remedy = "Raise it or `length_factors`, or leave the stage `retain` out."
             raise ArgumentError("block_tokens", wanted, "shorter ones", remedy)
-        deviation, mean = torch.std_mean(torch.cat(inputs), 0)
+        deviation, mean = torch.std_mean(torch.cat(found[part]), 0)
         weights = part.retention_weights()
         weights["mean"].copy_(mean)
         # What hardly changes says nothing.

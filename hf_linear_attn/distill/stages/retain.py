@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.distill.limits import TIMES
 from hf_linear_attn.distill.registry import register_stage
-from hf_linear_attn.distill.retention import Text, attention_to_come, learners, ranking_loss, texts_of
+from hf_linear_attn.distill.retention import Text, attention_to_come, learners, look, ranking_loss
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.stages.base import Group, Stage
 from hf_linear_attn.distill.teacher import Teacher
-from hf_linear_attn.layers import Call, LinearAttention
+from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.retention.learned import Learned
 
 MEASURED = ("mean", "deviation")
@@ -59,7 +57,6 @@ class Retain(Stage):
     def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
         self.rules = learners(student)
         super().__init__(settings, student, teacher)
-        self.predictor = Predictor(student)
         self.seen: deque[dict[LinearAttention, Ranked]] = deque(maxlen=REMEMBERED)
         self.losses: list[tuple[str, Tensor]] = []
         self.step = 0
@@ -124,22 +121,16 @@ class Retain(Stage):
     def suspect(self) -> str | None:
         return next((f"layer {name}" for name, loss in self.losses if not torch.isfinite(loss)), None)
 
-    @torch.no_grad()
     def _look(self, batch: Batch) -> list[dict[LinearAttention, Ranked]]:
         """Return what the layers learn from each text of a batch."""
         found: list[dict[LinearAttention, Ranked]] = []
 
-        def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-            if part in self.rules:
-                rule = self.rules[part]
-                for number, text in enumerate(texts_of(part, rule, batch.real, q, k, v, call)):
-                    if number == len(found):
-                        found.append({})
-                    found[number][part] = self._ranked(part, rule, text, part.scaling(call))
-            return softmax_output(part, q, k, v, call)
+        def see(part: LinearAttention, number: int, text: Text, scaling: float) -> None:
+            if number == len(found):
+                found.append({})
+            found[number][part] = self._ranked(part, self.rules[part], text, scaling)
 
-        with instead_of_forward(linear_attention_parts(self.student), compute):
-            self.predictor.states(batch)
+        look(self.student, self.rules, batch, see)
         return found
 
     def _ranked(self, part: LinearAttention, rule: Learned, text: Text, scaling: float) -> Ranked:
