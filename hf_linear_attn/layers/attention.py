@@ -140,7 +140,9 @@ class LinearAttention(nn.Module):
             stepped: Tensor = ready.step_(q, k, v, call, call.state)
             return stepped
         if self.shard is None and call.state is not None and steps(self, q, call):
-            return step_(self, q, k, v, call)
+            o = step_(self, q, k, v, call)
+            if o is not None:
+                return o
         if call.key_mask is not None:
             # What is masked must not matter, whatever it holds.
             hidden = ~call.key_mask[:, None, :, None]

@@ -144,6 +144,9 @@ class Layer(Protocol):
     def rule_weights(self) -> dict[str, Tensor]:
         """Return what the rule has learned."""
 
+    def retention_weights(self) -> dict[str, Tensor]:
+        """Return what the choice of kept keys has learned."""
+
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates."""
 

@@ -13,9 +13,11 @@ from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops, warn_fallback
 from hf_linear_attn.ops.hybrid import (
+    KEEPERS,
     PREFILLS,
     STEPS,
     HybridStep,
+    KeptStep,
     Prefill,
     hybrid_obstacle,
     hybrid_prefill,
@@ -73,7 +75,7 @@ def for_kernel(
     rows: Tensor | None = None,
 ) -> HybridStep | None:
     """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
-    reason = why_not(layer, STEPS)
+    reason = why_not(layer, STEPS, KEEPERS[chosen])
     if reason is None:
         step = HybridStep(
             q=q,
@@ -95,6 +97,7 @@ def for_kernel(
             sinks=window.sinks,
             scaling=layer.scaling(call),
             eps=layer.rule.eps,
+            kept=_kept(layer, tensors),
             **_learned(layer, call.rotation),
         )
         reason = hybrid_obstacle(step, chosen)
@@ -103,6 +106,22 @@ def for_kernel(
     if chosen == "triton":
         warn_fallback(f"{reason}, so that a step is many operations")
     return None
+
+
+def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
+    """Return what a step is told of the keys that are kept beyond the window."""
+    if layer.kept is None:
+        return None
+    return KeptStep(
+        k=tensors["kept_k"],
+        v=tensors["kept_v"],
+        at=tensors["kept_at"],
+        turns=tensors.get("kept_turns"),
+        nearest=tensors.get("kept_nearest"),
+        scores=tensors.get("kept_scores"),
+        weights=layer.retention_weights(),
+        ahead=layer.kept.retention.ahead,
+    )
 
 
 def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
@@ -121,16 +140,17 @@ def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
     }
 
 
-def why_not(layer: Layer, known: Container[tuple[str, str]]) -> str | None:
+def why_not(layer: Layer, known: Container[tuple[str, str]], keepers: Container[str] = ()) -> str | None:
     """Say why a layer is not read in one call, whatever its tokens; None where nothing in it stands against that.
 
     Args:
         layer: The layer.
         known: Update rules and mixes that are.
+        keepers: Rules that are by which keys are kept beyond the window.
     """
     rule, mix = layer.rule.name, layer.mix.name
-    if layer.kept is not None:
-        return "no kernel reads keys that are kept beyond the window"
+    if layer.kept is not None and layer.kept.retention.name not in keepers:
+        return f"no kernel keeps keys beyond the window by {layer.kept.retention.name!r}"
     if (rule, mix) not in known:
         return f"no kernel reads the update rule {rule!r} with the mix {mix!r}"
     if _map_of(layer) is None:

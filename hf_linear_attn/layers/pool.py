@@ -350,6 +350,9 @@ def step_rows_(
         whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
         if whole is not None:
             return hybrid_step_(whole, backend=layer.settings.backend)
+    if layer.kept is not None:
+        texts = Texts(rows.places, rows.lengths, torch.ones_like(rows.lengths), 1)
+        return read_rows_(layer, q, k, v, pool, texts, rotation)
     sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}
     # What a rule's kernel reads and writes by itself.
     by_rows = layer.rule.steps_rows and wants_kernels(layer.settings.backend, q.device)

@@ -34,7 +34,7 @@ class StepTokens(NamedTuple):
 
 def can_step(layer: Layer) -> bool:
     """Tell whether a layer has a step of its own; without one a token is read as any other text."""
-    if layer.settings.backend == "reference" or layer.disabled or layer.kept is not None or not layer.rule.steps:
+    if layer.settings.backend == "reference" or layer.disabled or not layer.rule.steps:
         return False
     return layer.window is None or layer.mix.steps
 
@@ -52,13 +52,16 @@ def steps(layer: Layer, q: Tensor, call: Call) -> bool:
     )
 
 
-def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Read one token and fold it into the call's state in place; arguments as of :meth:`LinearAttention.forward`."""
+def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | None:
+    """Read one token and fold it into the call's state in place; arguments as of :meth:`LinearAttention.forward`.
+
+    None where the layer keeps keys beyond its window and no kernel or loop does: it is then read as any other text.
+    """
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
     whole = None if window is None else fused_step_(layer, window, q, k, v, call, state)
-    if whole is not None:
+    if whole is not None or layer.kept is not None:
         return whole
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)

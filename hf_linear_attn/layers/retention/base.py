@@ -24,6 +24,8 @@ class Retention(ABC):
     """Whether it has :meth:`score`. Without it the key goes whose value a later one's has come closest to."""
     reads_keys: ClassVar[bool] = False
     """Whether it reads keys, with their rotation undone where that is asked for."""
+    ahead: int = 0
+    """Tokens behind a key that its scores are made of, too."""
 
     def __init__(self, sizes: Sizes, window: int) -> None:
         self.sizes, self.window = sizes, window

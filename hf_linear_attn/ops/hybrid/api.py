@@ -20,6 +20,9 @@ from hf_linear_attn.tracing import is_transformed
 STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
 """Update rules and mixes of which a step is one call."""
 
+KEEPERS: dict[str, set[str]] = {"triton": set(), "numba": {"redundancy", "learned"}}
+"""Rules by which a step keeps keys beyond the window, by what takes it."""
+
 PREFILLS = {"triton": {("additive", "key")}, "numba": STEPS}
 """Those of which text is read in one, by what reads."""
 
@@ -48,7 +51,10 @@ def _loop_obstacle(step: HybridStep) -> str | None:
     # Imported here so that the package needs no Numba.
     from hf_linear_attn.ops.numba.run import loop_obstacle
 
-    return loop_obstacle((step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns), step.learned)
+    kept = step.kept
+    held = () if kept is None else (kept.k, kept.v, kept.turns)
+    tokens = step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns, *held
+    return loop_obstacle(tokens, (*step.learned, *(() if kept is None else kept.weights.values())))
 
 
 def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:

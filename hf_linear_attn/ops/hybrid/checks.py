@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.ops.hybrid.records import HybridStep
+from hf_linear_attn.ops.kept import AGES
 
 HYBRID_MIXES = ("gate", "key", "window")
 """Mixing rules that the kernel knows."""
@@ -30,20 +31,32 @@ def check_hybrid(step: HybridStep) -> None:
             x = getattr(step, name)
             if x is not None:
                 raise ArgumentError(name, "be None in a pool", tuple(x.shape), "Its texts have no padding.")
-    for name, shape in (_shapes_of_window(step) | ({} if step.mix == "window" else _shapes_of_sums(step))).items():
-        x = getattr(step, name)
+    shapes = _shapes_of_window(step) | ({} if step.mix == "window" else _shapes_of_sums(step)) | _shapes_of_kept(step)
+    for name, shape in shapes.items():
+        x = _found(step, name)
         if x is None or x.shape != shape:
             raise ArgumentError(
                 name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
             )
-    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", "seen"):
-        x = getattr(step, name)
+    for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", "seen", *KEPT):
+        x = _found(step, name)
         if x is None:
             continue
         if name in ("kv", "z", "far_keys") and x.dtype != torch.float32:
             raise ArgumentTypeError(name, "be torch.float32", x.dtype, "States are never kept in less.")
         if not (x if step.rows is None or name == "seen" else x[:1]).is_contiguous():
             raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "Copy it once.")
+
+
+KEPT = "kept_k", "kept_v", "kept_at", "kept_turns", "kept_nearest", "kept_scores"
+"""A state's tensors of kept keys."""
+
+
+def _found(step: HybridStep, name: str) -> Tensor | None:
+    """Return a tensor of a step by its name in a state."""
+    of, _, part = name.partition("_")
+    found: Tensor | None = getattr(step, name) if of != "kept" else getattr(step.kept, part, None)
+    return found
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -91,6 +104,17 @@ def _shapes_of_sums(step: HybridStep) -> Shapes:
     if step.mix == "key":
         shapes["far_keys"] = held, kv_heads, *own, head_dim
     return shapes
+
+
+def _shapes_of_kept(step: HybridStep) -> Shapes:
+    """Return the shapes that kept keys have to have, by name."""
+    kept, (held, kv_heads, _, head_dim) = step.kept, step.near_k.shape
+    if kept is None:
+        return {}
+    places = held, kv_heads, kept.k.shape[2]
+    shapes: Shapes = {"kept_k": (*places, head_dim), "kept_v": (*places, step.v.shape[3]), "kept_at": places}
+    shapes |= {"kept_nearest": places} if kept.scores is None else {"kept_scores": (*places, AGES)}
+    return shapes if kept.turns is None else shapes | {"kept_turns": (*places, head_dim)}
 
 
 def _copies(z: Tensor | None, value_dim: int) -> tuple[int, ...]:

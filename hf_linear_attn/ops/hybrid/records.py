@@ -1,8 +1,39 @@
 """What kernels and loops take of a layer with a window, and what they give: built by name."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class KeptStep(NamedTuple):
+    """What a step of a layer with a window is told of the keys that it keeps beyond.
+
+    Attributes:
+        k: The C keys ``[B, HKV, C, D]``; of a pool, as all but the weights, of its P rows, of any stride.
+        v: Their values ``[B, HKV, C, V]``.
+        at: Their numbers in their texts ``[B, HKV, C]`` int64.
+        turns: Cosines and then sines by which they are turned ``[B, HKV, C, D]``, R of them read; None where features
+            are those of keys as they are, or there is no linear branch.
+        nearest: As of :class:`hf_linear_attn.ops.kept.Entering` ``[B, HKV, C]`` fp32; None where keys have scores.
+        scores: Those ``[B, HKV, C, 6]`` fp32; None where values are compared.
+        weights: What the rule has learned, by its names; see :class:`Learned`.
+        ahead: Tokens behind a key that its scores are made of, too.
+    """
+
+    k: Tensor
+    v: Tensor
+    at: Tensor
+    turns: Tensor | None
+    nearest: Tensor | None
+    scores: Tensor | None
+    weights: Mapping[str, Tensor]
+    ahead: int
+
+    @property
+    def changing(self) -> tuple[Tensor | None, ...]:
+        """What a step updates."""
+        return self.k, self.v, self.at, self.turns, self.nearest, self.scores
 
 
 class HybridStep(NamedTuple):
@@ -46,6 +77,7 @@ class HybridStep(NamedTuple):
         eps: Added to the normaliser, away from 0.
         pairs: Which entries are turned together, ``"half"`` or ``"next"``, see :class:`Layout`.
         at_end: Whether the last R entries are turned, rather than the first.
+        kept: Keys that are kept beyond the window, and who chooses them; None where there are none.
     """
 
     q: Tensor
@@ -82,6 +114,7 @@ class HybridStep(NamedTuple):
     eps: float
     pairs: str
     at_end: bool
+    kept: KeptStep | None = None
 
     @property
     def learned(self) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,8 @@ import torch
 
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
 from hf_linear_attn.ops.numba.compile import entry
-from hf_linear_attn.ops.numba.primitives import NOTHING, ahead, pointer, turn, unpacked, within
+from hf_linear_attn.ops.numba.parts import project, sigmoid
+from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
 from hf_linear_attn.ops.numba.run import HEAD, address, in_parts
 
 NUMBERS = 14
@@ -19,7 +20,7 @@ def apart(x, y, number):
     """Return the squared distance of two values, 0 where they are alike."""
     total, squares = np.float32(0.0), np.float32(0.0)
     for i in range(number):
-        a, b = x[i], y[i]
+        a, b = wide(x[i]), wide(y[i])
         total += (a - b) * (a - b)
         squares += a * a + b * b
     return np.float32(0.0) if total < np.float32(ALIKE) * squares else total
@@ -31,6 +32,66 @@ def at_age(scores, age, window):
     point = np.float32(min(math.log2(max(age, window) / window), AGES - 1.0))
     before = min(int(point), AGES - 2)
     return scores[before] + (point - np.float32(before)) * (scores[before + 1] - scores[before])
+
+
+@within
+def score_by_net(scores, x, hidden, weights, hk, inputs, units, learned):
+    """Write what the net of a key head says of ``x [I]``, a score for each of the ages, and lose ``x``.
+
+    See :class:`Learned`; ``hidden`` is room to work in, ``weights`` are addresses.
+    """
+    mean, deviation, of_in, in_bias, of_out, out_bias = weights
+    for i in range(inputs):
+        x[i] = (x[i] - wide(pointer(mean, learned)[i])) / wide(pointer(deviation, learned)[i])
+    project(hidden, x, ahead(pointer(of_in, learned), hk * inputs * units), inputs, units, ONE)
+    for a in range(AGES):
+        scores[a] = wide(pointer(out_bias, learned)[hk * AGES + a])
+    for j in range(units):
+        y = hidden[j] + wide(pointer(in_bias, learned)[hk * units + j])
+        y *= sigmoid(y)
+        row = ahead(pointer(of_out, learned), (hk * units + j) * AGES)
+        for a in range(AGES):
+            scores[a] += y * wide(row[a])
+
+
+@within
+def trade(kept, held, number, token):
+    """Let two vectors change places, the first one of the tokens' dtype."""
+    for i in range(number):
+        x = wide(kept[i])
+        kept[i] = narrow(held[i], token)
+        held[i] = x
+
+
+@within
+def keep(gone, gone_v, turned, k, v, at, turns, near, scores, said, number, C, time, D, V, R, W):
+    """Let a key that leaves the window take one of the C places, and put what goes instead where that one lay.
+
+    Without scores, values are compared. See :func:`hf_linear_attn.ops.kept.choose_kept`.
+    """
+    place, count, compares = 0, min(number, C), W == 0
+    for c in range(count):
+        if compares:
+            near[c] = min(near[c], apart(ahead(v, c * V), gone_v, V))
+        else:
+            near[c] = at_age(ahead(scores, c * AGES), time - at[c] + W, W)
+        if near[c] < near[place] or (near[c] == near[place] and at[c] < at[place]):
+            place = c
+    if count < C:
+        place = count
+    elif not compares and said[0] < near[place]:
+        return
+    token = k[0]
+    trade(ahead(k, place * D), gone, D, token)
+    trade(ahead(v, place * V), gone_v, V, token)
+    if R > 0:
+        trade(ahead(turns, place * D), turned, R, token)
+    at[place] = time
+    if compares:
+        near[place] = -NOTHING
+    else:
+        for i in range(AGES):
+            scores[place * AGES + i] = said[i]
 
 
 @within(inline="always")

@@ -6,16 +6,19 @@ What was compiled is kept on disk beside the package, or where ``NUMBA_CACHE_DIR
 
 import hashlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from logging import getLogger
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import cfunc, types
+from numba.core.dispatcher import Dispatcher
 from numba.core.event import Listener, install_listener
 
-from hf_linear_attn.ops.numba import parts, primitives
+from hf_linear_attn.ops.numba import primitives
 
 logger = getLogger(__name__)
 
@@ -70,5 +73,14 @@ class _Announcement(Listener):
 
 def kept_as(function: Callable[[int], None]) -> str:
     """Return the name of what is kept: Numba looks for changes in a function's own file, not in what it calls."""
-    called = *map(inspect.getsource, (primitives, parts)), parts.TINY, parts.CLAMP
-    return f"{function.__name__}_{hashlib.sha256(repr(called).encode()).hexdigest()[:8]}"
+    own, called = function.__module__, dict[str, Any]()
+    ahead = [primitives.__name__, own]
+    while ahead:
+        name = ahead.pop()
+        if name in called:
+            continue
+        module = sys.modules[name]
+        numbers = {key: x for key, x in vars(module).items() if isinstance(x, (int, float, np.number))}
+        called[name] = ("" if name == own else inspect.getsource(module)), numbers
+        ahead += [x.__module__ for x in vars(module).values() if isinstance(x, Dispatcher)]
+    return f"{function.__name__}_{hashlib.sha256(repr(sorted(called.items())).encode()).hexdigest()[:8]}"

@@ -15,8 +15,19 @@ from torch.autograd.graph import increment_version
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.hybrid.checks import check_hybrid
 from hf_linear_attn.ops.hybrid.records import HybridStep
+from hf_linear_attn.ops.kept.numba import keep, score_by_net
+from hf_linear_attn.ops.kept.problem import AGES
 from hf_linear_attn.ops.numba.compile import entry
-from hf_linear_attn.ops.numba.parts import GATE, KEY, MAPS, MIXES, WINDOW, features_of_vector, log2_fade, sigmoid
+from hf_linear_attn.ops.numba.parts import (
+    GATE,
+    KEY,
+    MAPS,
+    MIXES,
+    WINDOW,
+    features_of_vector,
+    log2_fade,
+    sigmoid,
+)
 from hf_linear_attn.ops.numba.primitives import (
     LOG2E,
     NOTHING,
@@ -37,8 +48,10 @@ from hf_linear_attn.ops.numba.primitives import (
 )
 from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts, parts_of, scratch
 
-NUMBERS = 57
+NUMBERS = 59
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
+KEEPING = 21
+"""Those of kept keys and of who chooses them."""
 
 
 @within
@@ -65,19 +78,22 @@ def fold(s, z, keys, fk, gone_v, gone, fade, features, value_dim, dim, copies, s
                 sums[i] += gone[i]
 
 
+@within(inline="always")
+def shown(j, near_mask, read, new, old, sinks, window, pool):
+    """Tell whether a slot of the ring holds a token that is seen before another comes, but for the one that leaves."""
+    if pool:
+        # The token that came to a slot last.
+        came = read - 1 - (read - 1 - (j - sinks) + (window + 1)) % (window + 1)
+        return came >= sinks and came >= read - window and j != new and j != old
+    return near_mask[j] != 0 and j != new and j != old
+
+
 @within
 def look(scores, q, near_k, near_mask, read, new, old, sinks, window, slots, dim, scaling, pool):
     """Write the scores of all slots, ``-inf`` where nothing is seen; return how many are seen beside the sinks."""
     held = 0
     for j in range(slots):
-        if j < sinks:
-            seen = j < read
-        elif pool:
-            # The token that came to a slot last.
-            came = read - 1 - (read - 1 - (j - sinks) + (window + 1)) % (window + 1)
-            seen = came >= sinks and came >= read - window and j != new and j != old
-        else:
-            seen = near_mask[j] != 0 and j != new and j != old
+        seen = j < read if j < sinks else shown(j, near_mask, read, new, old, sinks, window, pool)
         if j >= sinks and seen:
             held += 1
         scores[j] = inner(q, ahead(near_k, j * dim), dim) * scaling if seen else NOTHING
@@ -85,10 +101,43 @@ def look(scores, q, near_k, near_mask, read, new, old, sinks, window, slots, dim
 
 
 @within
-def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
-    """Write softmax attention to the slots, to the token itself and, unless its score is -inf, to a far key's value."""
+def say(
+    x, one, b, p, HKV, k, v, k_b, k_h, v_b, v_h, near_k, near_v, nk_p, nv_p, of_mask, angles, now, read, enters,
+    new, N, W, R, D, V, many, by_half, at_end, pool, token,
+):  # fmt: skip
+    """Write what the scores of the key that leaves are made of: ``x [I]``, see :meth:`Learned.inputs`."""
+    inputs, slots, share = HKV * (D + V), N + W + 1, np.float32(1.0) / np.float32(many)
+    for i in range(2 * inputs):
+        x[i] = np.float32(0.0)
+    for j in range(many + 1):
+        slot = N + (new - N + 1 + j) % (W + 1)
+        # Other units may be writing the token that comes: it is read where it comes from.
+        comes = slot == new
+        if not (enters if comes else j == 0 or shown(slot, of_mask, read, new, new, N, W, pool)):
+            continue
+        for h in range(HKV):
+            place = h * slots + slot
+            if comes:
+                take(one, ahead(pointer(k, token), b * k_b + h * k_h), D, ONE)
+                take(ahead(one, D), ahead(pointer(v, token), b * v_b + h * v_h), V, ONE)
+            else:
+                take(one, ahead(pointer(near_k, token), p * nk_p + place * D), D, ONE)
+                take(ahead(one, D), ahead(pointer(near_v, token), p * nv_p + place * V), V, ONE)
+            if R > 0:
+                turn_back(one, now if comes else ahead(angles, slot * D), D, R, by_half, at_end)
+            to = ahead(x, (0 if j == 0 else inputs) + h * (D + V))
+            for i in range(D + V):
+                to[i] += one[i] if j == 0 else one[i] * share
+
+
+@within
+def attend(o, scores, near_v, value, own, far_score, far, slots, kept_v, kept, value_dim):
+    """Write softmax attention to the slots, to the token itself and, unless its score is -inf, to a far key's value.
+
+    Behind the scores of the slots lie those of the kept keys.
+    """
     largest = max(own, far_score)
-    for j in range(slots):
+    for j in range(slots + kept):
         largest = max(largest, scores[j])
     share = exp2(own - largest)
     total = share
@@ -99,11 +148,11 @@ def attend(o, scores, near_v, value, own, far_score, far, slots, value_dim):
         total += share
         for i in range(value_dim):
             o[i] += share * far[i]
-    for j in range(slots):
+    for j in range(slots + kept):
         if scores[j] != NOTHING:
             share = exp2(scores[j] - largest)
             total += share
-            row = ahead(near_v, j * value_dim)
+            row = ahead(near_v, j * value_dim) if j < slots else ahead(kept_v, (j - slots) * value_dim)
             for i in range(value_dim):
                 o[i] += share * wide(row[i])
     for i in range(value_dim):
@@ -118,13 +167,16 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
         seen, place, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns,
         weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
         HKV, G, D, V, M, F, C, N, W, R, wq_h, pq_h, wk_h, pk_h, kv_p, z_p, f_p, nk_p, nv_p, nt_p,
-        name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end,
+        name, mix, of_scores, of_norm, of_map, of_queries, signed, by_half, at_end, size, keeping,
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
     long, flag, kind = np.int64(0), np.uint8(0), np.float32(0)
     slots, pool = N + W + 1, rows != 0
     scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
     factor, sharpness = np.float32(as_float(of_map)), np.float32(as_float(of_queries))
-    size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
+    (
+        kept_k, kept_v, kept_at, kept_turns, kept_near, kept_scores, mean, deviation, w_in, in_bias, w_out, out_bias,
+        kk_p, kw_p, ka_p, kt_p, kn_p, ks_p, K, U, many,
+    ) = unpacked(keeping, KEEPING)  # fmt: skip
     for unit in range(first, last):
         b, hk = unit // HKV, unit % HKV
         p = pointer(rows, long)[b] if pool else b
@@ -137,8 +189,12 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
         gone, value = ahead(x, D), ahead(x, 2 * D)
         gone_v, y = ahead(value, V), ahead(value, 2 * V)
         fk, scores = ahead(y, M), ahead(y, M + 2 * F)
-        far = ahead(scores, slots)
+        far = ahead(scores, slots + K)
         fq = ahead(far, G * V)
+        turned = ahead(fq, G * F)
+        near = ahead(turned, R)
+        said = ahead(near, K)
+        net, inputs = ahead(said, AGES), 2 * HKV * (D + V)
         bk = ahead(pointer(near_k, token), p * nk_p + hk * slots * D)
         bv = ahead(pointer(near_v, token), p * nv_p + hk * slots * V)
         nk = ahead(pointer(k, token), b * k_b + hk * k_h)
@@ -148,18 +204,52 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
             angles, now = ahead(pointer(near_turns, token), p * nt_p), ahead(pointer(turns, token), b * t_b)
         fades, leaves, count = np.float32(1.0), False, 0
         sums, norm, keys = pointer(work, kind), pointer(work, kind), pointer(work, kind)
-        if mix != WINDOW:
+        if mix != WINDOW or K > 0:
             leaves = read >= N + W if pool else of_mask[old] != 0
+        if mix != WINDOW:
             sums = ahead(pointer(kv, kind), p * kv_p + hk * F * V)
             norm = ahead(pointer(z, kind), p * z_p + hk * C * F)
             if mix == KEY:
                 keys = ahead(pointer(far_keys, kind), p * f_p + hk * C * D)
         if leaves:
             take(gone, ahead(bk, old * D), D, ONE)
-            take(x, ahead(bk, old * D), D, ONE)
             take(gone_v, ahead(bv, old * V), V, ONE)
             if R > 0:
-                turn_back(x, ahead(angles, old * D), D, R, by_half, at_end)
+                take(turned, ahead(angles, old * D), R, ONE)
+        wk = ahead(pointer(kept_k, token), p * kk_p + hk * K * D)
+        wv = ahead(pointer(kept_v, token), p * kw_p + hk * K * V)
+        taken = 0
+        if K > 0:
+            held = 1 if leaves else 0
+            for j in range(N, slots):
+                if shown(j, of_mask, read, new, old, N, W, pool):
+                    held += 1
+            taken = read - min(read, N) - held
+            if leaves:
+                table, compared = ahead(pointer(kept_scores, kind), p * ks_p + hk * K * AGES), kept_scores == 0
+                if compared:
+                    near = ahead(pointer(kept_near, kind), p * kn_p + hk * K)
+                else:
+                    say(
+                        net, ahead(net, inputs + U), b, p, HKV, k, v, k_b, k_h, v_b, v_h,
+                        near_k, near_v, nk_p, nv_p, of_mask, angles, now, read, enters,
+                        new, N, W, R, D, V, many, by_half, at_end, pool, token,
+                    )  # fmt: skip
+                    weights = mean, deviation, w_in, in_bias, w_out, out_bias
+                    score_by_net(said, net, ahead(net, inputs), weights, hk, inputs, U, learned)
+                keep(
+                    gone, gone_v, turned, wk, wv, ahead(pointer(kept_at, long), p * ka_p + hk * K),
+                    ahead(pointer(kept_turns, token), p * kt_p + hk * K * D), near, table, said,
+                    taken, K, read - held, D, V, R if kept_turns != 0 else 0, 0 if compared else W,
+                )  # fmt: skip
+                # Where there was room, none goes.
+                leaves = taken >= K
+                taken += 1
+            taken = min(taken, K)
+        if leaves and mix != WINDOW:
+            put(x, gone, D)
+            if R > 0:
+                turn_back(x, turned, D, R, by_half, at_end)
             if decay_bias != 0:
                 fades = exp2(
                     log2_fade(
@@ -196,6 +286,8 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
             take(x, ahead(pointer(q, token), b * q_b + h * q_h), D, ONE)
             of_head = ahead(far, g * V)
             held = look(scores, x, bk, of_mask, read, new, old, N, W, slots, D, scaling, pool)
+            for c in range(taken):
+                scores[slots + c] = inner(x, ahead(wk, c * D), D) * scaling
             far_score, gate = NOTHING, np.float32(0.0)
             if mix != WINDOW:
                 total = inner(ahead(fq, g * F), norm, F)
@@ -203,7 +295,7 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
                 for i in range(V):
                     of_head[i] /= total
                 count = read + (1 if real else 0)
-                count = count - min(count, N) - held - (1 if enters else 0)
+                count = max(count - min(count, N) - held - (1 if enters else 0) - K, 0)
                 score = wide(pointer(bias, learned)[h]) + inner(x, ahead(pointer(weight, learned), h * D), D)
                 if mix == KEY and count > 0:
                     n = np.float32(count)
@@ -211,7 +303,7 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
                 elif mix == GATE and count > 0:
                     gate = sigmoid(score)
             own = inner(x, gone, D) * scaling
-            attend(gone_v, scores, bv, value, own, far_score, of_head, slots, V)
+            attend(gone_v, scores, bv, value, own, far_score, of_head, slots, wv, taken, V)
             out = ahead(pointer(o, token), b * o_b + h * o_h)
             for i in range(V):
                 out[i] = narrow(gone_v[i] + gate * (of_head[i] - gone_v[i]) if gate != 0 else gone_v[i], token)
@@ -301,12 +393,13 @@ class LoopedStep:
         state = step.kv, z, step.far_keys, step.near_k, step.near_v
         places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
         turned = 0 if step.turns is None else step.turns.shape[2]
-        size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F)
-        changing = (step.seen, *state, step.near_mask, step.near_turns)
+        keeping, weights, more, work = _keeping(step)
+        size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F) + turned + more
+        changing = (step.seen, *state, step.near_mask, step.near_turns, *(step.kept.changing if step.kept else ()))
         self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
-        self._units, self._work, self._room = B * HKV, F * V * (1 + G), B * HKV * size
+        self._units, self._work, self._room = B * HKV, F * V * (1 + G) + work, B * HKV * size
         self._shape, self._dtype = (B, H, 1, V), step.q.dtype
-        dtype = next((x.dtype for x in learned if x is not None), torch.float32)
+        dtype = next((x.dtype for x in (*learned, *weights) if x is not None), torch.float32)
         tokens = step.q, step.k, step.v
         self._plain = all(x.stride(3) == 1 for x in tokens)
         strides = [x.stride()[:2] for x in map(_in_rows, tokens)]
@@ -321,12 +414,13 @@ class LoopedStep:
             *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
             MAPS[step.phi], MIXES[step.mix], *map(bits, (step.scaling, step.eps, step.factor, step.sharpness)),
             step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
+            size, keeping.buffer_info()[0],
         )  # fmt: skip
         table = array("q", numbers)
         self._task, self._seen = entry(TASKS[self._dtype, dtype]), (address(step.seen), B)
         self._numbers = table.buffer_info()[0]
         # What lies at the addresses is to stay there.
-        self._held = changing, places, learned, table
+        self._held = changing, places, learned, weights, table, keeping
 
     def __call__(
         self,
@@ -367,6 +461,30 @@ class LoopedStep:
         in_parts(self._task, self._units, self._work, numbers, held)
         increment_version(self._changing)
         return o
+
+
+NET = "mean", "deviation", "in", "in_bias", "out", "bias"
+"""What is learned of kept keys, in a loop's order."""
+
+
+def _keeping(step: HybridStep) -> tuple["array[int]", list[Tensor], int, int]:
+    """Return what a loop is told of kept keys, what was learned, the fp32 to work on, and about how many products."""
+    kept = step.kept
+    if kept is None:
+        return array("q", [0] * KEEPING), [], 0, 0
+    weights, HKV, K, D, V = (
+        [kept.weights[x].contiguous() for x in NET if kept.weights],
+        *kept.k.shape[1:],
+        step.v.shape[3],
+    )
+    inputs, U = (weights[2].shape[1:]) if weights else (0, 0)
+    numbers = (
+        *map(address, (kept.k, kept.v, kept.at, kept.turns, kept.nearest, kept.scores)),
+        *(map(address, weights) if weights else [0] * len(NET)),
+        *(0 if x is None else x.stride(0) for x in kept.changing), K, U, kept.ahead,
+    )  # fmt: skip
+    more = 2 * K + AGES + 2 * HKV * (D + V) + U + D + V
+    return array("q", numbers), weights, more, K * (D + V) + inputs * U
 
 
 def _in_rows(x: Tensor) -> Tensor:
