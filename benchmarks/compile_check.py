@@ -41,7 +41,17 @@ if __name__ == "__main__" or multiprocessing.parent_process() is not None:
 import torch
 import triton
 from harness import replace_text
-from problems import WINDOW, delta_problem, feature_problem, hybrid_problem, in_pool, prefill_problem, window_problem
+from problems import (
+    WINDOW,
+    choice_problem,
+    delta_problem,
+    feature_problem,
+    hybrid_problem,
+    in_pool,
+    keeping,
+    prefill_problem,
+    window_problem,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from uniform import halved, unwritten
@@ -52,7 +62,9 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.step import Shown, hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.trade import Trade, trade_launch
+from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.rotation.triton import turn_launch
@@ -222,10 +234,18 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         saved, forward = window_launches(of_window)
         yield from forward
         yield from window_backward_launches(of_window, saved, torch.empty_like(saved.o))[1]
+    for scores in (False, True):
+        yield choose_launch(p.target, choice_problem(p, scores=scores))[1]
     of_step = hybrid_problem(p)
     if of_step is not None:
         yield hybrid_launch(p.target, of_step)[1]
         yield hybrid_launch(p.target, in_pool(of_step))[1]
+        for scores in (False, True):
+            of_kept = keeping(of_step, scores=scores)
+            found, launch = trade_launch(p.target, Trade.of(of_kept))
+            yield launch
+        if of_kept.kept is not None:
+            yield hybrid_launch(p.target, of_kept, Shown(of_kept.kept.k, of_kept.kept.v, *found))[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)
@@ -282,7 +302,8 @@ def gpu_target(arch: str) -> GPUTarget:
 
 UNCOUNTED = (
     *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
-    *("decode", "decode_rows", "hybrid", "hybrid_rows"),
+    *("decode", "decode_rows", "hybrid", "hybrid_rows", "hybrid_kept"),
+    *("keep", "keep_scored", "trade", "trade_scored"),
 )
 """Kernels whose clocks are few."""
 

@@ -2,10 +2,12 @@
 
 import torch
 
+from hf_linear_attn.layers.retention.learned import AHEAD, HIDDEN
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
-from hf_linear_attn.ops.hybrid import HybridStep, Prefill
+from hf_linear_attn.ops.hybrid import HybridStep, KeptStep, Prefill
+from hf_linear_attn.ops.kept import AGES, Entering
 from hf_linear_attn.ops.triton.plan import Problem, has_tile, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
@@ -39,6 +41,22 @@ def window_problem(p: Problem) -> WindowProblem | None:
         weight=torch.zeros(heads, D, device=device),
         window=WINDOW,
         scaling=D**-0.5,
+    )
+
+
+def choice_problem(p: Problem, *, scores: bool) -> Entering:
+    """Return the choice of as many kept keys as the window has tokens: by scores, or by values."""
+    (batch, _, tokens, _), kv_heads, device = p.q.shape, p.k.shape[1], p.q.device
+    size, dtype = (AGES, torch.float32) if scores else (p.v.shape[3], p.v.dtype)
+    at = torch.arange(WINDOW, device=device).expand(batch, kv_heads, -1).contiguous()
+    return Entering(
+        compared=torch.randn(batch, kv_heads, WINDOW + tokens, size, dtype=dtype, device=device),
+        enters=torch.ones(batch, tokens, dtype=torch.bool, device=device),
+        positions=torch.arange(tokens, device=device).add(WINDOW).expand(batch, -1).contiguous(),
+        number=torch.full((batch,), WINDOW, device=device),
+        nearest=torch.rand(batch, kv_heads, 0 if scores else WINDOW, device=device),
+        at=at,
+        window=WINDOW if scores else 0,
     )
 
 
@@ -98,6 +116,35 @@ def prefill_problem(p: Problem) -> Prefill | None:
         of_window.scaling,
         1e-6,
     )
+
+
+def keeping(step: HybridStep, *, scores: bool) -> HybridStep:
+    """Return a step that keeps as many keys beyond the window as that has tokens, chosen by scores or by values."""
+    (batch, kv_heads, _, D), V = step.near_k.shape, step.v.shape[3]
+
+    def new(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(batch, kv_heads, WINDOW, *sizes, dtype=dtype, device=step.q.device)
+
+    inputs = 2 * kv_heads * (D + V)
+    net = (
+        (inputs,),
+        (inputs,),
+        (kv_heads, inputs, HIDDEN),
+        (kv_heads, HIDDEN),
+        (kv_heads, HIDDEN, AGES),
+        (kv_heads, AGES),
+    )
+    kept = KeptStep(
+        k=new(D, dtype=step.k.dtype),
+        v=new(V, dtype=step.v.dtype),
+        at=new(dtype=torch.int64),
+        turns=None if step.near_turns is None else new(D, dtype=step.k.dtype),
+        nearest=None if scores else new(),
+        scores=new(AGES) if scores else None,
+        weights=tuple(torch.ones(size, device=step.q.device) for size in net) if scores else (),
+        ahead=AHEAD if scores else 0,
+    )
+    return step._replace(kept=kept)
 
 
 def in_pool(step: HybridStep) -> HybridStep:

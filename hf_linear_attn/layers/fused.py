@@ -9,14 +9,16 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.layers.call import Call, Layer, Piece
+from hf_linear_attn.layers.kept import Beyond
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels, wants_loops, warn_fallback
 from hf_linear_attn.ops.hybrid import (
-    KEEPERS,
+    KEEPS,
     PREFILLS,
     STEPS,
     HybridStep,
+    KeptPrefill,
     KeptStep,
     Prefill,
     hybrid_obstacle,
@@ -75,7 +77,7 @@ def for_kernel(
     rows: Tensor | None = None,
 ) -> HybridStep | None:
     """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
-    reason = why_not(layer, STEPS, KEEPERS[chosen])
+    reason = why_not(layer, STEPS, KEEPS)
     if reason is None:
         step = HybridStep(
             q=q,
@@ -119,7 +121,7 @@ def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
         turns=tensors.get("kept_turns"),
         nearest=tensors.get("kept_nearest"),
         scores=tensors.get("kept_scores"),
-        weights=layer.retention_weights(),
+        weights=tuple(layer.retention_weights().values()),
         ahead=layer.kept.retention.ahead,
     )
 
@@ -189,7 +191,7 @@ def fused_prefill(
     chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
-    computed, reason = _map_of(layer), why_not(layer, PREFILLS[chosen])
+    computed, reason = _map_of(layer), why_not(layer, PREFILLS[chosen], KEEPS if chosen == "numba" else ())
     if reason is not None and chosen == "triton" and not (layer.rule.steps and layer.mix.steps):
         # Others fall back on kernels for each part, or say it where they step.
         warn_fallback(f"{reason}, and a step is read as a text of one token")
@@ -241,8 +243,20 @@ def _prefill_of(
         scaling=piece.scaling,
         eps=layer.rule.eps,
         mix=layer.mix.name,
+        kept=None if piece.beyond is None else _kept_prefill(piece.beyond, piece.q.dtype, layer.mix.has_far),
         **learned,
     )
+
+
+def _kept_prefill(beyond: Beyond, dtype: torch.dtype, has_far: bool) -> KeptPrefill:
+    """Return the keys beyond the windows of a piece as loops take them."""
+    places = beyond.k.shape[2] - beyond.enters.shape[1]
+    k, v = (x[:, :, :places].to(dtype) for x in (beyond.k, beyond.v))
+    kept = KeptPrefill(k, v, beyond.choice.slot, beyond.number)
+    if not has_far:
+        return kept
+    k, v, mask, turns = beyond.gone()
+    return kept._replace(gone=k.to(dtype), gone_v=v.to(dtype), gone_mask=mask, gone_turns=turns)
 
 
 class Ready:

@@ -72,15 +72,19 @@ class Beyond(NamedTuple):
 
     def folded(self, backend: str) -> Folded:
         """Return what the linear branch folds instead of what leaves the window."""
-        gone = self.choice.gone
-        mask, index = gone[:, 0] >= 0, gone.clamp(min=0)
-        raw, v = (_taken(x, index).masked_fill(~mask[:, None, :, None], 0) for x in (self.k, self.v))
+        raw, v, mask, turns = self.gone()
         k = raw
-        if self.rotation is not None and self.turns is not None:
+        if self.rotation is not None and turns is not None:
             # Every head turns keys of its own back.
-            rotation = self.rotation.of_others(_taken(self.turns, index).flatten(0, 1))
+            rotation = self.rotation.of_others(turns.flatten(0, 1))
             k = rotation.undo(raw.flatten(0, 1)[:, None], backend).view(raw.shape)
-        return Folded(k, raw, v, mask, self.positions.gather(2, index))
+        return Folded(k, raw, v, mask, self.positions.gather(2, self.choice.gone.clamp(min=0)))
+
+    def gone(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the keys that go at each query, their values, whether there are any, and by which they are turned."""
+        mask, index = self.choice.gone[:, 0] >= 0, self.choice.gone.clamp(min=0)
+        k, v = (_taken(x, index).masked_fill(~mask[:, None, :, None], 0) for x in (self.k, self.v))
+        return k, v, mask, None if self.turns is None else _taken(self.turns, index)
 
     def close(self, head_dim: int) -> dict[str, Tensor]:
         """Return the tensors of a state after the call."""

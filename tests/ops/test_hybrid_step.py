@@ -41,6 +41,8 @@ class Case(NamedTuple):
     static: bool = False
     copies: int | None = None
     rule: str = "additive"
+    kept: int = 0
+    retention: str = "redundancy"
     turned: int = 0
     layout: Layout = Layout("half", "pair")
     options: dict[str, object] = {}  # noqa: RUF012  # nobody changes it
@@ -54,9 +56,13 @@ class Case(NamedTuple):
             update_rule=self.rule,
             window=self.window,
             sinks=self.sinks,
-            backend=backend,
+            kept=self.kept,
+            retention=self.retention,
+            backend="auto" if self.kept else backend,
             rotary="undo" if self.turned else "keep",
         )
+        # By name kernels are refused where keys are kept, since none reads texts; on a GPU "auto" takes them for steps.
+        object.__setattr__(config, "backend", backend)
         sizes = Sizes(self.D, self.H, self.HKV, self.D**-0.5, self.V)
         layer = LinearAttention(config, sizes, "layer", rotated=self.turned > 0).to(DEVICE)
         g = torch.Generator(DEVICE).manual_seed(1)
@@ -121,6 +127,12 @@ CASES = [
         static=True,
         T=5,
     ),
+    Case("norm_preserving", kept=3, turned=16, padded=True, T=16),
+    Case("elu", "window", kept=5, window=2, static=True, V=24, dtype=torch.bfloat16, T=14),
+    Case("hedgehog", "gate", rule="decay", H=3, HKV=1, kept=1, sinks=0, V=20, padded=True, T=12),
+    Case("elu", "window", kept=3, retention="learned", turned=8, padded=True, T=14),
+    Case("norm_preserving", kept=2, window=20, sinks=1, retention="learned", turned=16, first=18, T=30, V=12),
+    Case("hedgehog", "gate", B=1, kept=4, window=3, retention="learned", static=True, T=14),
 ]
 
 
@@ -210,6 +222,10 @@ def test_steps_are_the_general_path(
             assert copies.shape[2] == case.copies
             assert all(torch.equal(x, held[name]) for x in copies.unbind(2))
     assert torch.equal(held["seen"], exact["seen"])
+    if case.kept:
+        assert torch.equal(held["kept_at"], exact["kept_at"])
+        for name in {"kept_k", "kept_v", "kept_turns"} & exact.keys():
+            assert torch.equal(held[name], exact[name])
     # The slot left over holds a token that nobody sees.
     seen = [*range(case.sinks), *(case.sinks + (case.T - 1 - n) % (case.window + 1) for n in range(case.window))]
     assert torch.equal(held["near_mask"][:, seen], exact["near_mask"][:, seen])

@@ -1,7 +1,7 @@
 """A layer with a window as one operation: window, sinks and state, read together."""
 
 from hf_linear_attn.ops.hybrid.api import (
-    KEEPERS,
+    KEEPS,
     PREFILLS,
     STEPS,
     hybrid_obstacle,
@@ -10,11 +10,11 @@ from hf_linear_attn.ops.hybrid.api import (
     prefill_obstacle,
 )
 from hf_linear_attn.ops.hybrid.problem import Geometry, HeadState, HybridParams, HybridState, Key, Tokens
-from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep, Prefill
+from hf_linear_attn.ops.hybrid.records import HybridStep, KeptPrefill, KeptStep, Prefill
 from hf_linear_attn.ops.hybrid.reference import hybrid_reference
 
 __all__ = [
-    "KEEPERS",
+    "KEEPS",
     "PREFILLS",
     "STEPS",
     "Geometry",
@@ -22,6 +22,7 @@ __all__ = [
     "HybridParams",
     "HybridState",
     "HybridStep",
+    "KeptPrefill",
     "KeptStep",
     "Key",
     "Prefill",

@@ -11,6 +11,7 @@ from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loo
 from hf_linear_attn.ops.features import LARGEST_PAIR, computes_features
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
+from hf_linear_attn.ops.kept import AGES, choice_obstacle
 from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.triton.plan import has_tile, target_of
@@ -20,8 +21,8 @@ from hf_linear_attn.tracing import is_transformed
 STEPS = {(rule, mix) for rule in ("additive", "decay") for mix in HYBRID_MIXES}
 """Update rules and mixes of which a step is one call."""
 
-KEEPERS: dict[str, set[str]] = {"triton": set(), "numba": {"redundancy", "learned"}}
-"""Rules by which a step keeps keys beyond the window, by what takes it."""
+KEEPS = {"redundancy", "learned"}
+"""Rules by which a step keeps keys beyond the window, and a loop that reads a text."""
 
 PREFILLS = {"triton": {("additive", "key")}, "numba": STEPS}
 """Those of which text is read in one, by what reads."""
@@ -34,8 +35,13 @@ def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> st
     reason = window_obstacle(step.q, step.k, step.v)
     if reason is not None:
         return reason
-    if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype:
+    kept = step.kept
+    if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype == (kept or step).k.dtype:
         return "tokens and window are of several dtypes"
+    if kept is not None:
+        reason = choice_obstacle(kept.k.shape[2], AGES if kept.nearest is None else kept.v.shape[3])
+        if reason is not None:
+            return reason
     if step.weight_q is None or step.weight_k is None:
         return None
     if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
@@ -54,7 +60,7 @@ def _loop_obstacle(step: HybridStep) -> str | None:
     kept = step.kept
     held = () if kept is None else (kept.k, kept.v, kept.turns)
     tokens = step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns, *held
-    return loop_obstacle(tokens, (*step.learned, *(() if kept is None else kept.weights.values())))
+    return loop_obstacle(tokens, (*step.learned, *(() if kept is None else kept.weights)))
 
 
 def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:

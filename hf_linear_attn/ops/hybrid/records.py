@@ -1,6 +1,5 @@
 """What kernels and loops take of a layer with a window, and what they give: built by name."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,7 +16,7 @@ class KeptStep(NamedTuple):
             are those of keys as they are, or there is no linear branch.
         nearest: As of :class:`hf_linear_attn.ops.kept.Entering` ``[B, HKV, C]`` fp32; None where keys have scores.
         scores: Those ``[B, HKV, C, 6]`` fp32; None where values are compared.
-        weights: What the rule has learned, by its names; see :class:`Learned`.
+        weights: What the rule has learned, see :class:`Learned`: mean, deviation, in, in_bias, out, bias; else nothing.
         ahead: Tokens behind a key that its scores are made of, too.
     """
 
@@ -27,7 +26,7 @@ class KeptStep(NamedTuple):
     turns: Tensor | None
     nearest: Tensor | None
     scores: Tensor | None
-    weights: Mapping[str, Tensor]
+    weights: tuple[Tensor, ...]
     ahead: int
 
     @property
@@ -123,6 +122,32 @@ class HybridStep(NamedTuple):
         return *maps, self.decay_bias, self.decay_key, self.decay_value, self.bias, self.weight
 
 
+class KeptPrefill(NamedTuple):
+    """The keys beyond the window of some tokens, where some are kept; see :class:`hf_linear_attn.layers.kept.Beyond`.
+
+    Attributes:
+        k: Those in the C places before the first query ``[B, HKV, C, D]``.
+        v: Their values ``[B, HKV, C, V]``.
+        slot: The place that the key takes which leaves the window at a query ``[B, HKV, T]`` int64; -1 where it takes
+            none, or none leaves.
+        number: Keys that had left the window before ``[B]`` int64; as many of the places are taken, from the first on.
+        gone: Keys that go from what is kept at each query, as the model made them ``[B, HKV, T, D]``; None where there
+            is no linear branch, as of all that follows.
+        gone_v: Their values ``[B, HKV, T, V]``.
+        gone_mask: Whether there is one ``[B, T]`` bool.
+        gone_turns: By which they are turned ``[B, HKV, T, R]``; None where features are those of keys as they are.
+    """
+
+    k: Tensor
+    v: Tensor
+    slot: Tensor
+    number: Tensor
+    gone: Tensor | None = None
+    gone_v: Tensor | None = None
+    gone_mask: Tensor | None = None
+    gone_turns: Tensor | None = None
+
+
 class Prefill(NamedTuple):
     """Some tokens of a layer with a window.
 
@@ -158,6 +183,7 @@ class Prefill(NamedTuple):
         decay_bias: What a key's score of the decay begins with ``[HKV]``; None where nothing fades.
         decay_key: By which a key enters it, as features see it ``[HKV, D]``.
         decay_value: By which its value does ``[HKV, V]``.
+        kept: The keys beyond the window, where some are kept; None where none are.
     """
 
     q: Tensor
@@ -190,6 +216,7 @@ class Prefill(NamedTuple):
     decay_bias: Tensor | None = None
     decay_key: Tensor | None = None
     decay_value: Tensor | None = None
+    kept: KeptPrefill | None = None
 
     @property
     def features(self) -> Tensor:

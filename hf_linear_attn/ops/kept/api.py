@@ -3,11 +3,15 @@
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.dispatch import wants_loops
+from hf_linear_attn.ops.dispatch import choose_backend, device_obstacle, wants_loops
 from hf_linear_attn.ops.kept.problem import Choice, Entering
 from hf_linear_attn.ops.kept.torch import choose_torch
 from hf_linear_attn.ops.library import refuse_vmap
+from hf_linear_attn.ops.triton.plan import padded
 from hf_linear_attn.tracing import is_transformed
+
+LARGEST = 2**16
+"""Numbers that the kernel holds of a head's keys."""
 
 
 def choose_kept(call: Entering, backend: str = "auto") -> Choice:
@@ -20,10 +24,14 @@ def choose_kept(call: Entering, backend: str = "auto") -> Choice:
 
     Args:
         call: The keys.
-        backend: As in :func:`linear_attention`. A loop chooses on a CPU, of what is fp32 or less, and else PyTorch.
+        backend: As in :func:`linear_attention`. A kernel chooses on a GPU and a loop on a CPU, of what is fp32 or less,
+            and else PyTorch.
 
     Returns:
         The choice, which has no gradients.
+
+    Raises:
+        BackendError: If the backend asked for cannot run here.
     """
     call = call._replace(compared=call.compared.detach())
     if torch.compiler.is_compiling():
@@ -32,12 +40,32 @@ def choose_kept(call: Entering, backend: str = "auto") -> Choice:
 
 
 def _choose(call: Entering, backend: str) -> Choice:
+    if choose_backend(backend, call.compared.device, lambda: _obstacle(call)) == "triton":
+        # Imported here so that the package needs neither Triton nor a GPU.
+        from hf_linear_attn.ops.kept.triton import choose_triton
+
+        return choose_triton(call)
     if wants_loops(backend, call.compared.device) and call.compared.dtype != torch.float64 and not is_transformed():
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.kept.numba import choose_numba
 
         return choose_numba(call)
     return choose_torch(call)
+
+
+def _obstacle(call: Entering) -> str | None:
+    """Say why the kernel cannot choose here, or None where it can."""
+    if call.compared.dtype == torch.float64:
+        return "the kernels take bf16, fp16 and fp32, not float64"
+    reason: str | None = device_obstacle(call.compared.device)
+    return reason or choice_obstacle(call.at.shape[2], call.compared.shape[3])
+
+
+def choice_obstacle(keys: int, width: int) -> str | None:
+    """Say why no kernel can choose among so many keys of a head, of which so many numbers each are compared."""
+    if padded(keys) * padded(width) <= LARGEST:
+        return None
+    return f"the kernel that chooses keys cannot hold {keys} of a head, of which {width} numbers each are compared"
 
 
 @torch.library.custom_op("hf_linear_attn::choose_kept", mutates_args=())

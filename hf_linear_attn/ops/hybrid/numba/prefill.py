@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
+from hf_linear_attn.ops.hybrid.records import KeptPrefill, Prefill, Prefilled
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import (
     IDENTITY,
@@ -92,12 +92,11 @@ def features_of_rows(features, y, x, weight, rows, dim, columns, name, factor, p
 
 
 @within
-def shares_of(row, ages, of_sinks, own, far_score, i, window, slots, sinks, columns):
+def shares_of(row, begins, ends, of_sinks, own, far_score, i, slots, sinks, columns):
     """Turn a query's scores into ``2^(score - largest)`` where it sees, else 0; return their sum and the far key's."""
     of_own, largest = row[own], far_score
     for c in range(slots):
-        age = ages[c]
-        row[c] = row[c] if age <= i and age > i - window else NOTHING
+        row[c] = row[c] if begins[c] <= i and i < ends[c] else NOTHING
     row[own] = of_own
     for n in range(sinks):
         if of_sinks[n] == 0:
@@ -159,6 +158,44 @@ def take_leaving(
             clear(of_key, dim)
             clear(of_value, value_dim)
     return leaves
+
+
+@within
+def keep_block(ends, held, holder, slot, a, count, ring, window, columns):
+    """Tell which query of a block is the first that does not see a key, where keys are kept, and who holds each place.
+
+    The key that leaves the window at a query stays where it lies in the ring until the block ends.
+
+    In ``ends`` the places stand behind the ring's slots. ``held`` says whether a place was taken before, ``holder``
+    which query's leaving key has come to it, -1 where none has, and ``slot [16]`` which place such a key takes, -1
+    where it takes none.
+    """
+    for c in range(columns):
+        holder[c] = -1
+    for i in range(count):
+        place = slot[i]
+        if place < 0:
+            continue
+        before = holder[place]
+        if before >= 0:
+            ends[(a + before - window) % ring] = np.int32(i)
+        elif held[place] != 0:
+            ends[ring + place] = np.int32(i)
+        ends[(a + i - window) % ring] = FAR_OFF
+        holder[place] = np.int32(i)
+
+
+@within
+def settle_block(keys, values, held, holder, a, ring, window, columns, stride, dim, value_dim):
+    """Move the keys that a block has kept from the ring to their places."""
+    for c in range(columns):
+        if holder[c] >= 0:
+            held[c] = np.uint8(1)
+            slot, to = (a + holder[c] - window) % ring, ring + c
+            for d in range(dim):
+                keys[d * stride + to] = keys[d * stride + slot]
+            for d in range(value_dim):
+                values[to * value_dim + d] = values[slot * value_dim + d]
 
 
 @within
@@ -237,7 +274,7 @@ def write_block(o, o_t, near, far, of_near, of_far, first, count, value_dim, tok
                 out[j] = narrow(row[j] * x, token)
 
 
-NUMBERS = 74
+NUMBERS = 83
 """Addresses, sizes, strides and factors of a call."""
 
 
@@ -247,8 +284,9 @@ def read(first, last, token, numbers):
     (
         q, k, v, key_mask, counts, sink_k, sink_v, seen, number, far_keys, kv, z, turns_q, turns_k,
         weight_q, power_q, weight_k, power_k, bias, direction, decay_bias, decay_key, decay_value,
+        kept_k, kept_v, kept_slot, kept_number, gone_k, gone_w, gone_mask, gone_turns,
         o, kv_out, z_out, keys_out, work,
-        HKV, S, G, T, P, D, V, M, N, W, R, C, E, size,
+        HKV, S, G, T, P, D, V, M, N, W, R, C, K, E, size,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, m_b, c_b, s_b, s_t, n_b, n_t, tq_b, tk_b,
         wq_h, pq_h, wk_h, pk_h, name, mix, of_scores, of_norm, of_map, of_queries, by_half, at_end,
     ) = unpacked(numbers, NUMBERS)  # fmt: skip
@@ -279,7 +317,9 @@ def read(first, last, token, numbers):
     of_far = ahead(of_near, rows)
     fades = ahead(of_far, rows)
     slot_at = pointer(work + 4 * (size * first + size - 2 * E), long)
-    ages = pointer(work + 4 * (size * first + size - 3 * E), short)
+    begins = pointer(work + 4 * (size * first + size - 3 * E), short)
+    ends, holder = ahead(begins, -E), ahead(begins, -2 * E)
+    held = pointer(work + 4 * (size * first + size - 6 * E), flag)
     for unit in range(first, last):
         b, hk, part = unit // (HKV * S), unit // S % HKV, unit % S
         head, of_sums = (hk * S + part) * G, b * HKV + hk
@@ -295,16 +335,27 @@ def read(first, last, token, numbers):
             take(norm, ahead(pointer(z, kind), of_sums * F), F, ONE)
         if far_keys != 0:
             take(keys_sum, ahead(pointer(far_keys, kind), of_sums * D), D, ONE)
+        for c in range(K):
+            at, held[c] = of_sums * K + c, c < pointer(kept_number, long)[b]
+            hold(
+                keys, values, E, C + c, ahead(pointer(kept_k, token), at * D), ahead(pointer(kept_v, token), at * V),
+                D, V, held[c] != 0,
+            )  # fmt: skip
         for n in range(N):
             at = of_sums * N + n
             of_sink = ahead(pointer(sink_k, token), at * D), ahead(pointer(sink_v, token), at * V)
-            hold(keys, values, E, C + n, *of_sink, D, V, is_seen(ahead(pointer(seen, flag), b * s_b + n), s_t, T))
+            hold(keys, values, E, C + K + n, *of_sink, D, V, is_seen(ahead(pointer(seen, flag), b * s_b + n), s_t, T))
         for at in range(P):
             slot = (at - P) % C
             visible = is_at(real, at)
             slot_at[slot] = at - P if visible else -FAR_OFF
             hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V, visible)
         started = kv != 0
+        of_gone, of_gone_v, of_gone_turns, g_t, gw_t = of_k, of_v, of_turns_k, k_t, v_t
+        if K > 0:
+            of_gone, g_t = ahead(pointer(gone_k, token), of_sums * T * D), D
+            of_gone_v, gw_t = ahead(pointer(gone_w, token), of_sums * T * V), V
+            of_gone_turns, counted = ahead(pointer(gone_turns, kind), of_sums * T * R), row_of(gone_mask, b, T)
         for a in range(0, T, BLOCK):
             count, leaving = min(BLOCK, T - a), P + a - W
             for i in range(BLOCK):
@@ -314,14 +365,21 @@ def read(first, last, token, numbers):
                 if i < count:
                     hold(keys, values, E, slot, ahead(of_k, at * k_t), ahead(of_v, at * v_t), D, V, visible)
             for c in range(C):
-                ages[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
+                begins[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
+                ends[c] = begins[c] + np.int32(W)
+            for c in range(K):
+                begins[C + c], ends[C + c] = -FAR_OFF, FAR_OFF if held[c] != 0 else -FAR_OFF
+            if K > 0:
+                leaving = a
+                keep_block(ends, held, holder, ahead(pointer(kept_slot, long), of_sums * T + a), a, count, C, W, K)
             for g in range(G):
                 r = g * BLOCK * D
                 take_queries(ahead(queries, r), ahead(plain, r), ahead(of_q, g * q_h + a * q_t), q_t, count, D, scaling)
             multiply(scores, E, queries, D, keys, E, rows, E, D, False)
             leaves = mix != WINDOW and take_leaving(
-                raw, gone, gone_v, of_k, k_t, of_v, v_t, counted, of_turns_k, leaving, count, D, V, R, by_half, at_end
-            )
+                raw, gone, gone_v, of_gone, g_t, of_gone_v, gw_t, counted, of_gone_turns, leaving, count, D, V, R,
+                by_half, at_end,
+            )  # fmt: skip
             if leaves:
                 power = zero if power_k == 0 else pointer(power_k, kind)[hk * pk_h]
                 w = ahead(pointer(weight_k, kind), hk * wk_h)
@@ -374,7 +432,7 @@ def read(first, last, token, numbers):
                         else:
                             gate = sigmoid(learned)
                     total, share = shares_of(
-                        ahead(scores, r * E), ages, of_sinks, (a + i) % C, far_score, i, W, C, N, E
+                        ahead(scores, r * E), begins, ends, of_sinks, (a + i) % C, far_score, i, C + K, N, E
                     )
                     mass = zero
                     if started:
@@ -391,6 +449,8 @@ def read(first, last, token, numbers):
             for g in range(G):
                 out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + a * o_t)
                 write_block(out, o_t, near, far, of_near, of_far, g * BLOCK, count, V, token)
+            if K > 0:
+                settle_block(keys, values, held, holder, a, C, W, K, E, D, V)
             if leaves:
                 if decay_bias != 0:
                     fade_sums(sums, norm, phi_k, phi_t, fades, F, V)
@@ -437,10 +497,12 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     S = next((n for n in range(least, group) if group % n == 0), group)
     # No slot is needed for keys that there are not.
     G, C = group // S, -(-(min(W, call.k.shape[2]) + BLOCK) // 8) * 8
-    E, rows, F = C + -(-N // 8) * 8, BLOCK * (group // S), 2 * M or D
+    kept = call.kept
+    K = 0 if kept is None else kept.k.shape[2]
+    E, rows, F = C + -(-(N + K) // 8) * 8, BLOCK * (group // S), 2 * M or D
     vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
-    # What is int64, int32 and fp32 there, in the order of the loop.
-    size = -(-(vectors + BLOCK * (2 * F + 2 * D + V + 1) + 3 * E) // 16) * 16
+    # What is int64, int32 and fp32 there, in the order of the loop, and a flag of each column.
+    size = -(-(vectors + BLOCK * (2 * F + 2 * D + V + 1) + 6 * E) // 16) * 16
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     sinks = [None if x is None else x.contiguous() for x in (call.sink_k, call.sink_v)]
     masks = [None if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (call.key_mask, call.counts)]
@@ -457,10 +519,11 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     ]
     o, work = empty_like_tokens(q, V), q.new_empty(B * HKV * S * size, dtype=torch.float32)
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
-    tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, o, kv, z, keys, work
+    of_kept = [None] * 8 if kept is None else _kept(kept)
+    tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, *of_kept, o, kv, z, keys, work
     numbers = (
         *map(address, tensors),
-        HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, E, size,
+        HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, K, E, size,
         *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
         *(0 if x is None else x.stride(0) for x in masks),
         *((0, 0) if seen is None else seen.stride()[:2]), *((0, 0) if call.number is None else call.number.stride()),
@@ -471,3 +534,10 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
     in_parts(entry(TASKS[q.dtype]), B * HKV * S, work_of_unit, numbers, tensors)
     return Prefilled(o, kv, z, keys)
+
+
+def _kept(kept: KeptPrefill) -> list[Tensor | None]:
+    """Return kept keys as the loop reads them."""
+    turns = None if kept.gone_turns is None else kept.gone_turns.float()
+    found = *kept[:-1], turns
+    return [None if x is None else x.contiguous() for x in found]

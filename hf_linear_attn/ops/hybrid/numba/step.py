@@ -463,24 +463,16 @@ class LoopedStep:
         return o
 
 
-NET = "mean", "deviation", "in", "in_bias", "out", "bias"
-"""What is learned of kept keys, in a loop's order."""
-
-
 def _keeping(step: HybridStep) -> tuple["array[int]", list[Tensor], int, int]:
     """Return what a loop is told of kept keys, what was learned, the fp32 to work on, and about how many products."""
     kept = step.kept
     if kept is None:
         return array("q", [0] * KEEPING), [], 0, 0
-    weights, HKV, K, D, V = (
-        [kept.weights[x].contiguous() for x in NET if kept.weights],
-        *kept.k.shape[1:],
-        step.v.shape[3],
-    )
-    inputs, U = (weights[2].shape[1:]) if weights else (0, 0)
+    (HKV, K, D), V, weights = kept.k.shape[1:], step.v.shape[3], [x.contiguous() for x in kept.weights]
+    inputs, U = weights[2].shape[1:] if weights else (0, 0)
     numbers = (
         *map(address, (kept.k, kept.v, kept.at, kept.turns, kept.nearest, kept.scores)),
-        *(map(address, weights) if weights else [0] * len(NET)),
+        *(map(address, weights) if weights else [0] * 6),
         *(0 if x is None else x.stride(0) for x in kept.changing), K, U, kept.ahead,
     )  # fmt: skip
     more = 2 * K + AGES + 2 * HKV * (D + V) + U + D + V

@@ -24,6 +24,8 @@ In a pool the rows' states lie anywhere, and their lengths tell what a mask of s
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,15 +121,16 @@ def fading(
 @triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b", "t_b"])
 def hybrid_kernel(
     q, k, v, key_mask, seen, length, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
-    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight, o,
+    weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
+    kept_k, kept_v, gone, gone_v, gone_turns, told, o,
     HKV, N, W, scaling, eps, factor, sharpness,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b, wq_h, pq_h, wk_h, pk_h,
-    kv_p, z_p, f_p, nk_p, nv_p, nt_p,
+    kv_p, z_p, f_p, nk_p, nv_p, nt_p, kk_p, kw_p,
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr,
     GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, FADES: tl.constexpr, MIX: tl.constexpr,
-    MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read one token of one key head, fold the one that leaves, and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -184,17 +187,26 @@ def hybrid_kernel(
     wide = x.to(tl.float32)
     own = tl.sum(wide * key.to(tl.float32)[None, :], 1) * (scaling * LOG2E)
     if MIX != "window":
-        leaves = read >= N + W if POOL else tl.load(near_mask + old) != 0
+        if K > 0:
+            # What goes was chosen before, of the keys that were kept and of the one that leaves the window.
+            leaves = tl.load(told + 2 * bh + 1) != 0
+            gone += bh * D
+            gone_v += bh * V
+            of_gone, at = gone_turns, bh * R
+        else:
+            leaves = read >= N + W if POOL else tl.load(near_mask + old) != 0
+            gone = near_k + old * D
+            gone_v = near_v + old * V
+            of_gone, at = near_turns, old * D
         columns = tl.where(leaves, D, 0)
-        gone = near_k + old * D
         fk, fk2 = features_of_head(
-            gone, columns, near_turns, old * D, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
+            gone, columns, of_gone, at, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
             D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, False,
         )  # fmt: skip
         fade = 1.0
         if FADES:
             fade = fading(
-                gone, near_v + old * V, columns, near_turns, old * D, decay_bias, decay_key, decay_value, i_hk, od,
+                gone, gone_v, columns, of_gone, at, decay_bias, decay_key, decay_value, i_hk, od,
                 D, V, BV, R, PAIRS, AT_END,
             )  # fmt: skip
         z += i_p * z_p + (i_hk * C + i_c) * F
@@ -218,15 +230,15 @@ def hybrid_kernel(
         # [GP, BV]
         far = tl.zeros([GP, BV], tl.float32)
         if MIX != "window":
-            gone_v = tl.load(near_v + old * V + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
+            gone_vv = tl.load(gone_v + ov, mask=ov < tl.where(leaves, V, 0), other=0.0).to(tl.float32)
             # [BM, BV]
             state = kv + i_p * kv_p + i_hk * (F * V) + om[:, None] * V + ov[None, :]
             inside = (om < M)[:, None] & (ov < V)[None, :]
-            s = tl.load(state, mask=inside, other=0.0) * fade + fk[:, None] * gone_v[None, :]
+            s = tl.load(state, mask=inside, other=0.0) * fade + fk[:, None] * gone_vv[None, :]
             tl.store(state, s, mask=inside)
             s2 = s
             if PAIR:
-                s2 = tl.load(state + M * V, mask=inside, other=0.0) * fade + fk2[:, None] * gone_v[None, :]
+                s2 = tl.load(state + M * V, mask=inside, other=0.0) * fade + fk2[:, None] * gone_vv[None, :]
                 tl.store(state + M * V, s2, mask=inside)
             for g in range(G):
                 i_h = i_hk * G + g
@@ -271,9 +283,28 @@ def hybrid_kernel(
             total = total * before + tl.sum(p, 1)
             acc = dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
             m = largest
+        if K > 0:
+            taken = tl.load(told + 2 * bh)
+            own_k = kept_k + i_p * kk_p + i_hk * (K * D)
+            own_v = kept_v + i_p * kw_p + i_hk * (K * V)
+            for j in range(0, K, BP):
+                op = j + tl.arange(0, BP)
+                sees = op < taken
+                offset = op.to(tl.int64)[:, None]
+                kk = load_operand(own_k, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)
+                vv = load_operand(own_v, offset * V + ov[None, :], sees, ov < V, V % BV == 0, PRECISION)
+                scores = product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E)
+                scores = tl.where(sees[None, :], scores, float("-inf"))
+                largest = tl.maximum(m, tl.max(scores, 1))
+                p = tl.exp2(scores - largest[:, None])
+                before = tl.exp2(m - largest)
+                total = total * before + tl.sum(p, 1)
+                acc = dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
+                m = largest
         if MIX != "window":
             count = read + real.to(tl.int64)
-            n = (count - tl.minimum(count, N) - held - enters.to(tl.int64)).to(tl.float32)
+            n = count - tl.minimum(count, N) - held - enters.to(tl.int64)
+            n = tl.maximum(n - K, 0).to(tl.float32)
             if MIX == "key":
                 some = tl.maximum(n, 1.0)
                 e = score + tl.sum(wide * keys[None, :], 1) * (scaling / some) + tl.log(some)
@@ -299,12 +330,24 @@ def hybrid_kernel(
             tl.store(far_keys + od, keys, mask=od < D)
 
 
-def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
+class Shown(NamedTuple):
+    """What a step is shown of kept keys, once another has come; see :class:`KeptStep` and :class:`Traded`."""
+
+    kept_k: Tensor
+    kept_v: Tensor
+    gone: Tensor
+    gone_v: Tensor
+    gone_turns: Tensor | None
+    told: Tensor
+
+
+def hybrid_launch(target: Target, step: HybridStep, shown: Shown | None = None) -> tuple[Tensor, Launch]:
     """Plan one step.
 
     Args:
         target: The device.
         step: The step, with q, k and v in the layout that kernels read and everything else contiguous.
+        shown: The keys that are kept; None where none are.
 
     Returns:
         The output, allocated, and the launch.
@@ -328,6 +371,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
         **{"decay_bias": step.decay_bias, "decay_key": step.decay_key, "decay_value": step.decay_value},
         **{"bias": step.bias, "weight": step.weight, "o": o},
+        **(dict.fromkeys(Shown._fields) if shown is None else shown._asdict()),
     }
     arguments = {
         **tensors,
@@ -345,6 +389,8 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
         **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
         **{"kv_p": _of_rows(step.kv), "z_p": _of_rows(z), "f_p": _of_rows(step.far_keys)},
         **{"nk_p": _of_rows(near_k), "nv_p": _of_rows(step.near_v), "nt_p": _of_rows(step.near_turns)},
+        **{"kk_p": _of_rows(tensors["kept_k"]), "kw_p": _of_rows(tensors["kept_v"])},
+        "K": 0 if shown is None else shown.kept_k.shape[2],
         **{"G": G, "C": copies, "D": D, "V": V, "M": M},
         **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
         **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
@@ -357,7 +403,7 @@ def hybrid_launch(target: Target, step: HybridStep) -> tuple[Tensor, Launch]:
     }
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
     written = (o, step.kv, z, step.far_keys, step.near_turns)
-    role = "hybrid" if step.rows is None else "hybrid_rows"
+    role = "hybrid_kept" if shown is not None else "hybrid" if step.rows is None else "hybrid_rows"
     return o, Launch(
         role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
     )
