@@ -1,7 +1,9 @@
-"""Convert a small softmax Llama to linear attention, distil it, and see what was gained and what it cost.
+"""Convert a small softmax Llama to a memory of constant size, teach it what to keep, and see what it gained and cost.
 
-With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any
-other causal language model, a folder or a hub name, takes its place with --model.
+Beside a window every layer keeps some keys exactly. Which ones, a small net of each key head learns from the teacher's
+attention; every other weight stays as it was. With no argument it takes the teacher that ships beside this file and
+finishes within minutes on two CPU cores. Any other causal language model, a folder or a hub name, takes its place with
+--model. With --distill-steps a student with linear attention of the same cache bytes is distilled and stands beside it.
 """
 
 import copy
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from hf_linear_attn import patch_model
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
 from hf_linear_attn.distill.baseline import equal_cache_window
@@ -40,12 +43,12 @@ class Arguments:
         model: Softmax checkpoint: a folder or a hub name.
         output_dir: Where report, results and student go.
         overwrite: Replace what an earlier run left there; files of other names stay.
-        feature_map: One of those that `hf-linear-attn maps` lists.
         window: Last tokens that are attended to exactly.
         sinks: First tokens that are attended to exactly.
-        transfer_steps: Steps of attention transfer.
-        distill_steps: Steps of logit distillation.
-        retain_steps: Steps in which a baseline with kept keys learns which to keep.
+        kept: Keys that each key head keeps of those that have left the window.
+        retain_steps: Steps in which it learns which.
+        distill_steps: Steps of logit distillation of a student with linear attention; 0 leaves it out.
+        feature_map: That one's, of those that `hf-linear-attn maps` lists.
         rows: Sequences of that length per step; longer ones are fewer.
         block_tokens: Tokens of the shortest sequences.
         lengths: Context lengths to evaluate.
@@ -57,12 +60,12 @@ class Arguments:
     model: str = str(TEACHER)
     output_dir: str = "runs/quickstart"
     overwrite: bool = False
-    feature_map: str = RECOMMENDED.feature_map
-    window: int | None = RECOMMENDED.window
+    window: int = 64
     sinks: int = RECOMMENDED.sinks
-    transfer_steps: int = 60
-    distill_steps: int = 260
-    retain_steps: int = 100
+    kept: int = 64
+    retain_steps: int = 200
+    distill_steps: int = 0
+    feature_map: str = RECOMMENDED.feature_map
     rows: int = 4
     block_tokens: int = 512
     lengths: tuple[int, ...] = (256, 512, 1024, 2048)
@@ -97,68 +100,52 @@ def main() -> None:
 
 
 def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Distil, train the baselines and evaluate; return the results."""
+    """Teach the student, make the baselines and evaluate; return the results."""
     common: dict[str, Any] = {
         "model": arguments.model,
+        "window": arguments.window,
         "sinks": arguments.sinks,
         "block_tokens": arguments.block_tokens,
         "rows": arguments.rows,
         "seed": arguments.seed,
-        # The evaluation has both write their answers.
+        # The evaluation has all of them write their answers.
         "heldout_answers": 0,
     }
-    settings = DistillationSettings(
-        **common,
-        feature_map=arguments.feature_map,
-        window=arguments.window,
-        transfer_steps=arguments.transfer_steps,
-        distill_steps=arguments.distill_steps,
-        heldout_rows=16,
+    settings = DistillationSettings.from_preset(
+        "kept_keys", **common, kept=arguments.kept, retain_steps=arguments.retain_steps, heldout_rows=0
     )
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
-    patched = settings.convert(copy.deepcopy(teacher))
+    student = settings.convert(copy.deepcopy(teacher))
     evaluation = evaluation_settings(arguments, folder)
-    check_evaluation(evaluation, model=patched, tokenizer=tokenizer, teacher=teacher)
-    # It keeps as many keys as its window has tokens: what the smaller window leaves of the same bytes.
-    kept = arguments.window or RECOMMENDED.window
-    keeping = DistillationSettings.from_preset(
-        "kept_keys", **common, window=kept, kept=kept, retain_steps=arguments.retain_steps, heldout_rows=0
-    )
-    data = load_data(settings, tokenizer)
+    check_evaluation(evaluation, model=student, tokenizer=tokenizer, teacher=teacher)
+    window = equal_cache_window(student)
+    patched = {"sinks": arguments.sinks, "mix": "window"}
+    baselines = {
+        f"window {window} alone": patch_model(copy.deepcopy(teacher), window=window, **patched),
+        f"{arguments.kept} keys kept by redundancy": patch_model(
+            copy.deepcopy(teacher), window=arguments.window, kept=arguments.kept, **patched
+        ),
+    }
+    parts = 3 if arguments.distill_steps else 2
+    print(f"1/{parts} Learning which {arguments.kept} keys to keep, with every weight as it was", flush=True)
+    student = distill(
+        settings, teacher=teacher, student=student, tokenizer=tokenizer, data=load_data(settings, tokenizer)
+    ).student
+    if arguments.distill_steps:
+        print(f"2/{parts} Distilling linear attention", flush=True)
+        linear = DistillationSettings(
+            **common,
+            feature_map=arguments.feature_map,
+            transfer_steps=arguments.distill_steps // 4,
+            distill_steps=arguments.distill_steps,
+            heldout_rows=0,
+        )
+        data = load_data(linear, tokenizer)
+        baselines["linear attention"] = distill(linear, teacher=teacher, tokenizer=tokenizer, data=data).student
 
-    print("1/4 Distilling the linear-attention student", flush=True)
-    distilled = distill(settings, teacher=teacher, student=copy.deepcopy(patched), tokenizer=tokenizer, data=data)
-    student, measured = distilled.student, distilled.metrics["student"]
-
-    window = equal_cache_window(patched)
-    print(f"2/4 Distilling the baseline: a window of {window} tokens alone, the same cache bytes", flush=True)
-    # It has no feature maps to transfer; so many tokens more go into its distillation.
-    steps = arguments.transfer_steps + arguments.distill_steps
-    local = settings.with_changes(
-        mix="window", window=window, stages=["distill"], distill_steps=steps, window_dropout=0.0, heldout_rows=0
-    )
-    baseline = distill(local, teacher=teacher, tokenizer=tokenizer, data=data).student
-
-    print(f"3/4 Learning which {kept} keys to keep beyond a window, with every weight as it was", flush=True)
-    data = load_data(keeping, tokenizer)
-    keeper = distill(keeping, teacher=teacher, tokenizer=tokenizer, data=data).student
-
-    print("4/4 Evaluating all of them beside the teacher", flush=True)
-    results = evaluate(
-        evaluation,
-        model=student,
-        tokenizer=tokenizer,
-        teacher=teacher,
-        baselines={
-            "merely patched": patched,
-            f"window {window} alone": baseline,
-            f"window {kept} and {kept} kept keys": keeper,
-        },
-        extras={
-            "linear_branch_off_nats": measured["linear_off"]["late_loss_nats"] - measured["late_loss_nats"],
-        },
-    )
+    print(f"{parts}/{parts} Evaluating all of them beside the teacher", flush=True)
+    results = evaluate(evaluation, model=student, tokenizer=tokenizer, teacher=teacher, baselines=baselines)
     write_report(results, folder)
     student.save_pretrained(folder / "student")
     tokenizer.save_pretrained(folder / "student")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
-from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused
+from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused, pool
+from hf_linear_attn.layers.pool import Pool, Rows, pool_slots, read_, step_rows_
 from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_
 from hf_linear_attn.ops.hybrid.numba import step as looped
 from hf_linear_attn.ops.hybrid.triton import op
@@ -146,7 +147,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             served.append(whole)
         return hybrid_step_(whole, backend=backend)
 
-    monkeypatch.setattr(fused, "hybrid_step_", serve)
+    for module in (fused, pool):
+        monkeypatch.setattr(module, "hybrid_step_", serve)
     loop = looped.in_parts
     monkeypatch.setattr(looped, "in_parts", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
@@ -352,3 +354,39 @@ def test_refuses_other_dtypes_and_transforms(backend: str, monkeypatch: pytest.M
         torch.vmap(lambda q: hybrid_step_(whole._replace(q=q), backend=backend))(whole.q[None])
     with pytest.raises(BackendError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
         hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "numba"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("norm_preserving", kept=3, turned=16, T=16),
+        Case("elu", "window", kept=3, retention="learned", turned=8, T=16),
+    ],
+    ids=str,
+)
+def test_steps_in_a_pool_keep_keys_as_rows_that_are_read(case: Case, backend: str, launches: list[object]) -> None:
+    lengths, layers = torch.tensor([9, 4]), [case.layer(name) for name in ("torch", backend)]
+    slots, places = pool_slots(layers[0], case.V), torch.tensor([2, 0])
+    pools = [Pool(slots, {name: slot.zeros(3, torch.empty(0)) for name, slot in slots.items()}) for _ in layers]
+    q, k, v = case.tokens()
+    rotation = case.rotation()
+    with torch.no_grad():
+        for b, length in enumerate(lengths.tolist()):
+            first = None if rotation is None else rotation.cut(0, length)
+            read_(layers[0], *(x[b : b + 1, :, :length] for x in (q, k, v)), pools[0], int(places[b]), 0, first)
+        pools[1].tensors.update({name: x.clone() for name, x in pools[0].tensors.items()})
+        for t in range(case.T - 9):
+            new = [x[:, :, 9 + t : 10 + t] for x in (q, k, v)]
+            turned = None if rotation is None else rotation.cut(9 + t, 10 + t)
+            of_rows = None if turned is None else turned.of_others(turned.turns.expand(2, -1, -1).contiguous())
+            found = [
+                step_rows_(layer, *new, held, Rows(places, lengths + t), of_rows)
+                for layer, held in zip(layers, pools, strict=True)
+            ]
+            assert_near(found[1], found[0], case.dtype, "o")
+    assert len(launches) == case.T - 9
+    # Windows have a slot that holds what nobody sees.
+    for name, x in pools[0].tensors.items():
+        if not name.startswith("near_"):
+            torch.testing.assert_close(pools[1].tensors[name][places], x[places], rtol=2e-5, atol=2e-5)
