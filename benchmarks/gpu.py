@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import Parser, by_turns, markdown, provenance
-from problems import hybrid_problem, prefill_problem
+from problems import choice_problem, hybrid_problem, keeping, prefill_problem
 from suites.host import RECOMMENDED
 from suites.kernels import OURS, SHAPES, captured, copy_bandwidth, shape_of, times
 from torch import Tensor
@@ -47,7 +47,9 @@ from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers import Sizes as LayerSizes
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.step import Shown, hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.trade import Trade, trade_launch
+from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.triton.plan import Problem, target_of
 from hf_linear_attn.ops.triton.run import clear_caches
@@ -150,6 +152,22 @@ OF_KERNELS = [
     Limit("prefill at 8192, ms", 0.45, lambda x: x["prefill"]["ms"]),
     Limit("step of 64 over its bytes", 1.3, lambda x: x["step of 64"]["over its bytes"]),
     Limit("layer at 4096, forward and backward, ms", 1.0, lambda x: x["training"]["ms"]),
+]
+BY = {"redundancy": False, "scores": True}
+"""How keys are kept, and whether they have scores."""
+OF_KERNELS += [
+    *(
+        Limit(f"choice of keys at 8192 by {name}, ms", 16, lambda x, n=name: x[f"choice of keys by {n}"]["ms"])
+        for name in BY
+    ),
+    *(
+        Limit(
+            f"step of 64 with keys kept by {name} over one without",
+            1.3,
+            lambda x, n=name: x[f"step of 64, keys kept by {n}"]["ms"] / x["step of 64"]["ms"],
+        )
+        for name in BY
+    ),
 ]
 OF_PEERS = [
     beside("softmax, cuDNN", 32768, 0.08),
@@ -257,6 +275,15 @@ def kernels(*, dry_run: bool) -> dict[str, Any]:
             x.fill_(value)
         nbytes = sum(x.nbytes for x in (*step, step.kv, step.z, step.far_keys) if isinstance(x, Tensor))
         note(f"step of {batch}", hybrid_launch(target, step)[1].run, nbytes)
+        for name, scores in BY.items():
+            of_kept = keeping(step, scores=scores)
+            told, trade = trade_launch(target, Trade.of(of_kept))
+            kept: Any = of_kept.kept
+            launches = [trade, hybrid_launch(target, of_kept, Shown(kept.k, kept.v, *told))[1]]
+            note(f"step of {batch}, keys kept by {name}", lambda launches=launches: [x.run() for x in launches])
+    for name, scores in BY.items():
+        choice = choice_problem(problem(prompt), scores=scores)
+        note(f"choice of keys by {name}", choose_launch(target, choice)[1].run)
     layer = LinearAttention(
         LinearAttentionConfig(**RECOMMENDED, backend="triton"), LayerSizes(D, H, HKV, D**-0.5, D), "layer", rotated=True
     ).to(device)
