@@ -34,6 +34,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.ops.linear_attention.torch import CHUNK
 from hf_linear_attn.patching import cache_argument
 
+NO_STATE = {"window": 64, "sinks": 4, "mix": "window"}
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
 RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4, "rotary": "undo"}
 LAYERS: dict[str, dict[str, Any] | None] = {
@@ -45,6 +46,10 @@ LAYERS: dict[str, dict[str, Any] | None] = {
     "recommended, rotation kept": RECIPE | {"rotary": "keep"},
     "recommended, gate": RECIPE | {"mix": "gate"},
     **{f"recommended, {rule}": RECIPE | {"update_rule": rule} for rule in ("decay", "delta", "gated_delta")},
+    "recommended, 64 kept": RECIPE | {"kept": 64},
+    "window alone": NO_STATE,
+    "window alone, 64 kept": NO_STATE | {"kept": 64},
+    "window alone, 64 kept, learned": NO_STATE | {"kept": 64, "retention": "learned"},
 }
 FLOOR = ("projections", "products")
 KEPT = ("softmax", "elu", "recommended", "recommended, PyTorch alone")
@@ -231,19 +236,20 @@ def time_modules(
     return rows
 
 
-def time_steps(repeats: int, steps: int) -> list[dict[str, Any]]:
-    """Time a step of every kind of model after each context."""
+def time_steps(repeats: int, steps: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Time a step of kinds of models after each context."""
     found = []
     for rows in ROWS:
         for context in STEPS:
             if rows * context > 2**17:
                 continue
-            calls = step_calls({name: build(settings) for name, settings in LAYERS.items()}, context, rows, steps)
+            calls = step_calls({name: build(LAYERS[name]) for name in kinds}, context, rows, steps)
             by_turns(calls, repeats)
             times = {name: statistics.median(x.spent[1:]) / steps for name, x in calls.items()}  # type: ignore[attr-defined]
             row: dict[str, Any] = {"batch": rows, "context": context}
             row |= {f"{name}, us": x * 1e6 for name, x in times.items()}
-            row |= {f"{name}, of softmax": x / times["softmax"] for name, x in times.items() if name != "softmax"}
+            if "softmax" in times:
+                row |= {f"{name}, of softmax": x / times["softmax"] for name, x in times.items() if name in kinds[1:]}
             print(row, flush=True)
             found.append(row)
     return found
@@ -259,25 +265,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="timings of which the median counts (%(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="tokens generated in one timing (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=("forward", "both", "steps"), default=["forward", "both", "steps"])
+    parser.add_argument("--kinds", nargs="+", choices=LAYERS, default=list(LAYERS), help="layers (default: all)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    kinds, again = arguments.kinds, [name for name in KEPT if name in arguments.kinds]
     facts = provenance("layer", argv or [])
     result: dict[str, Any] = {"provenance": facts}
     if "forward" in arguments.only:
-        result["forward"] = time_modules(arguments.lengths, False, arguments.repeats)
-        result["attention alone"] = time_modules(arguments.lengths, False, arguments.repeats, KEPT, alone=True)
+        result["forward"] = time_modules(arguments.lengths, False, arguments.repeats, kinds)
+        alone = again or kinds
+        result["attention alone"] = time_modules(arguments.lengths, False, arguments.repeats, alone, alone=True)
     if "both" in arguments.only:
         lengths = [n for n in arguments.lengths if n in BOTH]
-        result["forward and backward"] = time_modules(lengths, True, arguments.repeats)
+        result["forward and backward"] = time_modules(lengths, True, arguments.repeats, kinds)
     if "steps" in arguments.only:
-        result["step"] = time_steps(arguments.repeats, arguments.steps)
+        result["step"] = time_steps(arguments.repeats, arguments.steps, kinds)
     parts = ["# A layer on a CPU\n", facts_line(facts)]
     parts.append(
         " ".join((__doc__ or "").split("\n\n")[-1].split()) + " Times are microseconds of a token or a step.\n"
     )
-    if "forward" in arguments.only:
+    if "forward" in arguments.only and again:
         keep_memory()
-        result["forward, memory kept"] = time_modules(arguments.lengths, False, arguments.repeats, KEPT)
+        result["forward, memory kept"] = time_modules(arguments.lengths, False, arguments.repeats, again)
     for name in ("forward", "attention alone", "forward and backward", "step", "forward, memory kept"):
         if name in result:
             parts += [f"## {name.capitalize()}\n", markdown(result[name])]
