@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Branch, Call
+from hf_linear_attn.layers.kept import Beyond
 from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 
 PROBES = 8
@@ -29,7 +30,8 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
 
     Returns:
         ``layers`` with ``name``, and ``window``, ``sinks``, ``kept`` where keys are, and ``linear``: shares per head,
-        mean over tokens, that sum to 1; ``loss_nats``, and where layers have a window ``loss_nats_without`` each
+        mean over tokens, that sum to 1; where keys are kept ``kept_at``, the numbers of those that each key head has
+        left at the end, by layer; ``loss_nats``, and where layers have a window ``loss_nats_without`` each
         branch, and the same over the tokens beyond window and sinks only, ``loss_nats_beyond`` and
         ``loss_nats_beyond_without``.
 
@@ -42,9 +44,13 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
         raise ArgumentError("input_ids", "be one sequence [1, T], T >= 2", tuple(input_ids.shape), "Pass one text.")
     modules = {name: m for name, m in model.named_modules() if isinstance(m, LinearAttention)}
     layers: list[dict[str, Any]] = []
+    kept_at: dict[str, list[list[int]]] = {}
 
     def watch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        layers.append({"name": module.name, **_shares(module, *args)})  # type: ignore[arg-type]
+        shares, chosen = _shares(module, *args)  # type: ignore[arg-type]
+        layers.append({"name": module.name, **shares})
+        if chosen is not None:
+            kept_at[str(module.name)] = chosen.kept_at()[0]
 
     handles = [m.register_forward_hook(watch) for m in modules.values()]
     try:
@@ -53,6 +59,8 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
         for handle in handles:
             handle.remove()
     report: dict[str, Any] = {"tokens": input_ids.shape[1], "layers": layers, "loss_nats": losses.mean().item()}
+    if kept_at:
+        report["kept_at"] = kept_at
     windows = [m.settings.window + m.settings.sinks for m in modules.values() if m.settings.window is not None]
     if windows:
         beyond = losses[max(windows) :]
@@ -74,12 +82,15 @@ def _losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), input_ids[0, 1:], reduction="none")
 
 
-def _shares(module: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, list[float]]:
+def _shares(
+    module: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> tuple[dict[str, list[float]], Beyond | None]:
+    """Return the shares by branch, and what is kept beyond the window."""
     heads = module.sizes.num_heads
     window, sinks = module.settings.window, module.settings.sinks
     zeros, ones = [0.0] * heads, [1.0] * heads
     if window is None:
-        return {"window": zeros, "sinks": zeros, "linear": ones}
+        return {"window": zeros, "sinks": zeros, "linear": ones}, None
     call = call if module.undoes else call._replace(rotation=None)
     chosen = module.split(q, k, v, call).beyond
 
@@ -118,4 +129,4 @@ def _shares(module: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call
     on_kept = (on_kept * (1 - share)).expand(share.shape)
     linear, sink, kept = (x.mean((0, 2)) for x in (share, on_sinks, on_kept))
     shares = {"window": 1 - linear - sink - kept, "sinks": sink, "kept": kept, "linear": linear}
-    return {name: x.tolist() for name, x in shares.items() if name != "kept" or chosen is not None}
+    return {name: x.tolist() for name, x in shares.items() if name != "kept" or chosen is not None}, chosen

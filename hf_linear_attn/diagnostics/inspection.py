@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 PICTURED_LAYERS = 4
 PICTURED_TOKENS = 64
+TENTHS = 10
+MOST_KEPT = 20
+"""Kept tokens that a report lists."""
 DEFAULT_TOKENS = 1024
 """Most tokens that are looked at, unless told otherwise."""
 
@@ -59,7 +63,7 @@ def inspect_model(
     Returns:
         What is written to ``inspection.json``: ``model``, ``tokens``, ``settings``, and ``layers`` as from
         :func:`measure_layer` with a ``summary`` by map, or for a patched model ``branches`` as from
-        :func:`branch_usage`.
+        :func:`branch_usage`, and where it keeps keys ``kept`` as from :func:`summarise_kept`.
 
     Raises:
         ArgumentError: If an argument is out of range, a map unknown, the text too short, or the folder not empty, the
@@ -88,6 +92,8 @@ def inspect_model(
                 raise ArgumentError("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
             results["settings"] = dict(model.config.linear_attention)
             results["branches"] = branch_usage(model, ids.to(device))
+            if "kept_at" in results["branches"]:
+                results["kept"] = summarise_kept(results["branches"]["kept_at"], ids[0].tolist(), tokenizer)
             pictures = Pictures({}, PICTURED_TOKENS)
         else:
             settings = settings or ApproximationSettings()
@@ -192,6 +198,34 @@ def summarise(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "exact": _means([layer["exact"] for layer in layers]),
         "maps": {name: _means([layer["maps"][name] for layer in layers]) for name in names},
+    }
+
+
+def summarise_kept(
+    kept_at: Mapping[str, Sequence[Sequence[int]]], ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Count which keys are kept at a text's end, over layers and key heads.
+
+    Args:
+        kept_at: As from :func:`branch_usage`.
+        ids: The text's tokens.
+        tokenizer: Theirs.
+
+    Returns:
+        ``by_depth``, the share of the kept keys that stand in each tenth of the text, and ``tokens``, those that are
+        kept by most: ``token``, ``position``, and ``heads``, the share of key heads that
+        keep that one.
+    """
+    heads = [head for layer in kept_at.values() for head in layer]
+    counts = Counter(position for head in heads for position in head)
+    total = max(counts.total(), 1)
+    depths = Counter(position * TENTHS // len(ids) for position in counts.elements())
+    return {
+        "by_depth": [depths[n] / total for n in range(TENTHS)],
+        "tokens": [
+            {"token": tokenizer.decode([ids[position]]), "position": position, "heads": count / len(heads)}
+            for position, count in counts.most_common(MOST_KEPT)
+        ],
     }
 
 

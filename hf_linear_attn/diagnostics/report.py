@@ -146,6 +146,23 @@ def _branch_parts(results: Mapping[str, Any]) -> list[str]:
         _html_table(*_rows(results)),
         "<h2>Share of each branch in the attention output, mean over heads and tokens</h2>",
         _html_table(head, rows),
+        *(_kept_parts(results["kept"]) if "kept" in results else ()),
+    ]
+
+
+def _kept_parts(kept: Mapping[str, Any]) -> list[str]:
+    depths, tokens = kept["by_depth"], kept["tokens"]
+    ends = [f"{100 * n // len(depths)}% to {100 * (n + 1) // len(depths)}%" for n in range(len(depths))]
+    return [
+        "<h2>Where the keys stand that are kept at the end, all layers and key heads</h2>",
+        _html_table(
+            ["depth in the text", "share of kept keys"], list(zip(ends, map("{:.1%}".format, depths), strict=True))
+        ),
+        "<h2>Tokens that most key heads keep</h2>",
+        _html_table(
+            ["token", "position", "key heads"],
+            [[repr(x["token"]), str(x["position"]), f"{x['heads']:.0%}"] for x in tokens],
+        ),
     ]
 
 

@@ -86,6 +86,12 @@ class Beyond(NamedTuple):
         k, v = (_taken(x, index).masked_fill(~mask[:, None, :, None], 0) for x in (self.k, self.v))
         return k, v, mask, None if self.turns is None else _taken(self.turns, index)
 
+    def kept_at(self) -> list[list[list[int]]]:
+        """Return the numbers of the keys that are kept after the call, by row and key head, in order."""
+        places = self.k.shape[2] - self.enters.shape[1]
+        taken = (self.number + self.enters.sum(1)).clamp(max=places).tolist()
+        return [[sorted(head[:n].tolist()) for head in row] for row, n in zip(self.choice.at, taken, strict=True)]
+
     def close(self, head_dim: int) -> dict[str, Tensor]:
         """Return the tensors of a state after the call."""
         held = self.choice.held

@@ -63,6 +63,19 @@ def test_the_share_of_kept_keys_is_their_weight(llama, kept):
     assert not math.isclose(without, report["loss_nats"], rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("kept", [5, 60])
+def test_kept_keys_are_those_that_a_cache_holds(llama, kept):
+    model = patched(llama, kept=kept)
+    found = branch_usage(model, IDS)["kept_at"]
+    with torch.no_grad():
+        _, cache = model(input_ids=IDS, use_cache=True, logits_to_keep=1).to_tuple()
+    left = T - WINDOW - SINKS
+    for heads, layer in zip(found.values(), cache.layers, strict=True):
+        held = layer.tensors["kept_at"][0, :, : min(kept, left)].sort().values
+        assert heads == held.tolist()
+        assert all(SINKS <= position < T - WINDOW for head in heads for position in head)
+
+
 def test_a_window_alone_has_no_linear_share(llama):
     report = branch_usage(patched(llama, mix="window"), IDS)
     assert all(layer["linear"] == [0.0] * 4 for layer in report["layers"])

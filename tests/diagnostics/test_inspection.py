@@ -60,6 +60,19 @@ def test_a_patched_model_shows_its_branches(llama, tokenizer, tmp_path):
     assert f"{results['branches']['loss_nats']:.3f}" in page
 
 
+def test_a_model_that_keeps_keys_shows_which(llama, tokenizer, tmp_path):
+    results = inspect_model(patch_model(llama, window=4, sinks=1, kept=3, mix="window"), tokenizer, TEXT, tmp_path)
+    kept, layers = results["kept"], results["branches"]["kept_at"]
+    heads = [head for layer in layers.values() for head in layer]
+    assert sum(kept["by_depth"]) == pytest.approx(1)
+    first = kept["tokens"][0]
+    assert first["heads"] == sum(first["position"] in head for head in heads) / len(heads)
+    assert first["token"] == tokenizer.decode(tokenizer(TEXT).input_ids[first["position"]])
+    page = (tmp_path / "report.html").read_text()
+    assert "Where the keys stand that are kept at the end" in page
+    assert "0% to 10%" in page
+
+
 def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer, tmp_path, capsys):
     arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
     main(["inspect", str(saved), *arguments, "--maps", "elu", "hedgehog"])
