@@ -1,5 +1,7 @@
 """What each branch of a patched model contributes: window, sinks, kept keys, and linear attention."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -8,7 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Branch, Call
+from hf_linear_attn.layers.call import Piece
 from hf_linear_attn.layers.kept import Beyond
+from hf_linear_attn.layers.rules import Gates
 from hf_linear_attn.patching import LinearAttention, disable_branch, is_patched
 
 PROBES = 8
@@ -20,9 +24,9 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     """Measure the share of each branch in a patched model's attention, and the loss with each switched off.
 
     Every output is ``(1 - g) (window, sinks and kept keys) + g linear``, both normalised, whatever the rule by which
-    they are joined. Attention is linear in v where the choice of kept keys stays what it is, so feeding random v
-    through a layer with branches switched off tells g, feeding indicators of the first tokens tells the weight of the
-    sinks, and feeding ones to the kept keys alone tells theirs.
+    they are joined. Attention is linear in v where gates and the choice of kept keys stay what they are, so feeding
+    random v through a layer with branches switched off tells g, feeding indicators of the first tokens tells the weight
+    of the sinks, and feeding ones to the kept keys alone tells theirs.
 
     Args:
         model: A patched causal language model.
@@ -92,20 +96,17 @@ def _shares(
     if window is None:
         return {"window": zeros, "sinks": zeros, "linear": ones}, None
     call = call if module.undoes else call._replace(rotation=None)
-    chosen = module.split(q, k, v, call).beyond
+    real = module.split(q, k, v, call)
+    chosen, gates = real.beyond, _gates_of(module, real)
 
     def attend(values: Tensor, *, kept_alone: bool = False) -> Tensor:
-        piece = module.split(q, k, values, call)
-        if chosen is not None and piece.beyond is not None:
-            piece = piece._replace(beyond=piece.beyond._replace(choice=chosen.choice))
-            if kept_alone and piece.tokens is not None and piece.beyond is not None:
-                sink_v = piece.tokens.sink_v
-                nothing = piece.tokens._replace(
-                    v=torch.zeros_like(piece.tokens.v), sink_v=None if sink_v is None else torch.zeros_like(sink_v)
-                )
-                ones_kept = piece.beyond._replace(v=torch.ones_like(piece.beyond.v))
-                piece = piece._replace(tokens=nothing, beyond=ones_kept)
-        return module.read(piece, None)[0].float()
+        piece = _with_values(real, values)
+        if kept_alone and piece.tokens is not None and piece.beyond is not None:
+            nothing = _with_values(real, torch.zeros_like(values)).tokens
+            ones_kept = piece.beyond._replace(v=torch.ones_like(piece.beyond.v))
+            piece = piece._replace(tokens=nothing, beyond=ones_kept)
+        with _gated(module, lambda k, v: gates):
+            return module.read(piece, None)[0].float()
 
     tokens = q.shape[2]
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -130,3 +131,49 @@ def _shares(
     linear, sink, kept = (x.mean((0, 2)) for x in (share, on_sinks, on_kept))
     shares = {"window": 1 - linear - sink - kept, "sinks": sink, "kept": kept, "linear": linear}
     return {name: x.tolist() for name, x in shares.items() if name != "kept" or chosen is not None}, chosen
+
+
+def _with_values(piece: Piece, values: Tensor) -> Piece:
+    """Put other values into a text's piece, and leave what was chosen by its own as it is.
+
+    Args:
+        piece: What a layer reads of one text without padding.
+        values: ``[1, HKV, T, *]``.
+    """
+    tokens, beyond = piece.tokens, piece.beyond
+    if tokens is None:
+        return piece._replace(v=values)
+
+    def at(places: Tensor) -> Tensor:
+        index = places.clamp(max=values.shape[2] - 1)[..., None]
+        return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[3]))
+
+    # A sink that has not come is seen by none.
+    sinks = None if tokens.sink_place is None else at(tokens.sink_place[:, None])
+    if beyond is not None:
+        beyond = beyond._replace(v=at(beyond.positions))
+    return piece._replace(v=values, tokens=tokens._replace(v=values, sink_v=sinks), beyond=beyond)
+
+
+def _gates_of(module: LinearAttention, piece: Piece) -> Gates | None:
+    """Return the gates of a text's keys, which are made of their values, too."""
+    found: list[Gates | None] = []
+    gates = module.gates
+
+    def note(k: Tensor, v: Tensor) -> Gates | None:
+        found.append(gates(k, v))
+        return found[-1]
+
+    with _gated(module, note):
+        module.read(piece, None)
+    return found[0] if found else None
+
+
+@contextmanager
+def _gated(module: LinearAttention, gates: Callable[[Tensor, Tensor], Gates | None]) -> Iterator[None]:
+    """Let a layer take its gates from a function, within the block."""
+    module.gates = gates  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del module.gates

@@ -43,6 +43,24 @@ def test_the_share_of_sinks_is_their_weight(llama):
         assert layer["linear"] == pytest.approx([0.0] * 4, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"update_rule": "decay"}, {"update_rule": "gated_delta"}, {"kept": 5, "retention": "learned"}, {"mix": "shared"}],
+    ids=str,
+)
+def test_gates_and_choices_are_those_of_the_model_s_own_values(llama, options):
+    model = patched(llama, **options)
+    for layer in model.model.layers:
+        attention = layer.self_attn.linear_attention
+        attention.mix_bias.data.fill_(-100.0 if options.get("mix") != "shared" else 100.0)
+        layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
+    report = branch_usage(model, IDS)
+    for layer in report["layers"]:
+        for shares in zip(*(layer[name] for name in layer if name != "name"), strict=True):
+            assert sum(shares) == pytest.approx(1, abs=1e-5)
+            assert min(shares) > -1e-4
+
+
 @pytest.mark.parametrize("kept", [5, 20])
 def test_the_share_of_kept_keys_is_their_weight(llama, kept):
     model = patched(llama, kept=kept)
