@@ -114,9 +114,16 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     settings = DistillationSettings.from_preset(
         "kept_keys", **common, kept=arguments.kept, retain_steps=arguments.retain_steps, heldout_rows=0
     )
+    linear = DistillationSettings(
+        **common,
+        feature_map=arguments.feature_map,
+        transfer_steps=arguments.distill_steps // 4,
+        distill_steps=max(arguments.distill_steps, 1),
+        heldout_rows=0,
+    )
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
-    student = settings.convert(copy.deepcopy(teacher))
+    student, other = (x.convert(copy.deepcopy(teacher)) for x in (settings, linear))
     evaluation = evaluation_settings(arguments, folder)
     check_evaluation(evaluation, model=student, tokenizer=tokenizer, teacher=teacher)
     window = equal_cache_window(student)
@@ -134,15 +141,10 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     ).student
     if arguments.distill_steps:
         print(f"2/{parts} Distilling linear attention", flush=True)
-        linear = DistillationSettings(
-            **common,
-            feature_map=arguments.feature_map,
-            transfer_steps=arguments.distill_steps // 4,
-            distill_steps=arguments.distill_steps,
-            heldout_rows=0,
-        )
         data = load_data(linear, tokenizer)
-        baselines["linear attention"] = distill(linear, teacher=teacher, tokenizer=tokenizer, data=data).student
+        baselines["linear attention"] = distill(
+            linear, teacher=teacher, student=other, tokenizer=tokenizer, data=data
+        ).student
 
     print(f"{parts}/{parts} Evaluating all of them beside the teacher", flush=True)
     results = evaluate(evaluation, model=student, tokenizer=tokenizer, teacher=teacher, baselines=baselines)

@@ -12,7 +12,7 @@ from hf_linear_attn.patching import is_patched
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FEW = ["--transfer_steps", "1", "--distill-steps=1", "--rows", "1", "--block_tokens", "64", "--samples", "1"]
+FEW = ["--distill-steps=1", "--rows", "1", "--block_tokens", "128", "--samples", "1"]
 FEW += ["--retain-steps", "1", "--speed-lengths", "64,160"]
 
 
@@ -46,12 +46,12 @@ def tiny(tmp_path):
 
 
 def test_the_demo_in_small(run, tmp_path):
-    said = run("quickstart.py", *FEW, "--lengths", "160", "--window", "8").splitlines()
+    said = run("quickstart.py", *FEW, "--lengths", "160", "--window", "8", "--kept", "8").splitlines()
     assert said[-2:] == ["Report: runs/quickstart/report.html", "Student: runs/quickstart/student"]
     assert [line.split("(")[0].split()[-3:] for line in said[-5:-2]]
     folder = tmp_path / "runs" / "quickstart"
     results = json.loads((folder / "results.json").read_text())
-    names = ["teacher", "merely patched", "window 75 alone", "window 8 and 8 kept keys"]
+    names = ["teacher", "window 18 alone", "8 keys kept by redundancy", "linear attention"]
     assert [x["name"] for x in results["references"]] == names
     assert results["cells"]
     assert "<svg" in (folder / "report.html").read_text()
