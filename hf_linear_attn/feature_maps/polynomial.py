@@ -12,6 +12,8 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
 from hf_linear_attn.feature_maps.learned import MAX_FEATURES, LearnedMap, Side, check_size, identity_like
 
+MAX_CONSTANT = 1e30
+"""Largest constant of the polynomial map: fp32 and bf16 hold it, and its root."""
 MAX_POWER = 64
 """Largest power of the polynomial map: weights of monomials are ratios of factorials, in float64."""
 
@@ -63,7 +65,7 @@ class Polynomial(FeatureMap):
         num_heads: Query heads ``H``.
         num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         power: ``p``, >= 1.
-        constant: ``c``, >= 0.
+        constant: ``c``, from 0 to 1e30.
         **options: As in :class:`FeatureMap`.
 
     Raises:
@@ -92,8 +94,10 @@ class Polynomial(FeatureMap):
     ) -> None:
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
         check_size("power", power, at_most=MAX_POWER)
-        if not 0 <= constant < math.inf:
-            raise ArgumentError("constant", "be >= 0 and finite", constant, "The default is 1.")
+        if not 0 <= constant <= MAX_CONSTANT:
+            raise ArgumentError(
+                "constant", f"be at least 0 and at most {MAX_CONSTANT:.0e}", constant, "The default is 1."
+            )
         self.power, self.constant = power, constant
         self.non_negative = power % 2 == 0
         self._dim = head_dim + (constant > 0)

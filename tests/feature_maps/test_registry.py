@@ -119,7 +119,14 @@ def test_a_map_that_is_registered_again_computes_its_new_formula(parent, backend
         (lambda: get_feature_map("performer", 4, separate=True), "`separate` must be False for 'performer'"),
         (lambda: get_feature_map("taylor", 4, reduced_dim=5), "`reduced_dim` must be at least 1 and at most 4"),
         (lambda: get_feature_map("dpfp", 4, nu=8), "`nu` must be at least 1 and at most 7, got 8."),
-        (lambda: get_feature_map("polynomial", 4, constant=-1.0), "`constant` must be >= 0 and finite, got -1.0."),
+        (
+            lambda: get_feature_map("polynomial", 4, constant=-1.0),
+            "`constant` must be at least 0 and at most 1e+30, got -1.0.",
+        ),
+        (
+            lambda: get_feature_map("polynomial", 4, constant=1e300),
+            "`constant` must be at least 0 and at most 1e+30, got 1e+300.",
+        ),
         (
             lambda: get_feature_map("polynomial", 128, power=3),
             "`power` must give at most 65536 features at head_dim=128, got 3. It would give 366145; lower it.",
