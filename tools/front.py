@@ -27,8 +27,9 @@ BLOCK = re.compile(r"(<!-- front: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """What is made here inside a page: it stands between two comments."""
 KIB = 1024
 LEGEND_HEIGHT = 28
-ORDER = ("softmax (teacher)", "patched, not distilled", "distilled")
-"""Of the table's rows; the window alone comes last."""
+LEARNED = "keys that were learned to be kept"
+ORDER = ("softmax (teacher)", LEARNED)
+"""Of the table's rows; what has learned nothing comes last."""
 
 Panel = tuple[str, str]
 """A heading and a chart."""
@@ -36,11 +37,7 @@ Panel = tuple[str, str]
 
 def label(model: dict[str, Any]) -> str:
     """Return what the README calls a model of the demo."""
-    if model["role"] == "model":
-        return "distilled"
-    if model["role"] == "teacher":
-        return "softmax (teacher)"
-    return "patched, not distilled" if model["attention"] == "linear" and model["feature_map"] else model["name"]
+    return {"model": LEARNED, "teacher": "softmax (teacher)"}.get(model["role"], str(model["name"]))
 
 
 def standalone(panels: Sequence[Panel], legend: Sequence[tuple[int, str]], title: str) -> str:
@@ -92,7 +89,7 @@ def draw_cost(cpu: dict[str, Any], demo: dict[str, Any]) -> str:
         ("Time of one attention call", line_chart("Time by length", times, Axes("tokens", "ms", log_y=True))),
         ("Cache of one sequence", line_chart("Cache by length", caches, Axes("tokens", "KiB", log_y=True))),
     ]
-    legend = [(0, "softmax attention"), (1, "linear attention")]
+    legend = [(0, "softmax attention"), (1, "linear attention; right, the demo's model")]
     return standalone(panels, legend, "Time and cache of softmax and linear attention by length")
 
 
@@ -146,7 +143,7 @@ def table(demo: dict[str, Any]) -> str:
             for task in ("capital in text", "passkey", "kv_recall")
         ]
         cache = next(cache_kib(row) for row in demo["latency"] if at(row, name, longest))
-        shown = f"**{head}**" if head == "distilled" else head
+        shown = f"**{head}**, equal cache bytes" if head == LEARNED else head
         if head not in ORDER:
             shown = head.replace("window", "[window](docs/glossary.md#window)", 1) + ", equal cache bytes"
         lines.append(f"| {shown} | {text:.3f} | {' | '.join(f'{x:.0%}' for x in found)} | {cache:,.0f} KiB |")

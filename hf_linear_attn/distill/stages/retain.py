@@ -21,13 +21,16 @@ from hf_linear_attn.layers.retention.learned import Learned
 MEASURED = ("mean", "deviation")
 """What is set before the first step, see :func:`start_scores`."""
 
-KEYS = 256
+KEYS = 512
 """Keys of a text that are ranked, drawn at random."""
 
-REMEMBERED = 32
+REMEMBERED = 96
 """Texts, at most, that are learned from again in later steps: looking at one costs much more than learning from it."""
 
-AGAIN = 7
+MEMORY = 2**31
+"""Bytes, about, that these take at most; fewer of large models are remembered."""
+
+AGAIN = 15
 """How many of those a step takes."""
 
 
@@ -103,6 +106,9 @@ class Retain(Stage):
         drawn = random.Random(f"{self.settings.seed} {self.step} {batch.numbers}")
         again = drawn.sample(list(self.seen), min(AGAIN, len(self.seen)))
         self.seen.extend({part: Ranked(*(x.cpu() for x in of)) for part, of in text.items()} for text in new)
+        largest = max((sum(x.nbytes for of in text.values() for x in of) for text in self.seen), default=1)
+        while len(self.seen) * largest > MEMORY and len(self.seen) > 1:
+            self.seen.popleft()
         self.losses = []
         weight = batch.real.sum() / len(self.rules)
         for part, rule in self.rules.items():
