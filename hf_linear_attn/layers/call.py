@@ -96,14 +96,7 @@ class Piece(NamedTuple):
         )
         if self.tokens is None or self.key_positions is None:
             return piece
-        tokens = self.tokens._replace(
-            k=self.tokens.k[:, :, low:high],
-            v=self.tokens.v[:, :, low:high],
-            mask=None if self.tokens.mask is None else self.tokens.mask[:, low:high],
-            counts=None if self.tokens.counts is None else self.tokens.counts[:, low:high],
-            rotation=None if self.tokens.rotation is None else self.tokens.rotation.cut(low, high),
-        )
-        return piece._replace(tokens=tokens, key_positions=self.key_positions[:, low:high])
+        return piece._replace(tokens=self.tokens.cut(low, high), key_positions=self.key_positions[:, low:high])
 
     def reach(self, a: int, b: int, window: int) -> tuple[int, int]:
         """Return which keys the queries ``[a, b)`` and the linear branch need."""

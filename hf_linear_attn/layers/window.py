@@ -43,6 +43,13 @@ class Tokens(NamedTuple):
     sink_v: Tensor | None = None
     sink_place: Tensor | None = None
 
+    def cut(self, start: int, end: int) -> "Tokens":
+        """Return the tokens ``[start, end)``, or those up to the last one, with all sinks."""
+        mask, counts = (None if x is None else x[:, start:end] for x in (self.mask, self.counts))
+        rotation = None if self.rotation is None else self.rotation.cut(start, end)
+        k, v = self.k[:, :, start:end], self.v[:, :, start:end]
+        return self._replace(k=k, v=v, mask=mask, counts=counts, rotation=rotation)
+
     def counted(self) -> Tensor:
         """Return :attr:`counts`, written out where all count."""
         if self.counts is not None:

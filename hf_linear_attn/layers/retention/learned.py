@@ -21,6 +21,10 @@ AHEAD = 16
 """Tokens behind a key, at most, that its scores are made of too: what follows tells what it is good for."""
 
 
+AT_ONCE = 1024
+"""Keys that are scored at once."""
+
+
 class Learned(Retention):
     """Let the key go that has the least score for its age.
 
@@ -55,7 +59,15 @@ class Learned(Retention):
 
     @override
     def score(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
-        return self.scores_of(self.inputs(tokens, count, backend), weights)
+        if torch.compiler.is_compiling():
+            return self.scores_of(self.inputs(tokens, count, backend), weights)
+        # What scores are made of takes more memory than all else of a call.
+        found = []
+        for start in range(0, max(count, 1), AT_ONCE):
+            end = min(start + AT_ONCE, count)
+            some = self.inputs(tokens.cut(start, end + self.ahead), end - start, backend)
+            found.append(self.scores_of(some, weights))
+        return torch.cat(found, 2) if len(found) > 1 else found[0]
 
     def inputs(self, tokens: Tokens, count: int, backend: str) -> Tensor:
         """Return what scores are made of ``[B, count, I]``, fp32 (fp64); see :meth:`score`."""
