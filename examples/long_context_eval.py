@@ -1,6 +1,6 @@
 """Evaluate any causal language model at long context: retrieval, perplexity, latency and memory, and a report.
 
-Without arguments: the student that `make demo` distilled, beside the small teacher that comes with the project, or that
+Without arguments: the student that `make demo` made, beside the small teacher that comes with the project, or that
 teacher alone where there is no such student yet.
 
     python examples/long_context_eval.py

@@ -1,6 +1,6 @@
 """Serve a converted folder with vLLM, ask it from many clients at once, and compare every answer with Transformers'.
 
-Without arguments: the student that `make demo` distilled, or the small teacher, converted as the demo does, where there
+Without arguments: the student that `make demo` made, or the small teacher, converted as the demo does, where there
 is none yet. Needs vLLM in this environment: `make vllm-environment` makes one.
 
     python examples/serve_vllm.py

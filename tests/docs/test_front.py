@@ -35,7 +35,7 @@ def test_a_changed_result_is_noticed(monkeypatch, results):
 
 def test_pictures_hold_every_line_and_its_name(results):
     cpu, demo = results
-    for picture, lines in ((front.draw_cost(cpu, demo), 4), (front.draw_recall(demo), 10)):
+    for picture, lines in ((front.draw_cost(cpu, demo), 4), (front.draw_recall(demo), 8)):
         root = xml.etree.ElementTree.fromstring(picture)
         paths = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if path.get("class") == "line"]
         names = len([None for svg in root.iter("{http://www.w3.org/2000/svg}svg") if svg.get("class") == "swatch"])
