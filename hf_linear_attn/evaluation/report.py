@@ -115,7 +115,7 @@ def _title(results: Results) -> tuple[str, str]:
     name = model["path"] or f"{model['class']}, {model['name']}"
     beside = f", beside {', '.join(others)}" if others else ""
     kind = f"{model['attention']} attention" + (f" ({model['feature_map']})" if model["feature_map"] else "")
-    if model["linear_attention"] and not model["feature_map"]:
+    if model.get("linear_attention") and not model["feature_map"]:
         kept = model["linear_attention"].get("kept")
         kind = f"a window of {model['window']} tokens" + (f" and {kept} kept keys" if kept else "")
     return "Long-context evaluation", f"{name}: {kind}, {model['parameters']:,} parameters{beside}"
