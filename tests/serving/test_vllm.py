@@ -45,6 +45,12 @@ EAGER = {
 # through modules for its kernels, it takes `__dict__` of a wrapper of Numba's for a dictionary.
 OTHERS = {
     "gpt_neox, plain, drafts": ("gpt_neox", "plain", {"options": {"speculative_config": NGRAM}}),
+    "llama, kept": ("llama", "kept", {}),
+    "llama, learned, prefix caching": (
+        "llama",
+        "learned",
+        {"options": {"enable_prefix_caching": True}, "rounds": 2},
+    ),
     "llama, key, compiled": ("llama", "key", {"options": {"enforce_eager": False}}),
     "llama, key, 2 ranks": ("llama", "key", {"options": {"tensor_parallel_size": 2}}),
     "llama, one key head, key, 2 ranks": ("llama, one key head", "key", {"options": {"tensor_parallel_size": 2}}),
