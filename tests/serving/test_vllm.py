@@ -41,8 +41,8 @@ EAGER = {
     "llama, mixed, preempted": ("llama", "mixed", {"options": TIGHT, "every": 0, "lengths": (100,) * 8, "fewer": 0}),
     "llama, key, all at once": ("llama", "key", {"options": {"max_num_seqs": 9}, "every": 0}),
 }
-# Each in a process of its own. Drafts load Numba, and vLLM builds no engine where that was loaded before: as it looks
-# through modules for its kernels, it takes `__dict__` of a wrapper of Numba's for a dictionary.
+# Each in a process of its own, as all are: steps and drafts load Numba, and vLLM builds no engine where that was loaded
+# before. As it looks through modules for its kernels, it takes `__dict__` of a wrapper of llvmlite's for a dictionary.
 OTHERS = {
     "gpt_neox, plain, drafts": ("gpt_neox", "plain", {"options": {"speculative_config": NGRAM}}),
     "llama, kept": ("llama", "kept", {}),
@@ -107,7 +107,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def eager(served):
-    return served.run(EAGER)[0]
+    return {name: served.run({name: row})[0][name] for name, row in EAGER.items()}
 
 
 def check(served, row, found):

@@ -103,7 +103,8 @@ def request(**more):
     )
 
 
-NGRAM = SimpleNamespace(method="ngram")
+# vLLM names the model itself there.
+NGRAM = SimpleNamespace(method="ngram", draft_model_config=SimpleNamespace(model="the/folder"))
 DRAFTS = SimpleNamespace(method="draft_model", draft_model_config=SimpleNamespace(model="the/folder"))
 
 

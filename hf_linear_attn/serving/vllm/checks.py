@@ -91,7 +91,8 @@ def check_serving(vllm_config: Any) -> None:
         refuse("kv_transfer_config", "be left out", "a connector", "States are not handed to other servers.")
     if speculative is not None:
         drafts = getattr(speculative, "draft_model_config", None)
-        if drafts is not None and str(drafts.model) == where:
+        # Where nothing but n-grams drafts, vLLM names the model itself.
+        if speculative.method not in SPECULATION and drafts is not None and str(drafts.model) == where:
             remedy = "vLLM tells its layers nothing of rejected tokens: draft by n-grams there, or with Transformers."
             refuse("speculative_config", "name a softmax model as the one that drafts", speculative.method, remedy)
         if speculative.method not in SPECULATION:
