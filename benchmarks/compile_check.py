@@ -62,8 +62,8 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import Shown, hybrid_launch
-from hf_linear_attn.ops.hybrid.triton.trade import Trade, trade_launch
+from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
@@ -241,11 +241,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         yield hybrid_launch(p.target, of_step)[1]
         yield hybrid_launch(p.target, in_pool(of_step))[1]
         for scores in (False, True):
-            of_kept = keeping(of_step, scores=scores)
-            found, launch = trade_launch(p.target, Trade.of(of_kept))
-            yield launch
-        if of_kept.kept is not None:
-            yield hybrid_launch(p.target, of_kept, Shown(of_kept.kept.k, of_kept.kept.v, *found))[1]
+            yield from hybrid_launches(p.target, keeping(of_step, scores=scores))[1]
     of_features = feature_problem(p)
     if of_features is not None:
         features, launch = features_launch(of_features)

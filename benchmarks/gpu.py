@@ -47,8 +47,8 @@ from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers import Sizes as LayerSizes
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import Shown, hybrid_launch
-from hf_linear_attn.ops.hybrid.triton.trade import Trade, trade_launch
+from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
+from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.triton.plan import Problem, target_of
@@ -276,10 +276,7 @@ def kernels(*, dry_run: bool) -> dict[str, Any]:
         nbytes = sum(x.nbytes for x in (*step, step.kv, step.z, step.far_keys) if isinstance(x, Tensor))
         note(f"step of {batch}", hybrid_launch(target, step)[1].run, nbytes)
         for name, scores in BY.items():
-            of_kept = keeping(step, scores=scores)
-            told, trade = trade_launch(target, Trade.of(of_kept))
-            kept: Any = of_kept.kept
-            launches = [trade, hybrid_launch(target, of_kept, Shown(kept.k, kept.v, *told))[1]]
+            launches = hybrid_launches(target, keeping(step, scores=scores))[1]
             note(f"step of {batch}, keys kept by {name}", lambda launches=launches: [x.run() for x in launches])
     for name, scores in BY.items():
         choice = choice_problem(problem(prompt), scores=scores)

@@ -265,8 +265,8 @@ def test_maps_without_a_kernel_take_the_general_path(
 
 
 def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, made, launch = Case(B=1, H=1, HKV=1), [], op.hybrid_launch
-    monkeypatch.setattr(op, "hybrid_launch", lambda *arguments: made.append(arguments) or launch(*arguments))
+    case, made, launch = Case(B=1, H=1, HKV=1), [], op.hybrid_launches
+    monkeypatch.setattr(op, "hybrid_launches", lambda *arguments: made.append(arguments) or launch(*arguments))
     state = begin(case, monkeypatch)
     read(case.layer("triton"), case, state, 1, 2)
     # Triton has kernels of their own for 1 and for multiples of 16.
@@ -286,14 +286,18 @@ def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> Hyb
 
 @pytest.mark.parametrize(
     "case",
-    [Case(B=1, H=1, HKV=1, T=3), Case("norm_preserving", B=1, H=1, HKV=1, static=True, padded=True, T=4)],
+    [
+        Case(B=1, H=1, HKV=1, T=3),
+        Case("norm_preserving", B=1, H=1, HKV=1, static=True, padded=True, T=4),
+        Case("elu", "window", B=1, H=1, HKV=1, window=2, kept=2, retention="learned", turned=4, first=5, T=7),
+    ],
     ids=str,
 )
 def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(case, monkeypatch)
     torch.library.opcheck(
         op.triton_hybrid_,
-        tuple(x.detach() if isinstance(x, Tensor) else x for x in whole),
+        tuple(x.detach() if isinstance(x, Tensor) else x for x in op.inputs_of(whole)),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 

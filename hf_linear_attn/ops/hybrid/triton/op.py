@@ -1,26 +1,24 @@
 """The kernels of a layer with a window as torch.library ops: a step, and text that is read without gradients."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.hybrid.checks import check_hybrid
-from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
+from hf_linear_attn.ops.hybrid.checks import KEPT, check_hybrid
+from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep, Prefill, Prefilled
 from hf_linear_attn.ops.hybrid.triton.prefill import allocate_prefill, prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import Shown, hybrid_launch
-from hf_linear_attn.ops.hybrid.triton.trade import NET, TRADED, Trade, Traded, allocate_traded, trade_launch
+from hf_linear_attn.ops.hybrid.triton.trade import NET, hybrid_launches
 from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import readable
 from hf_linear_attn.ops.triton.run import Number, contiguous, directly, execute, has_changed, target_for
 
-CHANGING = ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns")
+CHANGING = ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", *KEPT)
 """What a step of a layer with a window updates in place."""
 
-_SETTINGS = HybridStep._fields.index("kept")
-_CHANGING = [HybridStep._fields.index(name) for name in CHANGING]
+_LENGTH, _KEPT = (HybridStep._fields.index(name) for name in ("length", "kept"))
+_CHANGING = [HybridStep._fields.index(name) for name in CHANGING if name not in KEPT]
 
 
 @torch.library.custom_op("hf_linear_attn::triton_hybrid_", mutates_args=CHANGING)
@@ -61,41 +59,53 @@ def triton_hybrid_(
     at_end: bool,
     kept_k: Tensor | None = None,
     kept_v: Tensor | None = None,
-    gone: Tensor | None = None,
-    gone_v: Tensor | None = None,
-    gone_turns: Tensor | None = None,
-    told: Tensor | None = None,
+    kept_at: Tensor | None = None,
+    kept_turns: Tensor | None = None,
+    kept_nearest: Tensor | None = None,
+    kept_scores: Tensor | None = None,
+    mean: Tensor | None = None,
+    deviation: Tensor | None = None,
+    weight_in: Tensor | None = None,
+    bias_in: Tensor | None = None,
+    weight_out: Tensor | None = None,
+    bias_out: Tensor | None = None,
+    ahead: int = 0,
 ) -> Tensor:
-    """Return o of one token per row and update its state in place; see :class:`HybridStep` and :class:`Shown`."""
+    """Return o of one token per row and update its state in place; see :class:`HybridStep` and :class:`KeptStep`."""
     state = kv, z, far_keys, near_k, near_v, near_mask, near_turns
     decay = decay_bias, decay_key, decay_value
     weights = turns, weight_q, power_q, weight_k, power_k, *decay, bias, weight
     settings = phi, factor, sharpness, mix, sinks, scaling, eps, pairs, at_end
-    shown = kept_k, kept_v, gone, gone_v, gone_turns, told
-    return _read(q, k, v, key_mask, seen, place, length, rows, *state, *weights, *settings, *shown)
-
-
-def _planned(step: HybridStep) -> HybridStep:
-    """Return a step as plans know it, which are the same wherever in the text its token stands."""
-    length = step.length if type(step.length) is Number else Number(step.length)
-    return step._replace(length=length)
+    kept = kept_k, kept_v, kept_at, kept_turns, kept_nearest, kept_scores
+    net = mean, deviation, weight_in, bias_in, weight_out, bias_out
+    return _read(q, k, v, key_mask, seen, place, length, rows, *state, *weights, *settings, *kept, *net, ahead)
 
 
 def _read(*inputs: Any) -> Tensor:
-    step, shown = _planned(HybridStep(*inputs[:_SETTINGS])), inputs[_SETTINGS:]
+    # A plan is the same wherever in the text the token stands.
+    length, kept = inputs[_LENGTH], _kept(*inputs[_KEPT:])
+    length = length if type(length) is Number else Number(length)
+    step = HybridStep(*inputs[:_KEPT])._replace(length=length, kept=kept)
     check_hybrid(step)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
     decay = ("decay_bias", "decay_key", "decay_value")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}
     laid_out |= {name: contiguous(getattr(step, name)) for name in (*weights, *decay)}
-    of_kept = None if shown[0] is None else Shown(*shown)
-    return execute(hybrid_launch, target_for(step.q.device), step._replace(**laid_out), of_kept)
+    return execute(hybrid_launches, target_for(step.q.device), step._replace(**laid_out))
+
+
+def _kept(*inputs: Any) -> KeptStep | None:
+    """Return what a step is told of kept keys, of an op's inputs."""
+    if not inputs or inputs[0] is None:
+        return None
+    tensors, (*net, ahead) = inputs[: len(KEPT)], inputs[len(KEPT) :]
+    return KeptStep._make((*tensors, tuple(x.contiguous() for x in net if x is not None), ahead))
 
 
 def _writing(*inputs: Any) -> Tensor:
     """Run a step and tell autograd, as the op does, that the state has changed."""
     o = _read(*inputs)
-    has_changed(*(inputs[place] for place in _CHANGING))
+    has_changed(*(inputs[place] for place in _CHANGING), *inputs[_KEPT : _KEPT + len(KEPT)])
     return o
 
 
@@ -104,72 +114,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     return empty_like_tokens(q, v.shape[3])
 
 
-@torch.library.custom_op("hf_linear_attn::triton_trade_", mutates_args=TRADED)
-def triton_trade_(
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    seen: Tensor,
-    place: Tensor | None,
-    length: int,
-    rows: Tensor | None,
-    near_k: Tensor,
-    near_v: Tensor,
-    near_mask: Tensor | None,
-    near_turns: Tensor | None,
-    turns: Tensor | None,
-    kept_k: Tensor,
-    kept_v: Tensor,
-    kept_at: Tensor,
-    kept_turns: Tensor | None,
-    kept_nearest: Tensor | None,
-    kept_scores: Tensor | None,
-    mean: Tensor | None,
-    deviation: Tensor | None,
-    weight_in: Tensor | None,
-    bias_in: Tensor | None,
-    weight_out: Tensor | None,
-    bias_out: Tensor | None,
-    sinks: int,
-    ahead: int,
-    pairs: str,
-    at_end: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Let the keys that leave windows take places, and return what goes instead; see :class:`Trade`."""
-    window = near_k, near_v, near_mask, near_turns, turns
-    kept = kept_k, kept_v, kept_at, kept_turns, kept_nearest, kept_scores
-    net = mean, deviation, weight_in, bias_in, weight_out, bias_out
-    return _read_trade(k, v, key_mask, seen, place, length, rows, *window, *kept, *net, sinks, ahead, pairs, at_end)
-
-
-def _read_trade(*inputs: Any) -> Traded:
-    trade = Trade(*inputs)
-    length = trade.length if type(trade.length) is Number else Number(trade.length)
-    laid_out: dict[str, Any] = {name: readable(getattr(trade, name)) for name in ("k", "v")}
-    laid_out |= {name: contiguous(getattr(trade, name)) for name in ("turns", *NET)}
-    return execute(trade_launch, target_for(trade.k.device), trade._replace(length=length, **laid_out))
-
-
-def _trading(*inputs: Any) -> Traded:
-    """Run it and tell autograd, as the op does, that what is kept has changed."""
-    found = _read_trade(*inputs)
-    has_changed(*(inputs[Trade._fields.index(name)] for name in TRADED))
-    return found
-
-
-@triton_trade_.register_fake
-def _(*inputs: Any) -> Traded:
-    return allocate_traded(Trade(*inputs))
+def inputs_of(step: HybridStep) -> tuple[Any, ...]:
+    """Return a step as its op takes it."""
+    if step.kept is None:
+        return step[:_KEPT]
+    *tensors, weights, ahead = step.kept
+    return *step[:_KEPT], *tensors, *(weights or (None,) * len(NET)), ahead
 
 
 def hybrid_step_triton_(step: HybridStep) -> Tensor:
     """Run one step of a layer with a window in place; see :func:`hf_linear_attn.ops.hybrid.hybrid_step_`."""
-    shown: Sequence[Tensor | None] = [None] * len(Shown._fields)
-    if step.kept is not None:
-        check_hybrid(step)
-        gone, gone_v, gone_turns, told = _trade(*Trade.of(step))
-        shown = step.kept.k, step.kept.v, gone, gone_v, None if step.kept.turns is None else gone_turns, told
-    o: Tensor = _advance(*step[:_SETTINGS], *shown)
+    o: Tensor = _advance(*inputs_of(step))
     return o
 
 
@@ -248,7 +203,6 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return allocate_prefill(_laid_out(*inputs))
 
 
-refuse_vmap("triton", triton_hybrid_, triton_trade_, triton_prefill)
+refuse_vmap("triton", triton_hybrid_, triton_prefill)
 _attend = directly(triton_prefill, _prefill)
 _advance = directly(triton_hybrid_, _writing)
-_trade = directly(triton_trade_, _trading)

@@ -118,6 +118,43 @@ def fading(
     return tl.where(columns > 0, tl.exp2(-softplus * LOG2E), 1.0)
 
 
+@triton.jit
+def stand(rows, length, seen, key_mask, i_b, m_b, N, W, MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr):
+    """Return where a row's state lies, the slots that are new and old, the tokens read, and if the new one is real."""
+    i_p = i_b
+    place = length
+    if POOL:
+        i_p = tl.load(rows + i_b)
+        place = tl.load(length + i_b)
+    elif STATIC:
+        place = tl.load(length)
+    new = (N + place % (W + 1)).to(tl.int64)
+    old = (N + (place + 1) % (W + 1)).to(tl.int64)
+    read = tl.load(seen + i_b)
+    real = read >= 0
+    if MASKED:
+        real = tl.load(key_mask + i_b * m_b) != 0
+    return i_p, new, old, read, real
+
+
+@triton.jit
+def attend(
+    x, m, total, acc, keys, values, op, sees, od, ov, scaling,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to a tile of keys ``[BP, BD]`` and values ``[BP, BV]``; return the new maximum, sum and numerator."""
+    offset = op.to(tl.int64)[:, None]
+    kk = load_operand(keys, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)
+    vv = load_operand(values, offset * V + ov[None, :], sees, ov < V, V % BV == 0, PRECISION)
+    scores = product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E)
+    scores = tl.where(sees[None, :], scores, float("-inf"))
+    largest = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - largest[:, None])
+    before = tl.exp2(m - largest)
+    total = total * before + tl.sum(p, 1)
+    return largest, total, dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
+
+
 @triton.jit(do_not_specialize=["length", "N", "W", "scaling", "eps", "factor", "sharpness", "m_b", "t_b"])
 def hybrid_kernel(
     q, k, v, key_mask, seen, length, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
@@ -145,19 +182,7 @@ def hybrid_kernel(
     og = tl.arange(0, GP)
     heads = i_hk * G + og
     slots = N + W + 1
-    i_p = i_b
-    place = length
-    if POOL:
-        i_p = tl.load(rows + i_b)
-        place = tl.load(length + i_b)
-    elif STATIC:
-        place = tl.load(length)
-    new = (N + place % (W + 1)).to(tl.int64)
-    old = (N + (place + 1) % (W + 1)).to(tl.int64)
-    read = tl.load(seen + i_b)
-    real = read >= 0
-    if MASKED:
-        real = tl.load(key_mask + i_b * m_b) != 0
+    i_p, new, old, read, real = stand(rows, length, seen, key_mask, i_b, m_b, N, W, MASKED, STATIC, POOL)
     becomes_sink = real & (read < N)
     enters = real & (read >= N)
     if not POOL:
@@ -271,36 +296,16 @@ def hybrid_kernel(
             ring = flag & (op != new) & (op != old)
             held += tl.sum(ring.to(tl.int32), 0)
             sees = ring | ((op < N) & (op < read))
-            # [BP, BD] and [BP, BV]
-            offset = op.to(tl.int64)[:, None]
-            kk = load_operand(near_k, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)
-            vv = load_operand(near_v, offset * V + ov[None, :], sees, ov < V, V % BV == 0, PRECISION)
-            scores = product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E)
-            scores = tl.where(sees[None, :], scores, float("-inf"))
-            largest = tl.maximum(m, tl.max(scores, 1))
-            p = tl.exp2(scores - largest[:, None])
-            before = tl.exp2(m - largest)
-            total = total * before + tl.sum(p, 1)
-            acc = dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
-            m = largest
+            m, total, acc = attend(x, m, total, acc, near_k, near_v, op, sees, od, ov, scaling, D, V, BD, BV, PRECISION)
         if K > 0:
             taken = tl.load(told + 2 * bh)
             own_k = kept_k + i_p * kk_p + i_hk * (K * D)
             own_v = kept_v + i_p * kw_p + i_hk * (K * V)
             for j in range(0, K, BP):
                 op = j + tl.arange(0, BP)
-                sees = op < taken
-                offset = op.to(tl.int64)[:, None]
-                kk = load_operand(own_k, offset * D + od[None, :], sees, od < D, D == BD, PRECISION)
-                vv = load_operand(own_v, offset * V + ov[None, :], sees, ov < V, V % BV == 0, PRECISION)
-                scores = product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E)
-                scores = tl.where(sees[None, :], scores, float("-inf"))
-                largest = tl.maximum(m, tl.max(scores, 1))
-                p = tl.exp2(scores - largest[:, None])
-                before = tl.exp2(m - largest)
-                total = total * before + tl.sum(p, 1)
-                acc = dot(operand(p, x.dtype, PRECISION), vv, acc * before[:, None], PRECISION)
-                m = largest
+                m, total, acc = attend(
+                    x, m, total, acc, own_k, own_v, op, op < taken, od, ov, scaling, D, V, BD, BV, PRECISION
+                )
         if MIX != "window":
             count = read + real.to(tl.int64)
             n = count - tl.minimum(count, N) - held - enters.to(tl.int64)
@@ -330,24 +335,29 @@ def hybrid_kernel(
             tl.store(far_keys + od, keys, mask=od < D)
 
 
-class Shown(NamedTuple):
-    """What a step is shown of kept keys, once another has come; see :class:`KeptStep` and :class:`Traded`."""
+class Traded(NamedTuple):
+    """What goes from what is kept, where a key has left the window and may have taken a place.
 
-    kept_k: Tensor
-    kept_v: Tensor
+    Attributes:
+        gone: The key, as the model made it ``[B, HKV, D]``; anything where none goes, as all but the last.
+        gone_v: Its value ``[B, HKV, V]``.
+        gone_turns: By which it is turned ``[B, HKV, R]``; None where nobody turns it back.
+        told: How many places are taken then, and whether one goes ``[B, HKV, 2]`` int64.
+    """
+
     gone: Tensor
     gone_v: Tensor
     gone_turns: Tensor | None
     told: Tensor
 
 
-def hybrid_launch(target: Target, step: HybridStep, shown: Shown | None = None) -> tuple[Tensor, Launch]:
+def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None) -> tuple[Tensor, Launch]:
     """Plan one step.
 
     Args:
         target: The device.
         step: The step, with q, k and v in the layout that kernels read and everything else contiguous.
-        shown: The keys that are kept; None where none are.
+        traded: What goes, where keys are kept; None where none are.
 
     Returns:
         The output, allocated, and the launch.
@@ -371,7 +381,8 @@ def hybrid_launch(target: Target, step: HybridStep, shown: Shown | None = None) 
         **{"weight_q": step.weight_q, "power_q": step.power_q, "weight_k": step.weight_k, "power_k": step.power_k},
         **{"decay_bias": step.decay_bias, "decay_key": step.decay_key, "decay_value": step.decay_value},
         **{"bias": step.bias, "weight": step.weight, "o": o},
-        **(dict.fromkeys(Shown._fields) if shown is None else shown._asdict()),
+        **{"kept_k": None if step.kept is None else step.kept.k, "kept_v": None if step.kept is None else step.kept.v},
+        **(dict.fromkeys(Traded._fields) if traded is None else traded._asdict()),
     }
     arguments = {
         **tensors,
@@ -387,10 +398,10 @@ def hybrid_launch(target: Target, step: HybridStep, shown: Shown | None = None) 
         "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
         **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
         **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
-        **{"kv_p": _of_rows(step.kv), "z_p": _of_rows(z), "f_p": _of_rows(step.far_keys)},
-        **{"nk_p": _of_rows(near_k), "nv_p": _of_rows(step.near_v), "nt_p": _of_rows(step.near_turns)},
-        **{"kk_p": _of_rows(tensors["kept_k"]), "kw_p": _of_rows(tensors["kept_v"])},
-        "K": 0 if shown is None else shown.kept_k.shape[2],
+        **{"kv_p": of_rows(step.kv), "z_p": of_rows(z), "f_p": of_rows(step.far_keys)},
+        **{"nk_p": of_rows(near_k), "nv_p": of_rows(step.near_v), "nt_p": of_rows(step.near_turns)},
+        **{"kk_p": of_rows(tensors["kept_k"]), "kw_p": of_rows(tensors["kept_v"])},
+        "K": 0 if step.kept is None else step.kept.k.shape[2],
         **{"G": G, "C": copies, "D": D, "V": V, "M": M},
         **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
         **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
@@ -403,13 +414,13 @@ def hybrid_launch(target: Target, step: HybridStep, shown: Shown | None = None) 
     }
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
     written = (o, step.kv, z, step.far_keys, step.near_turns)
-    role = "hybrid_kept" if shown is not None else "hybrid" if step.rows is None else "hybrid_rows"
+    role = "hybrid_kept" if step.kept is not None else "hybrid" if step.rows is None else "hybrid_rows"
     return o, Launch(
         role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
     )
 
 
-def _of_rows(x: Tensor | None) -> int:
+def of_rows(x: Tensor | None) -> int:
     """Return the distance between the states of two rows."""
     return 0 if x is None else x.stride(0)
 

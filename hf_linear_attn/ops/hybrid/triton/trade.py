@@ -5,81 +5,20 @@ programs share a head, and may not read what another one of them writes.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.hybrid.records import HybridStep
-from hf_linear_attn.ops.hybrid.triton.step import load_vector
+from hf_linear_attn.ops.hybrid.checks import KEPT
+from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep
+from hf_linear_attn.ops.hybrid.triton.step import Traded, hybrid_launch, load_vector, of_rows, stand
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE
 from hf_linear_attn.ops.kept.triton import ENTRIES, LAST, apart, at_age, pick
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded
 from hf_linear_attn.ops.triton.primitives import LOG2E
 
 NET = "mean", "deviation", "weight_in", "bias_in", "weight_out", "bias_out"
-TRADED = "kept_k", "kept_v", "kept_at", "kept_turns", "kept_nearest", "kept_scores"
-"""What is updated in place."""
-
-
-class Trade(NamedTuple):
-    """A step of which keys leave windows; see :class:`HybridStep` and :class:`KeptStep` for what is what."""
-
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    seen: Tensor
-    place: Tensor | None
-    length: int
-    rows: Tensor | None
-    near_k: Tensor
-    near_v: Tensor
-    near_mask: Tensor | None
-    near_turns: Tensor | None
-    turns: Tensor | None
-    kept_k: Tensor
-    kept_v: Tensor
-    kept_at: Tensor
-    kept_turns: Tensor | None
-    kept_nearest: Tensor | None
-    kept_scores: Tensor | None
-    mean: Tensor | None
-    deviation: Tensor | None
-    weight_in: Tensor | None
-    bias_in: Tensor | None
-    weight_out: Tensor | None
-    bias_out: Tensor | None
-    sinks: int
-    ahead: int
-    pairs: str
-    at_end: bool
-
-    @classmethod
-    def of(cls, step: HybridStep) -> "Trade":
-        """Return what a step trades."""
-        if step.kept is None:
-            raise RuntimeError("nothing is kept beyond the window")
-        found: dict[str, Any] = {name: getattr(step, name) for name in cls._fields if name in HybridStep._fields}
-        found |= zip(TRADED, step.kept.changing, strict=True)
-        found |= zip(NET, step.kept.weights or [None] * len(NET), strict=True)
-        return cls(**found, ahead=step.kept.ahead)
-
-
-class Traded(NamedTuple):
-    """What goes instead of the keys that leave windows.
-
-    Attributes:
-        gone: The key, as the model made it ``[B, HKV, D]``; anything where none goes, as all but the last.
-        gone_v: Its value ``[B, HKV, V]``.
-        gone_turns: By which it is turned ``[B, HKV, R]``; of no size where nobody turns it back.
-        told: How many places are taken then, and whether one goes ``[B, HKV, 2]`` int64.
-    """
-
-    gone: Tensor
-    gone_v: Tensor
-    gone_turns: Tensor
-    told: Tensor
+"""What a net has learned, as the kernel calls it."""
 
 
 @triton.jit
@@ -116,19 +55,7 @@ def trade_kernel(
     ov = tl.arange(0, BV)
     os = tl.arange(0, BS)
     slots = N + W + 1
-    i_p = i_b
-    place = length
-    if POOL:
-        i_p = tl.load(rows + i_b)
-        place = tl.load(length + i_b)
-    elif STATIC:
-        place = tl.load(length)
-    new = (N + place % (W + 1)).to(tl.int64)
-    old = (N + (place + 1) % (W + 1)).to(tl.int64)
-    read = tl.load(seen + i_b)
-    real = read >= 0
-    if MASKED:
-        real = tl.load(key_mask + i_b * m_b) != 0
+    i_p, new, old, read, real = stand(rows, length, seen, key_mask, i_b, m_b, N, W, MASKED, STATIC, POOL)
     # What the ring holds before the token comes.
     if POOL:
         came = read - 1 - (read - 1 - (os - N) + (W + 1)) % (W + 1)
@@ -182,7 +109,7 @@ def trade_kernel(
             x = tl.zeros([BD], tl.float32)
             y = tl.zeros([BV], tl.float32)
             for j in range(1, A + 1):
-                slot = (N + (place + 1 + j) % (W + 1)).to(tl.int64)
+                slot = N + (new - N + 1 + j) % (W + 1)
                 if slot == new:
                     # The step writes the token there while others may still read.
                     columns = tl.where(real & (read >= N), D, 0)
@@ -231,53 +158,67 @@ def trade_kernel(
     tl.store(told + i_bh * 2 + 1, (leaves & (count >= C)).to(tl.int64))
 
 
-def allocate_traded(trade: Trade) -> Traded:
-    """Return room for what goes."""
-    (B, HKV, _, D), V = trade.k.shape, trade.v.shape[3]
-    R = 0 if trade.kept_turns is None or trade.turns is None else trade.turns.shape[2]
-    gone, gone_v = trade.k.new_empty(B, HKV, D), trade.v.new_empty(B, HKV, V)
-    return Traded(gone, gone_v, trade.k.new_empty(B, HKV, R), trade.seen.new_empty(B, HKV, 2))
-
-
-def trade_launch(target: Target, trade: Trade) -> tuple[Traded, Launch]:
-    """Plan a trade.
+def trade_launch(target: Target, step: HybridStep, kept: KeptStep) -> tuple[Traded, Launch]:
+    """Plan what comes before a step, as :func:`hybrid_launches` does.
 
     Args:
         target: The device.
-        trade: What is traded, tokens in the layout that kernels read and everything else contiguous.
+        step: The step.
+        kept: Its kept keys.
 
     Returns:
         What goes, allocated, and the launch.
     """
-    (B, HKV, _, D), V, C = trade.k.shape, trade.v.shape[3], trade.kept_k.shape[2]
-    slots, compares = trade.near_k.shape[2], trade.kept_scores is None
-    U = 0 if trade.weight_in is None else trade.weight_in.shape[2]
-    found = allocate_traded(trade)
-    tensors = {name: x for name, x in trade._asdict().items() if x is None or isinstance(x, Tensor)}
-    tensors = {name: x for name, x in tensors.items() if name != "place"} | found._asdict()
-    held = (trade.near_k, trade.near_v, trade.near_turns, *(getattr(trade, name) for name in TRADED))
+    (B, HKV, _, D), V, C, slots = step.k.shape, step.v.shape[3], kept.k.shape[2], step.near_k.shape[2]
+    R, compares = 0 if step.turns is None else step.turns.shape[2], kept.scores is None
+    net = dict(zip(NET, kept.weights or [None] * len(NET), strict=True))
+    U = kept.weights[2].shape[2] if kept.weights else 0
+    found = Traded(
+        gone=step.k.new_empty(B, HKV, D),
+        gone_v=step.v.new_empty(B, HKV, V),
+        gone_turns=None if kept.turns is None else step.k.new_empty(B, HKV, R),
+        told=step.seen.new_empty(B, HKV, 2),
+    )
+    names = ("k", "v", "key_mask", "seen", "rows", "near_k", "near_v", "near_mask", "near_turns", "turns")
+    tensors = {name: getattr(step, name) for name in names} | dict(zip(KEPT, kept.changing, strict=True)) | net
+    held = {"nk": step.near_k, "nv": step.near_v, "nt": step.near_turns}
+    held |= zip(("kk", "kv", "ka", "kt", "kn", "ks"), kept.changing, strict=True)
     entries = padded(C) * padded(V) if compares else 2 * padded(D) * padded(max(U, 1))
     chosen = Tile(padded(C), padded(V), min(max(entries // ENTRIES, 1), 8), 1)
     arguments = {
         **tensors,
-        **{"length": trade.length if trade.place is None else trade.place, "HKV": HKV, "N": trade.sinks},
-        "W": slots - trade.sinks - 1,
-        **{f"{name}_{dim}": x.stride(n) for name, x in (("k", trade.k), ("v", trade.v)) for n, dim in enumerate("bh")},
-        "m_b": 0 if trade.key_mask is None else trade.key_mask.stride(0),
-        "t_b": 0 if trade.turns is None or len(trade.turns) == 1 else trade.turns.stride(0),
-        **{
-            f"{name}_p": 0 if x is None else x.stride(0)
-            for name, x in zip(("nk", "nv", "nt", "kk", "kv", "ka", "kt", "kn", "ks"), held, strict=True)
-        },
-        **{"C": C, "D": D, "V": V, "U": U, "A": trade.ahead},
+        **found._asdict(),
+        **{"length": step.length if step.place is None else step.place, "HKV": HKV, "N": step.sinks},
+        "W": slots - step.sinks - 1,
+        **{f"{name}_{dim}": x.stride(n) for name, x in (("k", step.k), ("v", step.v)) for n, dim in enumerate("bh")},
+        "m_b": 0 if step.key_mask is None else step.key_mask.stride(0),
+        "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
+        **{f"{name}_p": of_rows(x) for name, x in held.items()},
+        **{"C": C, "D": D, "V": V, "U": U, "A": kept.ahead},
         **{"BC": padded(C), "BD": padded(D), "BV": padded(V), "BU": padded(max(U, 1)), "BA": padded(AGES)},
-        "BS": padded(slots),
-        **{"R": 0 if trade.turns is None else trade.turns.shape[2], "PAIRS": trade.pairs, "AT_END": trade.at_end},
-        **{"TURNED": trade.kept_turns is not None, "COMPARES": compares, "MASKED": trade.key_mask is not None},
-        **{"STATIC": trade.place is not None, "POOL": trade.rows is not None},
+        **{"BS": padded(slots), "R": R, "PAIRS": step.pairs, "AT_END": step.at_end},
+        **{"TURNED": kept.turns is not None, "COMPARES": compares, "MASKED": step.key_mask is not None},
+        **{"STATIC": step.place is not None, "POOL": step.rows is not None},
         **{"AGES": AGES, "ALIKE": ALIKE, "LAST": LAST, "LOG2E": LOG2E},
     }
-    reads = tuple(x for x in tensors.values() if x is not None)
-    return found, Launch(
-        "trade" if compares else "trade_scored", trade_kernel, B * HKV, arguments, chosen, reads, tuple(found)
-    )
+    reads, writes = (tuple(x for x in of.values() if x is not None) for of in (tensors, found._asdict()))
+    role = "trade" if compares else "trade_scored"
+    return found, Launch(role, trade_kernel, B * HKV, arguments, chosen, reads, writes)
+
+
+def hybrid_launches(target: Target, step: HybridStep) -> tuple[Tensor, list[Launch]]:
+    """Plan one step, and before it what becomes of the key that leaves the window, where keys are kept beyond.
+
+    Args:
+        target: The device.
+        step: The step, with q, k and v in the layout that kernels read and everything else contiguous.
+
+    Returns:
+        The output, allocated, and the launches in order.
+    """
+    if step.kept is None:
+        o, launch = hybrid_launch(target, step)
+        return o, [launch]
+    traded, first = trade_launch(target, step, step.kept)
+    o, launch = hybrid_launch(target, step, traded)
+    return o, [first, launch]
