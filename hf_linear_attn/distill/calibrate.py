@@ -62,8 +62,6 @@ class Measured:
         """
         window, sinks = (self.part.settings.window or 0), self.part.settings.sinks
         visible = visibility(q, call.key_mask, call.cu_seqlens, call.causal)
-        if visible is None:
-            visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
         # Tokens of its text before each: what is masked counts nowhere.
         place = visible.sum(-1) - 1
         apart = place[..., :, None] - place[..., None, :] - window

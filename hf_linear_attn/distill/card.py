@@ -1,8 +1,6 @@
 """The model card of a student."""
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.measure import MAX_DEPTH, shown
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings
+from hf_linear_attn.distill.tables import markdown_table
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 from hf_linear_attn.files import write_atomic
 
@@ -153,24 +152,19 @@ def figures_table(metrics: dict[str, Any]) -> str:
         return embedding_table(metrics)
     if metrics["student"]["linear_off"]:
         columns["student, linear branch off"] = metrics["student"]["linear_off"]
-    rows: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("held-out loss, nats per token", lambda m: f"{m['loss_nats']:.4f}"),
-        ("the same, second half of the context", lambda m: f"{m['late_loss_nats']:.4f}"),
+    rows = [
+        ["held-out loss, nats per token", *(f"{m['loss_nats']:.4f}" for m in columns.values())],
+        ["the same, second half of the context", *(f"{m['late_loss_nats']:.4f}" for m in columns.values())],
     ]
     for pairs in metrics["student"]["recall"]:
-        rows.append((f"recall of one of {pairs} pairs, a trained form in noise", partial(_recall, pairs=pairs)))
-    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(show(m) for m in columns.values()) + " |" for name, show in rows]
-    return "\n".join(lines)
+        shares = [m["recall"][pairs] for m in columns.values()]
+        cells = ["does not fit" if share is None else f"{share:.3f}" for share in shares]
+        rows.append([f"recall of one of {pairs} pairs, a trained form in noise", *cells])
+    return "\n".join(markdown_table(["", *columns], rows))
 
 
 def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
-    """Return what was written as a Markdown table with a sentence before it, or nothing where nothing was asked.
-
-    Args:
-        metrics: Measured figures, as :func:`measure` returns them, by model.
-        trained_length: Tokens of the longest sequences of the training.
-    """
+    """Return what was written as a Markdown table with a sentence before it, or nothing where nothing was asked."""
     asked = {name: figures["answers"] for name, figures in metrics.items() if figures.get("answers")}
     counts = sorted({row["n"] for rows in asked.values() for row in rows} - {0})
     if not counts:
@@ -188,8 +182,8 @@ def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
             name: [row for row in found if row.get("held_out", False) is held_out] for name, found in asked.items()
         }
         if any(chosen.values()):
-            lines += ["", title, "", "| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |"]
-            lines += ["| --- " * (len(lengths) + 1) + "|", *_answer_rows(chosen)]
+            heads = ["", *(f"{length:,} tokens" for length in lengths)]
+            lines += ["", title, "", *markdown_table(heads, _answer_rows(chosen))]
     return "\n".join(lines)
 
 
@@ -197,34 +191,27 @@ HELD_OUT = "**Forms that are held out of training**, in real text that is held o
 TRAINED = "**Forms that training had** or may have, in noise:"
 
 
-def _answer_rows(asked: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _answer_rows(asked: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     """Return the rows of a table of answers, by task and model."""
     teacher = {(row["task"], row["length"]): row for row in asked.get("teacher", ())}
-    lines = []
+    rows = []
     for task in dict.fromkeys(row["task"] for found in asked.values() for row in found):
         for name, found in asked.items():
             beside = {} if name == "teacher" else teacher
             cells = [shown(row, beside.get((task, row["length"]))) for row in found if row["task"] == task]
-            lines.append(f"| {task}, {name} | " + " | ".join(cells) + " |")
-    return lines
+            rows.append([f"{task}, {name}", *cells])
+    return rows
 
 
 def embedding_table(metrics: dict[str, Any]) -> str:
     """Return measured figures of encoders as a Markdown table."""
     student, teacher = metrics["student"], metrics["teacher"]
-    lines = [
-        f"On {student['texts']} held-out texts:",
-        "",
-        "| | student | teacher | teacher, different texts |",
-        "| --- | --- | --- | --- |",
-        f"| mean cosine to the teacher | {student['cosine_mean']:.4f} | 1 | {student['between_texts']:.4f} |",
-        f"| the same, worst {LOW_PERCENT}% | {student[f'cosine_p{LOW_PERCENT:02d}']:.4f} | 1 | |",
+    rows = [
+        ["mean cosine to the teacher", f"{student['cosine_mean']:.4f}", "1", f"{student['between_texts']:.4f}"],
+        [f"the same, worst {LOW_PERCENT}%", f"{student[f'cosine_p{LOW_PERCENT:02d}']:.4f}", "1", ""],
     ]
     for name, title in (("mean_reciprocal_rank", "mean reciprocal rank"), ("top1", "found first")):
-        lines.append(f"| second half of a text by its first, {title} | {student[name]:.4f} | {teacher[name]:.4f} | |")
-    return "\n".join(lines)
-
-
-def _recall(figures: dict[str, Any], pairs: str) -> str:
-    value = figures["recall"][pairs]
-    return "does not fit" if value is None else f"{value:.3f}"
+        figures = f"{student[name]:.4f}", f"{teacher[name]:.4f}"
+        rows.append([f"second half of a text by its first, {title}", *figures, ""])
+    table = markdown_table(["", "student", "teacher", "teacher, different texts"], rows)
+    return "\n".join([f"On {student['texts']} held-out texts:", "", *table])

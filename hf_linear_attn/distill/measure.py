@@ -61,24 +61,16 @@ NO_TEXT, NOT_ASKED = "the text is too short", "not asked: the teacher fails"
 
 
 @torch.no_grad()
-def heldout_loss(model: nn.Module, data: Data, rows: int, length: int, *, batch: int = 8) -> dict[str, float]:
-    """Measure a model's mean loss on held-out text.
+def heldout_loss(model: nn.Module, data: Data, rows: int, length: int) -> dict[str, float]:
+    """Return a model's mean loss on a fixed choice of held-out sequences of so many tokens.
 
-    Args:
-        model: A causal language model.
-        data: Held-out data.
-        rows: Number of sequences, a fixed choice of them.
-        length: Their tokens.
-        batch: Sequences per forward.
-
-    Returns:
-        ``loss_nats`` per token, and ``late_loss_nats`` over the second half of the positions.
+    It is ``loss_nats`` per token, and ``late_loss_nats`` over the second half of the positions.
     """
     device, predictor = next(model.parameters()).device, Predictor(model)
     losses: list[Tensor] = []
     weights: list[Tensor] = []
-    for start in range(0, rows, batch):
-        texts = [data.text_row(number, length) for number in range(start, min(start + batch, rows))]
+    for start in range(0, rows, ROWS):
+        texts = [data.text_row(number, length) for number in range(start, min(start + ROWS, rows))]
         found = data.collate(texts, length).to(device)
         states, targets = predictor.states(found)[:, :-1].flatten(0, 1), found.input_ids[:, 1:].flatten()
         pieces = [
@@ -105,24 +97,12 @@ def recall_accuracy(
     samples: int,
     seed: int,
     max_depth: float = 100.0,
-    batch: int = 8,
 ) -> float | None:
     """Measure key-value recall: the share of samples after which greedy decoding would write the true answer first.
 
-    One forward tells. What follows the answer does not count, not even where it goes on in the same word.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        pairs: Key-value pairs in a sample.
-        length: Tokens of a sample.
-        samples: Number of samples.
-        seed: Of the samples.
-        max_depth: Greatest depth of the asked pair in percent, so that it stands beyond a window at the end.
-        batch: Samples per forward.
-
-    Returns:
-        The share, 0..1, or None where the task does not fit into the length.
+    One forward tells. What follows the answer does not count, not even where it goes on in the same word. No pair is
+    asked for beyond a depth of ``max_depth`` percent, so that it may stand beyond a window at the end. None where the
+    task does not fit into ``length`` tokens.
     """
     task = get_task("kv_recall", pairs=pairs)
     if task.min_length(tokenizer) > length:
@@ -131,7 +111,7 @@ def recall_accuracy(
     for index in range(samples):
         rng = sample_rng(seed, "kv_recall", length, 0, index)
         asked.append(task.build(tokenizer, length, rng.uniform(0, max_depth), rng))
-    answers = foretold(model, tokenizer, asked, batch)
+    answers = foretold(model, tokenizer, asked, ROWS)
     right = [
         # Some tokenizers drop a space at the start of a text.
         text.strip().startswith(true_answer(sample).strip())
@@ -169,9 +149,9 @@ def measure_answers(
 
     Returns:
         For every task and length ``task``, ``length``, whether it is ``held_out`` of training, its ``haystack`` and
-        ``chance``, ``n``, ``exact`` (share of prompts for which greedy decoding
-        writes the true answer), ``ci95`` (Wilson's 95% interval of it), ``answer_nats`` (mean negative log-likelihood
-        per token of the true answers) and ``missing``: None, or why nothing was measured, with the figures None.
+        ``chance``, ``n``, ``exact`` (share of prompts for which greedy decoding writes the true answer), ``ci95``
+        (Wilson's 95% interval of it), ``answer_nats`` (mean negative log-likelihood per token of the true answers) and
+        ``missing``: None, or why nothing was measured, with the figures None.
     """
     limit = position_limit(model.get_base_model() if isinstance(model, PeftModel) else model)  # type: ignore[arg-type]
     rows: list[dict[str, Any]] = []
@@ -205,12 +185,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, task: Task, length: int, samples
 
 
 def shown(row: dict[str, Any], teacher: dict[str, Any] | None = None) -> str:
-    """Return a row's figures in words: the share of right answers with its interval, and the likelihood.
-
-    Args:
-        row: A model's.
-        teacher: The teacher's of the same questions: where it does no better than chance, nothing is asked of others.
-    """
+    """Return a row's figures in words, unless the teacher does no better than chance at the same questions."""
     if row["missing"]:
         return str(row["missing"])
     if teacher is not None and teacher["ci95"] and at_chance(teacher["ci95"], teacher.get("chance", 0.0)):
@@ -323,19 +298,7 @@ def measure_encoders(
     rows: int,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
-    """Measure encoders on held-out texts of all lengths.
-
-    Args:
-        models: ``teacher``, ``student`` or both.
-        data: Held-out data.
-        tokenizer: Their tokenizer.
-        pooling: Makes an embedding of hidden states.
-        rows: Number of texts.
-        lengths: Their tokens, special ones included, in turn.
-
-    Returns:
-        As :func:`compare_embeddings` returns it.
-    """
+    """Do as :func:`compare_embeddings` on held-out texts that have, in turn, so many tokens, special ones included."""
     frame = Frame.of(tokenizer)
     texts = []
     for number in range(rows):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from hf_linear_attn.distill.tables import markdown_table
+
 SLACK = 0.95
 """Share of a GPU's memory that is counted on: its allocator and its driver take some."""
 
@@ -72,23 +74,20 @@ class Plan:
 
     def table(self) -> str:
         """Return the plan as a Markdown table."""
-        parts = list(self.stages[0].memory_gib)
+        stages = self.stages
+        rows = [[part, *(f"{s.memory_gib[part]:.1f}" for s in stages)] for part in stages[0].memory_gib]
+        rows += [
+            ["**total**", *(f"**{s.total_gib:.1f}**" for s in stages)],
+            ["parameters trained", *(f"{s.trained_parameters / 1e6:,.1f}M" for s in stages)],
+            ["tokens", *(f"{s.tokens / 1e6:,.1f}M" for s in stages)],
+            ["work, EFLOP", *(f"{s.exaflop:.3g}" for s in stages)],
+            ["hours", *(f"{s.hours:.2f}" for s in stages)],
+        ]
         lines = [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
             f"{self.feature_map_parameters / 1e6:.1f}M, {self.machine()}",
             "",
-            "| per GPU, GiB | " + " | ".join(stage.stage for stage in self.stages) + " |",
-            "| --- " * (len(self.stages) + 1) + "|",
-        ]
-        for part in parts:
-            lines.append(f"| {part} | " + " | ".join(f"{s.memory_gib[part]:.1f}" for s in self.stages) + " |")
-        lines.append("| **total** | " + " | ".join(f"**{s.total_gib:.1f}**" for s in self.stages) + " |")
-        trained = " | ".join(f"{s.trained_parameters / 1e6:,.1f}M" for s in self.stages)
-        lines += [
-            "| parameters trained | " + trained + " |",
-            "| tokens | " + " | ".join(f"{s.tokens / 1e6:,.1f}M" for s in self.stages) + " |",
-            "| work, EFLOP | " + " | ".join(f"{s.exaflop:.3g}" for s in self.stages) + " |",
-            "| hours | " + " | ".join(f"{s.hours:.2f}" for s in self.stages) + " |",
+            *markdown_table(["per GPU, GiB", *(s.stage for s in stages)], rows),
         ]
         if self.split is not None:
             lines += ["", self.split.describe()]

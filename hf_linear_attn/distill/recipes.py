@@ -9,6 +9,7 @@ from hf_linear_attn.distill.plan import GIB, H100_TFLOPS, Planner, check_machine
 from hf_linear_attn.distill.planned import SLACK, Plan
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.settings import DistillationSettings
+from hf_linear_attn.distill.tables import markdown_table
 from hf_linear_attn.errors import ArgumentError
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,21 +129,16 @@ def recipes_table(plans: Mapping[str, Plan], gpu_memory: float) -> str:
     """Return which recipes fit, and the flags of each, as a Markdown table."""
     first = next(iter(plans.values()))
     many = f"{first.gpus} GPUs" if first.gpus > 1 else "one GPU"
-    lines = [
-        f"{first.model}: {first.parameters / 1e9:.2f}B parameters, {many} of {gpu_memory:g} GiB",
-        "",
-        "| recipe | fits | GiB per GPU | by stage | tokens | hours | flags of distill |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    title = f"{first.model}: {first.parameters / 1e9:.2f}B parameters, {many} of {gpu_memory:g} GiB"
+    heads = ["recipe", "fits", "GiB per GPU", "by stage", "tokens", "hours", "flags of distill"]
+    rows = []
     for name, found in plans.items():
         fits = "yes" if found.fits(gpu_memory) else "no"
         by_stage = ", ".join(f"{stage.stage} {stage.total_gib:.1f}" for stage in found.stages)
         tokens, hours = (sum(getattr(stage, key) for stage in found.stages) for key in ("tokens", "hours"))
-        flags = flags_of(name)
-        lines.append(
-            f"| {name} | {fits} | {found.total_gib:.1f} | {by_stage} | {tokens / 1e6:.1f}M | {hours:.2f} | `{flags}` |"
-        )
-    return "\n".join(lines)
+        figures = f"{found.total_gib:.1f}", by_stage, f"{tokens / 1e6:.1f}M", f"{hours:.2f}"
+        rows.append([name, fits, *figures, f"`{flags_of(name)}`"])
+    return "\n".join([title, "", *markdown_table(heads, rows)])
 
 
 def flags_of(recipe: str) -> str:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, next_tokens, weighted
 from hf_linear_attn.distill.losses import ce_loss
-from hf_linear_attn.distill.softmax import as_softmax
+from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.files import write_atomic
@@ -21,14 +21,6 @@ from hf_linear_attn.layers import LinearAttention
 
 LEAST_LOSS_NATS = 0.01
 """Rise of the text's loss below which a layer counts as this important to text: the rise itself may be noise."""
-
-FIGURES = {
-    "kl_nats": "KL, nats per token",
-    "answer_nats": "answers, nats per token",
-    "loss_nats": "text, nats per token",
-    "score": "score",
-}
-"""What is measured, with its heading."""
 
 
 @dataclass(frozen=True)
@@ -59,37 +51,12 @@ class Selection:
         """Read what :meth:`save` wrote."""
         return cls(**json.loads(path.read_text()))
 
-    def table(self) -> str:
-        """Return ranking and curve as Markdown tables."""
-        first = "layer restored alone" if self.by == "kl" else "layer converted alone"
-        ranking = _table([first], self.ranking, lambda entry: [entry["name"]])
-        curve = _table(
-            ["softmax layers", "layer added"],
-            self.curve,
-            lambda entry: [str(entry["softmax_layers"]), entry["name"] or "-"],
-        )
-        return "\n".join([*ranking, "", *curve])
-
-
-def _table(
-    heads: Sequence[str], entries: Sequence[dict[str, Any]], name: Callable[[dict[str, Any]], list[str]]
-) -> list[str]:
-    shown = [figure for figure in FIGURES if figure in entries[0]]
-    lines = ["| " + " | ".join([*heads, *(FIGURES[figure] for figure in shown)]) + " |"]
-    lines.append("| " + " | ".join(["---"] * (len(heads) + len(shown))) + " |")
-    for entry in entries:
-        lines.append("| " + " | ".join([*name(entry), *(f"{entry[figure]:.4f}" for figure in shown)]) + " |")
-    return lines
-
 
 @torch.no_grad()
 def mean_over_tokens(student: nn.Module, batches: Iterable[Batch], losses: Iterable[Divergence]) -> float:
     """Return the mean of a loss over the batches' weighted tokens.
 
-    Args:
-        student: A causal language model.
-        batches: The sequences.
-        losses: The loss on each batch, as a teacher's divergence or :func:`text_loss` returns it.
+    The loss on each batch is as a teacher's divergence or :func:`text_loss` returns it.
     """
     predictor = Predictor(student)
     total = weight = 0.0
@@ -110,10 +77,6 @@ def text_loss(batch: Batch) -> Divergence:
 def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
     """Return how many of the converted layers a budget restores.
 
-    Args:
-        parts: The converted layers.
-        budget: Share of them, 0..1; at least one layer where above 0.
-
     Raises:
         ArgumentError: If the budget is out of range, or would leave no converted layer.
     """
@@ -127,11 +90,8 @@ def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
 class _Trials:
     """Tries layers of a student as softmax, one choice after the other.
 
-    Args:
-        student: The patched model; it is in evaluation mode within a ``with`` block.
-        budget: Share of the converted layers to restore.
-        runs: Returns the number of trials, from the numbers of layers and of those to restore.
-        progress: Whether to show a progress bar.
+    The student is in evaluation mode within a ``with`` block. ``runs`` returns the number of trials, given the numbers
+    of layers and of those to restore.
     """
 
     def __init__(self, student: nn.Module, budget: float, runs: Callable[[int, int], int], progress: bool) -> None:
@@ -150,7 +110,7 @@ class _Trials:
 
     def mean(self, softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
         """Return the mean of each loss with some layers softmax."""
-        with as_softmax([self.parts[layer] for layer in softmax]):
+        with instead_of_forward([self.parts[layer] for layer in softmax], softmax_output):
             found = [mean_over_tokens(self.student, batches, losses) for batches, losses in asked]
         self.bar.update()
         return found
@@ -211,15 +171,7 @@ def select_by_recall(
     state of constant size does worst. (HALO, Chen et al., 2026, arXiv:2601.22156, takes falls in accuracy on benchmarks
     of both kinds and compares with the best layer; here both are nats, and compared with softmax throughout.)
 
-    Args:
-        student: A patched model, best after attention transfer.
-        text: Held-out sequences of text.
-        answers: Held-out sequences with questions, in which answers alone have a weight.
-        budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
-        progress: Show a progress bar.
-
-    Raises:
-        ArgumentError: If the budget is out of range, or would leave no converted layer.
+    Of ``answers``, answers alone have a weight; the rest is as for :func:`select_by_kl`.
     """
     asked = [(batches, [text_loss(batch) for batch in batches]) for batches in (answers, text)]
     with _Trials(student, budget, lambda n, count: 2 + n + count, progress) as trials:

@@ -401,7 +401,7 @@ def test_transfer_teaches_what_the_layers_will_compute():
         with weights_forced(model, lambda part, own, softmax: seen.append((part, own))):
             model(ids, use_cache=False)
         q, k = call.rotation.undo(q), call.rotation.undo(k)
-        assert torch.equal(seen[2][1], attention_weights(part, q, k, None, True))
+        assert torch.equal(seen[2][1], attention_weights(part, q, k, torch.ones(q.shape[2], q.shape[2]).tril()))
 
 
 @pytest.mark.parametrize(("kind", "angles"), [("llama", 1), ("gemma3_text", 2)])

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.distill.data import Batch, Step
@@ -48,6 +49,8 @@ class Stage(ABC):
 
     def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
         self.settings, self.student, self.teacher = settings, student, teacher
+        # Of each layer on the latest batch, where it has a loss of its own.
+        self.losses: list[tuple[str, Tensor]] = []
         self.groups: list[Group] = [group for group in self.trained() if group["params"] and group["lr"] > 0]
         chosen = {id(p) for group in self.groups for p in group["params"]}
         for parameter in student.parameters():
@@ -118,7 +121,7 @@ class Stage(ABC):
 
     def suspect(self) -> str | None:
         """Return the layer whose loss on the latest batch was not finite, where a stage can tell."""
-        return None
+        return next((f"layer {name}" for name, loss in self.losses if not torch.isfinite(loss)), None)
 
     def weight(self, batch: Batch) -> Tensor:
         """Return what the batch's loss is a sum over: its tokens, weighted."""

@@ -61,7 +61,6 @@ class Retain(Stage):
         self.rules = learners(student)
         super().__init__(settings, student, teacher)
         self.seen: deque[dict[LinearAttention, Ranked]] = deque(maxlen=REMEMBERED)
-        self.losses: list[tuple[str, Tensor]] = []
         self.step = 0
 
     @override
@@ -122,10 +121,6 @@ class Retain(Stage):
                 self.learn(loss * weight)
                 self.losses.append((part.name, loss.detach()))
         return sum((loss for _, loss in self.losses), torch.zeros((), device=weight.device)) * weight
-
-    @override
-    def suspect(self) -> str | None:
-        return next((f"layer {name}" for name, loss in self.losses if not torch.isfinite(loss)), None)
 
     def _look(self, batch: Batch) -> list[dict[LinearAttention, Ranked]]:
         """Return what the layers learn from each text of a batch."""

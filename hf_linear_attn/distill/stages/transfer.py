@@ -31,8 +31,6 @@ class Transfer(Stage):
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
     recomputes: ClassVar[bool] = False
-    losses: list[tuple[str, Tensor]]
-    """The loss of each layer on the latest batch."""
 
     def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
         super().__init__(settings, student, teacher)
@@ -79,24 +77,17 @@ class Transfer(Stage):
                 self.predictor.states(batch)
         return torch.stack([loss for _, loss in self.losses]).sum()
 
-    @override
-    def suspect(self) -> str | None:
-        return next((f"layer {name}" for name, loss in self.losses if not torch.isfinite(loss)), None)
-
 
 def laid_out(weights: Tensor, output: Tensor) -> Tensor:
     """Return weights ``[B, T]`` as an attention layer sees tokens: packed rows lie end to end, ``[1, B T]``."""
     return weights.view(output.shape[0], -1)
 
 
-def attention_weights(part: LinearAttention, q: Tensor, k: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
+def attention_weights(part: LinearAttention, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     """Return the linear branch's weights ``[B, H, T, T]``, rows summing to 1."""
     features_q, features_k = part.feature_map.phi_q(q), part.feature_map.phi_k(k)
     scores = features_q @ features_k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
-    if visible is not None:
-        scores = scores * visible
-    elif causal:
-        scores = scores.tril()
+    scores = scores * visible
     return scores / (scores.sum(-1, keepdim=True) + part.settings.eps)
 
 
@@ -104,12 +95,8 @@ def teacher_forced(model: nn.Module, observe: Observe) -> AbstractContextManager
     """Make converted layers compute softmax attention within a ``with`` block, and show what they would have computed.
 
     Every layer so gets the teacher's hidden states. Its own output is computed from detached q, k, v, so that a loss
-    on it reaches that layer's parameters only.
-
-    Args:
-        model: A patched model whose other weights are the teacher's.
-        observe: Called in each layer's forward with the layer, its own output and the softmax output, both
-            ``[B, H, T, V]``.
+    on it reaches that layer's parameters only. ``observe`` is called in each layer's forward with the layer, its own
+    output and the softmax output, both ``[B, H, T, V]``.
     """
 
     def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -128,18 +115,16 @@ def weights_forced(model: nn.Module, observe: Observe) -> AbstractContextManager
 
     def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         q, k, v = q.detach(), k.detach(), v.detach()
-        scaling, causal = part.scaling(call), call.causal
-        visible = visibility(q, call.key_mask, call.cu_seqlens, causal)
+        visible = visibility(q, call.key_mask, call.cu_seqlens, call.causal)
         with torch.no_grad():
             groups = q.shape[1] // k.shape[1]
-            scores = (q @ k.repeat_interleave(groups, 1).transpose(-1, -2)).float() * scaling
-            seen = scores.new_ones(scores.shape[-2:], dtype=torch.bool) if visible is None else visible
-            softmax = scores.masked_fill(~(seen.tril() if causal else seen), -torch.inf).softmax(-1)
+            scores = (q @ k.repeat_interleave(groups, 1).transpose(-1, -2)).float() * part.scaling(call)
+            softmax = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             output = softmax.to(v.dtype) @ v.repeat_interleave(groups, 1)
         if part.undoes and call.rotation is not None:
             backend = part.settings.backend
             q, k = call.rotation.undo(q, backend), call.rotation.undo(k, backend)
-        observe(part, attention_weights(part, q, k, visible, causal), softmax)
+        observe(part, attention_weights(part, q, k, visible), softmax)
         return output
 
     return instead_of_forward(linear_attention_parts(model), compute)
