@@ -15,17 +15,12 @@ from hf_linear_attn.layers import Call, LinearAttention
 BETA, BETA_SPAN = 0.3, 0.4
 """What a key replaces where attention is spread evenly, and how much more where it rests on one key."""
 
-
 LONGEST_LOOK = 2048
 """Tokens of the longest texts that are looked at: weights of attention are looked at whole, a head at a time."""
 
 
 class Measured:
-    """What is read off one layer's softmax attention to the keys that its linear branch reads.
-
-    Args:
-        part: The layer.
-    """
+    """What is read off one layer's softmax attention to the keys that its linear branch reads."""
 
     def __init__(self, part: LinearAttention) -> None:
         self.part = part
@@ -50,15 +45,9 @@ class Measured:
         return torch.where(self.square > 0, self.product / self.square.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
 
     def look(self, q: Tensor, k: Tensor, v: Tensor, call: Call, real: Tensor, own: Tensor | None) -> None:
-        """Add what some tokens show.
+        """Add what the tokens of a call show that are ``real [B, T]``, no padding.
 
-        Args:
-            q: Queries ``[B, H, T, D]``.
-            k: Keys ``[B, HKV, T, D]``.
-            v: Values ``[B, HKV, T, V]``.
-            call: The layer's call.
-            real: Which tokens are no padding ``[B, T]`` bool.
-            own: The linear branch's output ``[B, H, T, V]``, to be scaled; None to measure gates.
+        ``own [B, H, T, V]`` is the linear branch's output, to be scaled; None to measure gates.
         """
         window, sinks = (self.part.settings.window or 0), self.part.settings.sinks
         visible = visibility(q, call.key_mask, call.cu_seqlens, call.causal)
@@ -98,14 +87,8 @@ def calibrate(model: nn.Module, batches: Sequence[Batch]) -> list[Measured]:
     The half-life of a decay is the mean distance at which attention rests, beta is 0.3 + 0.4 times how concentrated it
     is, and the outputs of a rule without a normaliser get a scale per head, by least squares (after
     arXiv:2606.16429). All of it concerns the keys that the linear branch reads, weighted by the share of softmax's
-    weight that they have. Every layer is fed the teacher's hidden states.
-
-    Args:
-        model: A patched model whose other weights are the teacher's; its gates are set.
-        batches: Some texts.
-
-    Returns:
-        What was measured, for each layer whose rule has gates.
+    weight that they have. Every layer is fed the teacher's hidden states. What was measured is returned, for each layer
+    whose rule has gates.
     """
     parts = [part for part in linear_attention_parts(model) if part.learned_by_rule]
     measured = {part.name: Measured(part) for part in parts}

@@ -41,18 +41,9 @@ def save_checkpoint(
     *,
     keep: int,
 ) -> Path:
-    """Write checkpoint ``number`` to a temporary folder, rename it, and remove old ones.
+    """Write a checkpoint to a temporary folder, rename it, and remove all but the newest ``keep``.
 
-    Args:
-        folder: Holds all checkpoints.
-        number: Steps done over all stages; orders the checkpoints.
-        tensors: Weights and buffers by name.
-        optimizer: The optimiser's state dict.
-        meta: Plain JSON values.
-        keep: Number of checkpoints that stay.
-
-    Returns:
-        The checkpoint's folder.
+    Its number, the steps done over all stages, orders the checkpoints. ``meta`` is of plain JSON values.
 
     Raises:
         CheckpointError: If writing fails, for instance on a full disk; what was there before is still whole.

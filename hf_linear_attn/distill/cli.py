@@ -107,16 +107,10 @@ def command_line(
     positional: str = "config",
     others: Mapping[str, type] | None = None,
 ) -> CommandLine:
-    """Return what a command of distillation takes: its own settings, and those of a distillation in groups.
+    """Return what a command of distillation takes: settings of its own, and those of a distillation in groups.
 
-    Args:
-        program: Its name.
-        summary: What it does.
-        example: Commands to begin with.
-        defaults: Defaults to show in place of the settings' own.
-        start: Preset to start from where none is named.
-        positional: The setting that may be given without its flag.
-        others: Dataclasses of settings of its own, by heading.
+    Its own are dataclasses by heading. ``defaults`` are shown in place of the settings' own; ``start`` is the preset
+    where none is named.
     """
     line = CommandLine(program, summary, example=example, positional=positional)
     names = Setting("preset", Literal[available_presets()], start, "Named recipe to start from.")
@@ -194,9 +188,6 @@ def main(
 def teacher_logits(arguments: Sequence[str]) -> None:
     """Run a distillation's teacher once, and keep its likeliest next tokens on disk.
 
-    Args:
-        arguments: Flags.
-
     Raises:
         ArgumentError: If a setting cannot be used, or no folder is named.
         CheckpointError: If the folder cannot be written.
@@ -228,13 +219,7 @@ def teacher_logits(arguments: Sequence[str]) -> None:
 
 
 def plan(arguments: Sequence[str]) -> dict[str, Plan]:
-    """Print the plan of a distillation, or which recipes fit a GPU.
-
-    Args:
-        arguments: Flags.
-
-    Returns:
-        The plans by the names of their recipes; one under the name ``plan`` where the run is given.
+    """Print the plan of a distillation, or which recipes fit a GPU; return the plans by name, `plan` for a given run.
 
     Raises:
         ArgumentError: If a setting cannot be used, no model is named, or a GPU's memory is too small.

@@ -30,15 +30,7 @@ POINTS = 200
 
 
 def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
-    """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`.
-
-    Args:
-        settings: The run's.
-        **loaded: Models and tokenizer in memory, by argument.
-
-    Raises:
-        ArgumentError: If it is refused.
-    """
+    """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`."""
     inputs = paths_read(settings, [*READ, "teacher_logits"], **loaded)
     return output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
 
@@ -72,12 +64,7 @@ def save_result(
 
 
 def draw_losses(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw loss against training tokens, a line per stage, on logarithmic axes; nothing where nothing was logged.
-
-    Args:
-        history: Records with ``stage``, ``tokens`` and ``loss_nats``.
-        path: The SVG file.
-    """
+    """Draw loss against training tokens, a line per stage, on logarithmic axes; nothing where nothing was logged."""
     known = [record for record in history if record["loss_nats"] > 0]
     if not known:
         return

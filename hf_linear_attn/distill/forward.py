@@ -6,7 +6,6 @@ time: forward and, at once, backward, which leaves the gradients of the hidden s
 fused losses, arXiv:2410.10989, do so for a linear layer of their own; here the model's own head is called.)
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,11 +27,6 @@ PIECE_BYTES = 2**26
 def linear_attention_parts(model: nn.Module) -> list[LinearAttention]:
     """Return the converted layers of a model, in order."""
     return [part for module in model.modules() if (part := part_of(module)) is not None]
-
-
-def takes(model: nn.Module, argument: str) -> bool:
-    """Tell whether the forward of a model knows an argument."""
-    return argument in inspect.signature(model.forward).parameters
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
@@ -74,11 +68,7 @@ def weighted(batch: Batch, x: Tensor) -> Tensor:
 
 
 class Predictor:
-    """A causal language model in two steps: hidden states, and logits from pieces of them.
-
-    Args:
-        model: The model, which may be wrapped by PEFT or sharded.
-    """
+    """A causal language model, in PEFT or sharded, in two steps: hidden states, and logits from pieces of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -122,12 +112,7 @@ class Predictor:
         return logits
 
     def logits(self, states: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the logits ``[..., vocabulary]`` of hidden states.
-
-        Args:
-            states: Some of what :meth:`states` returned.
-            parameters: In place of the head's.
-        """
+        """Return the logits ``[..., vocabulary]`` of some hidden states, with ``parameters`` in place of the head's."""
         if self.head is None:
             return states
         logits: Tensor = functional_call(self.head, parameters, (states,)) if parameters else self.head(states)
@@ -143,16 +128,10 @@ class Predictor:
             yield slice(first, min(first + at_once, len(states)))
 
     def total(self, states: Tensor, loss_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """Sum a loss over tokens, a piece of their logits at a time.
+        """Return the sum, fp32, of a loss over tokens with states ``[N, *]``, a piece of their logits at a time.
 
-        The gradients of the states and the head are computed in the forward, piece by piece.
-
-        Args:
-            states: ``[N, *]``.
-            loss_of: Given a piece of the logits ``[n, vocabulary]`` and which tokens they are of, returns their loss.
-
-        Returns:
-            The sum, fp32.
+        ``loss_of`` gets a piece of the logits ``[n, vocabulary]``, and which tokens they are of. The gradients of the
+        states and the head are computed in the forward, piece by piece.
         """
         head = {} if self.head is None else dict(self.head.named_parameters())
         trained = {name: p for name, p in head.items() if p.requires_grad}

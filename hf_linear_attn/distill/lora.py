@@ -21,16 +21,11 @@ def projections(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfig:
-    """Return a PEFT configuration for a patched model.
+def add_lora(model: PreTrainedModel, *, rank: int, alpha: float) -> PeftModel:
+    """Put adapters of a rank, scaled by ``alpha / rank``, into a patched model.
 
-    Adapters go on the attention projections, found by inspection; feature maps and mixing weights are trained whole and
+    They go on the attention projections, found by inspection; feature maps and mixing weights are trained whole and
     saved with the adapter, since a freshly patched base has untrained ones.
-
-    Args:
-        model: A patched model.
-        rank: Rank of the adapters.
-        alpha: Their scale times the rank.
 
     Raises:
         UnsupportedError: If no projection is found.
@@ -47,7 +42,7 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfi
     }
     # Short names where they are unambiguous: GPT-2 calls a projection of its MLP as one of its attention.
     targets = leaves if not leaves & elsewhere else set(found)
-    return LoraConfig(
+    config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
         target_modules=sorted(targets),
@@ -55,8 +50,4 @@ def lora_config(model: PreTrainedModel, *, rank: int, alpha: float) -> LoraConfi
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in found.values()),
         task_type="CAUSAL_LM" if model.can_generate() else "FEATURE_EXTRACTION",
     )
-
-
-def add_lora(model: PreTrainedModel, *, rank: int, alpha: float) -> PeftModel:
-    """Put adapters into a patched model; arguments as for :func:`lora_config`."""
-    return get_peft_model(model, lora_config(model, rank=rank, alpha=alpha))
+    return get_peft_model(model, config)

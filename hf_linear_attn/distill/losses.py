@@ -64,10 +64,7 @@ def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
 
 
 def hidden_loss(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
-    """Return ``mean_t ||h_student - h_teacher||^2 / (D var(h_teacher))`` over a text's tokens.
-
-    Divided by the variance, layers whose hidden states are large do not drown the others, and 1 is what the mean hidden
-    state would score.
+    """Return ``mean_t ||h_student - h_teacher||^2 / (D var(h_teacher))`` over a text's tokens, as :func:`output_loss`.
 
     Args:
         student: A layer's hidden states ``[B, T, D]``.

@@ -81,10 +81,6 @@ def check_lengths(settings: DistillationSettings, model: PreTrainedModel) -> Non
 def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedModel:
     """Load the softmax model that the settings name, in the dtype that they name.
 
-    Args:
-        settings: The settings.
-        **options: More of Transformers' ``from_pretrained``.
-
     Raises:
         ArgumentError: If they name none, or a patched one.
         CheckpointError: If it cannot be loaded.
@@ -94,11 +90,7 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
 
 
 def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
-    """Return Transformers' options for loading a model in a dtype or a quantisation.
-
-    Args:
-        argument: What the caller calls it, for messages.
-        dtype: As in :class:`DistillationSettings`.
+    """Return Transformers' options for loading a model in a dtype or a quantisation, which ``argument`` has named.
 
     Raises:
         ArgumentError: If the quantisation's package is not installed.
@@ -166,12 +158,7 @@ def shares_weights(settings: DistillationSettings) -> bool:
 
 
 def check_teacher(settings: DistillationSettings) -> PreTrainedConfig:
-    """Return the config of the teacher that will be loaded where it is needed.
-
-    Raises:
-        ArgumentError: If the settings name none, or a patched one.
-        CheckpointError: If there is none.
-    """
+    """Return the config of the teacher that will be loaded where it is needed; refuse a patched one."""
     config = load_config(model_name(settings))
     if getattr(config, "linear_attention", None):
         rule = "be a softmax model, and this one is patched"
@@ -180,11 +167,7 @@ def check_teacher(settings: DistillationSettings) -> PreTrainedConfig:
 
 
 def model_name(settings: DistillationSettings) -> str:
-    """Return the softmax checkpoint that the settings name.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
+    """Return the softmax checkpoint that the settings name; refuse ones that name none."""
     if settings.model is None:
         raise ArgumentError("model", "be a folder or hub name", None, "Name a softmax checkpoint, or pass teacher=.")
     return settings.model

@@ -52,11 +52,6 @@ class StoredTeacher(Teacher):
 class Planner:
     """Count what the stages of a run hold.
 
-    Args:
-        config: The softmax model's config.
-        settings: The settings.
-        device: Where it would run.
-
     Raises:
         ArgumentError: If sequences are longer than the model's positions reach, or the config is not a causal language
             model's.
@@ -269,19 +264,8 @@ def plan(
     wastes is not counted. Work per token is 2 FLOP per parameter for a forward, 4 for a backward (2 where weights are
     frozen), and 2 each for a recomputation and for the teacher.
 
-    Args:
-        config: The softmax model's config.
-        settings: The settings; None for the defaults.
-        tokens: Training tokens per stage; None for what the settings' steps read.
-        gpus: GPUs.
-        tflops: A GPU's peak, in TFLOP/s.
-        utilisation: Share of the peak that is reached, 0..1.
-        device: Where it would run.
-        gpu_memory: Memory of a GPU in GiB, to say how long sequences may be that are split over several; None to leave
-            that out.
-
-    Returns:
-        The plan.
+    Numbers are as in :class:`hf_linear_attn.distill.cli.PlanSettings`; with ``gpu_memory``, the plan says how long
+    sequences may be that are split over several GPUs.
 
     Raises:
         ArgumentError: If a number is out of range, sequences are longer than the model's positions reach, or the config

@@ -23,24 +23,13 @@ PEFT_PLACES = ("base_model.model.", "base_layer.", "original_module.", "modules_
 
 
 def resolve(settings: DistillationSettings, student: nn.Module, launcher: str) -> DistillationSettings:
-    """Return the settings with the precision that ``auto`` stands for: the launcher's, or else what the model needs.
-
-    Args:
-        settings: The settings.
-        student: The model as it was loaded.
-        launcher: What the launcher was told, ``no`` or ``bf16``.
-    """
+    """Return the settings with the precision that ``auto`` stands for: the launcher's, or else what the model needs."""
     if settings.mixed_precision != "auto":
         return settings
     device = next(student.parameters()).device.type
     available = device == "meta" or torch.amp.is_autocast_available(device)
     halves = available and any(p.dtype in HALVES for p in student.parameters())
     return settings.with_changes(mixed_precision="bf16" if halves or launcher == "bf16" else "no")
-
-
-def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes of a model's parameters by name."""
-    return {name: p.dtype for name, p in model.named_parameters()}
 
 
 def raise_precision(parameters: Iterable[nn.Parameter]) -> None:

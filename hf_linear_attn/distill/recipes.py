@@ -47,16 +47,9 @@ def recipes_for(
     tflops: float = H100_TFLOPS,
     utilisation: float = 0.4,
 ) -> dict[str, Plan]:
-    """Return the plans of recipes by name, those that fit and those that do not.
+    """Return the plans of recipes by name, those that fit GPUs of so many GiB and those that do not.
 
-    Args:
-        config: The softmax model's config.
-        given: Settings that all recipes have; one that is made by another value of them is left out.
-        gpu_memory: Memory of a GPU in GiB.
-        tokens: As for :func:`plan`, as the others.
-        gpus: GPUs.
-        tflops: A GPU's peak.
-        utilisation: Share of it that is reached.
+    All recipes have the given settings; one that is made by another value of them is left out.
 
     Raises:
         ArgumentError: If none of them fits, with what would.

@@ -52,14 +52,8 @@ def texts_of(
 ) -> Iterator[Text]:
     """Take the texts of a call apart, of rows or packed, without padding; those too short are left out.
 
-    Args:
-        part: The layer.
-        rule: Its rule.
-        real: Which tokens are no padding ``[B, T]`` bool, in rows as of the batch.
-        q: ``[B, H, T, D]``.
-        k: ``[B, HKV, T, D]``.
-        v: ``[B, HKV, T, V]``.
-        call: What belongs to the call.
+    ``real [B, T]`` bool, as of the batch, is False in padding; the call is of ``q [B, H, T, D]``, ``k [B, HKV, T, D]``
+    and ``v [B, HKV, T, V]``.
     """
     # Behind the last token of a row padding hides nothing, so that a call may have no mask. Packed rows lie end to end.
     real = real.view(len(q), -1)
@@ -88,14 +82,9 @@ def look(
     batch: Batch,
     see: Callable[[LinearAttention, int, Text, float], None],
 ) -> None:
-    """Run a model with softmax attention, and show what layers see.
+    """Run a patched model with softmax attention, and show what the layers with those rules see.
 
-    Args:
-        model: A patched model.
-        rules: The layers, with their rules.
-        batch: What it reads.
-        see: Called with a layer, the number of a text of the batch, what the layer sees of it, and the factor on
-            ``q.k``.
+    ``see`` gets a layer, the number of a text of the batch, what the layer sees of it, and the factor on ``q.k``.
     """
 
     def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -111,11 +100,7 @@ def look(
 def attention_to_come(text: Text, keys: Tensor, times: Sequence[int], scaling: float) -> Tensor:
     """Return the most attention that any query from a moment on pays to a key, ``[HKV, n, times]`` fp32.
 
-    Args:
-        text: The text.
-        keys: Numbers of n keys in it.
-        times: Numbers of queries, rising.
-        scaling: Factor on ``q.k``.
+    Given are the numbers of n keys and of queries, rising, in the text, and the factor on ``q.k``.
     """
     heads, count, _ = text.k.shape
     q, k = torch.unflatten(text.q.float(), 0, (heads, -1)), text.k.float()
@@ -155,10 +140,7 @@ def ranking_loss(scores: Tensor, targets: Tensor, keys: Tensor, times: Tensor, w
 def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -> None:
     """Set the usual mean and deviation of what scores are made of, from the first texts of the stage ``retain``.
 
-    Args:
-        settings: The settings.
-        model: A merely patched model; its rules' own are set, each layer being fed the teacher's hidden states.
-        data: The texts.
+    The model is merely patched: each layer is fed the teacher's hidden states.
 
     Raises:
         ArgumentError: If they are too short.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.folder import begin, run_folder, save_result
-from hf_linear_attn.distill.forward import linear_attention_parts, takes
+from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import (
@@ -35,7 +35,7 @@ from hf_linear_attn.distill.models import (
     shares_weights,
     with_own_conversion,
 )
-from hf_linear_attn.distill.precision import dtypes_of, let_autocast_cast, raise_precision, resolve, restore_precision
+from hf_linear_attn.distill.precision import let_autocast_cast, raise_precision, resolve, restore_precision
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.retention import start_scores
@@ -48,6 +48,7 @@ from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
 from hf_linear_attn.encoders import pooling_of
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.generation import accepts
 from hf_linear_attn.loading import load_tokenizer, load_users_maps, process_state
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def load_models(
     settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
     settings = resolve(settings, student, accelerator.mixed_precision)
     check_lengths(settings, student)
-    if settings.pack and not settings.encoder and not takes(student, "position_ids"):
+    if settings.pack and not settings.encoder and not accepts(student, "position_ids"):
         remedy = "It takes no position_ids, so packed documents would see each other: pass --no-pack."
         raise ArgumentError("pack", f"be False for {type(student).__name__}", settings.pack, remedy)
 
@@ -209,18 +210,14 @@ def place(model: PreTrainedModel, settings: DistillationSettings, accelerator: A
 
 
 def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Accelerator) -> dict[str, torch.dtype]:
-    """Make the student ready to be trained, and the teacher that it shares weights with.
-
-    Returns:
-        The dtypes of the student's parameters before.
-    """
+    """Make student and shared teacher ready for training; return the dtypes that the student's parameters had."""
     settings = models.settings
     if settings.softmax_budget and models.made:
         if not is_quantised(models.student):
             models.student.to(accelerator.device)  # type: ignore[arg-type]
         models.student = keep_softmax(models, data)
     student = models.student
-    dtypes = dtypes_of(student)
+    dtypes = {name: p.dtype for name, p in student.named_parameters()}
     if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
         # What is sharded is sharded in the dtype that it is kept in.
         raise_precision(student.parameters())
@@ -238,11 +235,7 @@ def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Acceler
 def finish_models(
     models: Models, trained: nn.Module, dtypes: dict[str, torch.dtype], heldout: Data, accelerator: Accelerator
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Measure the models on held-out text, and make the student what is saved.
-
-    Returns:
-        The student, and the figures of both.
-    """
+    """Make the student what is saved, and return it with both models' figures on held-out text."""
     settings, source, metrics = models.settings, models.source, {}
     figures = partial(
         measure,

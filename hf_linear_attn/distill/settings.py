@@ -380,11 +380,7 @@ def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
 
 
 def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting]:
-    """Return all settings, the conversion's in its place.
-
-    Args:
-        defaults: Defaults to show in place of the settings' own.
-    """
+    """Return all settings, the conversion's in its place, with ``defaults`` shown in place of their own."""
     shown = {**RECOMMENDED.to_dict(), **(defaults or {})}
     of_conversion = [setting for setting in settings_of(LinearAttentionConfig, shown) if setting.name in CONVERSION]
     found: list[Setting] = []

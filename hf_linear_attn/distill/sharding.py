@@ -17,11 +17,8 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
     """Shard a model's parameters over all processes, layer by layer, in place.
 
     Feature maps and mixing weights stay whole on every process: attention transfer runs their backward inside the
-    forward, when a sharded layer's parameters are not to be had.
-
-    Args:
-        model: A Transformers model, on its device.
-        mixed_precision: ``"bf16"`` gathers and computes in bf16; gradients are reduced in fp32.
+    forward, when a sharded layer's parameters are not to be had. With ``bf16`` as mixed precision, weights are gathered
+    and computed with in bf16, and gradients reduced in fp32.
 
     Raises:
         UnsupportedError: If the model does not say which modules are its layers.

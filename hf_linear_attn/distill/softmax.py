@@ -43,12 +43,7 @@ def visibility(q: Tensor, key_mask: Tensor | None, cu_seqlens: Tensor | None, ca
 
 @contextmanager
 def instead_of_forward(parts: Iterable[LinearAttention], compute: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the forward of converted layers within a ``with`` block.
-
-    Args:
-        parts: The layers.
-        compute: Called as ``compute(part, q, k, v, call)``.
-    """
+    """Replace the forward of converted layers by ``compute(part, q, k, v, call)`` within a ``with`` block."""
     parts = list(parts)
     for part in parts:
         part.forward = partial(compute, part)  # type: ignore[method-assign]

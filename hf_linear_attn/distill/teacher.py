@@ -61,11 +61,7 @@ class ModelTeacher(Teacher):
 
 
 class LiveTeacher(ModelTeacher):
-    """A softmax model beside the student.
-
-    Args:
-        load: Returns the model on the student's device; called when the first stage asks.
-    """
+    """A softmax model beside the student, loaded on its device when the first stage asks."""
 
     def __init__(self, load: Callable[[], nn.Module]) -> None:
         self._load = load
@@ -83,11 +79,7 @@ class LiveTeacher(ModelTeacher):
 
 
 class SharedTeacher(ModelTeacher):
-    """The student itself as it was before it was converted, of whose own weights none are trained.
-
-    Args:
-        student: The model, into which adapters may be put later.
-    """
+    """The student as it was before it was converted; only adapters, which may be put in later, are trained."""
 
     def __init__(self, student: nn.Module) -> None:
         self.student = student

@@ -39,11 +39,7 @@ TOP_K = 64
 
 
 def logits_folder(settings: DistillationSettings, folder: Path, teacher: nn.Module | None = None) -> None:
-    """Check the folder that logits are written to, by :func:`hf_linear_attn.files.output_folder`.
-
-    Raises:
-        ArgumentError: If it is refused.
-    """
+    """Check the folder that logits are written to, by :func:`hf_linear_attn.files.output_folder`."""
     inputs = paths_read(settings, READ, teacher=teacher)
     output_folder(folder, "teacher_logits", inputs=inputs, marks=[ROWS], overwrite=settings.overwrite)
 
@@ -74,13 +70,7 @@ def write_teacher_logits(
 
     A run that was stopped goes on after the last whole file.
 
-    Args:
-        settings: Those of the distillation that will read the logits.
-        teacher: The softmax model.
-        data: The training data.
-        folder: Where the files go.
-        top_k: Classes kept per token, >= 1.
-        processes: Number of processes of that distillation.
+    Settings, training data and number of processes are those of the distillation that will read the logits.
 
     Raises:
         ArgumentError: If ``top_k`` is below 1, or another than that of the folder, or the folder holds what is read, or
@@ -196,10 +186,7 @@ def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) ->
 
 
 class TeacherLogits(Teacher):
-    """What :func:`write_teacher_logits` wrote.
-
-    Args:
-        folder: The folder.
+    """What :func:`write_teacher_logits` wrote to a folder.
 
     Raises:
         CheckpointError: If it is incomplete.
@@ -235,20 +222,14 @@ class TeacherLogits(Teacher):
     @override
     def divergence(self, batch: Batch) -> Divergence:
         """Return the KL divergence over k + 1 classes."""
+        whole = batch if batch.part is None else batch.part.whole
+        rows = [self.row(number, whole.rows(index, index + 1)) for index, number in enumerate(whole.numbers)]
+        tokens, log_p = (torch.cat(kept).to(whole.input_ids.device) for kept in zip(*rows, strict=True))
         if batch.part is not None:
-            whole = batch.part.whole
-            tokens, log_p = self._kept(whole)
-            length = whole.input_ids.shape[1] - 1
-            place = counted(whole) % length
+            place = counted(whole) % (whole.input_ids.shape[1] - 1)
             here = (place >= batch.part.own.start) & (place < batch.part.own.stop)
-            return stored_divergence(tokens[here], log_p[here])
-        return stored_divergence(*self._kept(batch))
-
-    def _kept(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the kept tokens and log-probabilities of a batch of whole sequences, ``[N, k]``."""
-        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
-        tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
-        return tokens, log_p
+            tokens, log_p = tokens[here], log_p[here]
+        return stored_divergence(tokens, log_p)
 
 
 def stored_divergence(tokens: Tensor, log_p: Tensor) -> Divergence:

@@ -135,7 +135,8 @@ def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Make layers take the path that they take on a GPU, without launching kernels, within a ``with`` block."""
-    kernels = has_kernels()
+    # Without Triton, what kernels allocate cannot be counted.
+    kernels = importlib.util.find_spec("triton") is not None
 
     def wants_kernels(backend: str, device: torch.device) -> bool:
         return kernels and backend in ("auto", "triton")
@@ -152,11 +153,6 @@ def as_on_gpu() -> Iterator[None]:
             stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, other)
         yield
-
-
-def has_kernels() -> bool:
-    """Tell whether Triton is installed, so that what kernels allocate can be counted."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _no_mask(*arguments: Any, **options: Any) -> None:

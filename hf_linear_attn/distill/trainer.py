@@ -53,13 +53,8 @@ FREE_TO_CHANGE = frozenset(
 class Trainer:
     """Run stages over one student, resuming where an earlier run stopped.
 
-    Args:
-        settings: The settings.
-        student: The patched model, on the accelerator's device.
-        data: Training data.
-        teacher: What the student is compared with; None where no stage needs it.
-        accelerator: The processes and the device.
-        on_step: Called with every log record, on the main process.
+    The student is on the accelerator's device; there is no teacher where no stage needs it. ``on_step`` is called with
+    every log record, on the main process.
     """
 
     def __init__(
@@ -82,12 +77,8 @@ class Trainer:
         self.tokens = 0
         self.elapsed_s = 0.0
 
-    def run(self, before_stage: Callable[[str, nn.Module], nn.Module] = lambda name, student: student) -> None:
-        """Run all stages.
-
-        Args:
-            before_stage: Called with a stage's name and the student before the stage is set up; returns the student
-                to train, which LoRA wraps.
+    def run(self, before_stage: Callable[[str, nn.Module], nn.Module]) -> None:
+        """Run all stages; before each, ``before_stage`` returns the student to train, which LoRA may wrap.
 
         Raises:
             ArgumentError: If an earlier run in the folder had other settings.
@@ -372,11 +363,7 @@ def first_not_finite(model: nn.Module, batch: Batch) -> str:
 
 @contextmanager
 def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
-    """Keep other runs out of a folder; the lock goes with the process, however it ends.
-
-    Args:
-        folder: The folder, made if need be; None for nothing to lock.
-        argument: Its name in messages.
+    """Keep other runs out of a folder, made if need be; the lock goes with the process, however it ends.
 
     Raises:
         CheckpointError: If another run holds it.

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import DistillationSettings, distill
-from hf_linear_attn.distill.lora import add_lora, lora_config
+from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -97,9 +97,9 @@ def test_the_card_says_how_to_load_the_folder(
 def test_projections_are_found_where_names_are_ambiguous():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=99))
     patch_model(model, feature_map="hedgehog")
-    targets = lora_config(model, rank=2, alpha=4).target_modules
-    assert targets == {f"transformer.h.{n}.attn.{name}" for n in (0, 1) for name in ("c_attn", "c_proj")}
     student = add_lora(model, rank=2, alpha=4)
+    targets = {f"transformer.h.{n}.attn.{name}" for n in (0, 1) for name in ("c_attn", "c_proj")}
+    assert student.peft_config["default"].target_modules == targets
     trained = {name.split(".lora_")[0] for name, p in student.named_parameters() if p.requires_grad and "lora" in name}
     assert all(".attn." in name for name in trained)
 

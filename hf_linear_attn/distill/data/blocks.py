@@ -4,7 +4,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from logging import getLogger
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 
@@ -13,7 +13,8 @@ from hf_linear_attn.errors import ArgumentError
 
 logger = getLogger(__name__)
 
-K = TypeVar("K")
+Pieces = list[tuple[Document, int]]
+"""The documents of a block, each with the first token that it shows."""
 
 
 class Blocks(Protocol):
@@ -21,63 +22,6 @@ class Blocks(Protocol):
 
     def block(self, number: int, length: int) -> Row:
         """Return at most ``length`` tokens of documents, BOS before each where the tokenizer has one."""
-
-
-def lay_out(documents: Iterable[tuple[K, int, int]], length: int, pack: bool) -> Iterator[list[tuple[K, int]]]:
-    """Lay documents out in blocks.
-
-    A long document fills blocks by itself, the last of which ends where it ends, so it may overlap the one before it.
-    Documents that do not fill a block share one with those that follow, as many as fit whole.
-
-    Args:
-        documents: Documents, in any form, their tokens, and the special tokens of each in a block.
-        length: Tokens of a block.
-        pack: Whether documents may share a block.
-
-    Yields:
-        The documents of a block, each with the first token that it shows.
-    """
-    shared: list[tuple[K, int]] = []
-    room = length
-    for document, size, frame in documents:
-        if size >= length - frame:
-            for start in range(0, size, length - frame):
-                yield [(document, min(start, size - length + frame))]
-            continue
-        if shared and (not pack or size + frame > room):
-            yield shared
-            shared, room = [], length
-        shared.append((document, 0))
-        room -= size + frame
-    if shared:
-        yield shared
-
-
-def fill(pieces: Iterable[tuple[Document, int]], length: int, bos: Sequence[int], close: Sequence[int] = ()) -> Row:
-    """Return a block of documents, each from its first token shown on, between what begins and what closes it."""
-    ids: list[int] = []
-    weights: list[float] = []
-    starts: list[int] = []
-    for document, first in pieces:
-        begin = list(bos) if document.bos else []
-        shown = document.part(first, first + length - len(begin) - len(close))
-        starts.append(len(ids))
-        ids += [*begin, *shown.ids, *close]
-        told = [0.0] * len(begin) + list(map(float, shown.taught or b"\1" * len(shown.ids))) + [1.0] * len(close)
-        # The first token of a document is not told by the one before it.
-        weights += [0.0, *told[1:]]
-    return Row(ids, weights, starts)
-
-
-def teaches(pieces: Iterable[tuple[Document, int]], length: int, bos: Sequence[int]) -> bool:
-    """Tell whether a block of documents has a token that is learned."""
-    for document, first in pieces:
-        if document.taught is None:
-            return True
-        begin = len(bos) if document.bos else 0
-        if document.taught.find(1, first + (not begin), first + length - begin) >= 0:
-            return True
-    return False
 
 
 class Blocking(NamedTuple):
@@ -95,46 +39,88 @@ class Blocking(NamedTuple):
     pack: bool = True
     close: Sequence[int] = ()
 
-    def size(self, document: Document) -> tuple[int, int]:
-        """Return a document's tokens, and the special ones around it in a block."""
-        return len(document.ids), len(self.bos) * document.bos + len(self.close)
+    def blocks(self, documents: Iterable[Document], length: int) -> Iterator[Pieces]:
+        """Lay documents out in blocks of ``length`` tokens, and yield those that teach something.
 
-    def fill(self, pieces: Iterable[tuple[Document, int]], length: int) -> Row:
-        """Return a block of documents, each from its first token shown on."""
-        return fill(pieces, length, self.bos, self.close)
+        A long document fills blocks by itself, the last of which ends where it ends, so it may overlap the one before
+        it. Documents that do not fill a block share one with those that follow, as many as fit whole.
+
+        Raises:
+            ArgumentError: At the end, if every document is shorter than the shortest block, or no block teaches.
+        """
+        found = False
+        for pieces in self._lay_out(documents, length):
+            if self._teaches(pieces, length):
+                found = True
+                yield pieces
+        if not found:
+            remedy = "No answer of the dataset has a token; use `all`, or another dataset."
+            raise ArgumentError("loss_on", "leave something to learn", "answers", remedy)
+
+    def _lay_out(self, documents: Iterable[Document], length: int) -> Iterator[Pieces]:
+        shared: Pieces = []
+        room, longest = length, 0
+        for document in documents:
+            # Its own tokens, and the special ones around them.
+            size, frame = len(document.ids), len(self.bos) * document.bos + len(self.close)
+            longest = max(longest, size + frame)
+            if size >= length - frame:
+                for start in range(0, size, length - frame):
+                    yield [(document, min(start, size - length + frame))]
+                continue
+            if shared and (not self.pack or size + frame > room):
+                yield shared
+                shared, room = [], length
+            shared.append((document, 0))
+            room -= size + frame
+        if shared:
+            yield shared
+        if longest < (shortest := min(length, self.shortest)):
+            rule = f"be at most {longest}, the longest document's tokens"
+            remedy = (
+                "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones."
+            )
+            raise ArgumentError("block_tokens", rule, shortest, remedy)
+
+    def _teaches(self, pieces: Pieces, length: int) -> bool:
+        """Tell whether a block has a token that is learned."""
+        for document, first in pieces:
+            if document.taught is None:
+                return True
+            begin = len(self.bos) if document.bos else 0
+            if document.taught.find(1, first + (not begin), first + length - begin) >= 0:
+                return True
+        return False
+
+    def fill(self, pieces: Pieces, length: int) -> Row:
+        """Return a block of documents, each between what begins and what closes it."""
+        ids: list[int] = []
+        weights: list[float] = []
+        starts: list[int] = []
+        for document, first in pieces:
+            begin = list(self.bos) if document.bos else []
+            shown = document.part(first, first + length - len(begin) - len(self.close))
+            starts.append(len(ids))
+            ids += [*begin, *shown.ids, *self.close]
+            learned = list(map(float, shown.taught or b"\1" * len(shown.ids)))
+            # The first token of a document is not told by the one before it.
+            weights += [0.0, *([0.0] * len(begin) + learned + [1.0] * len(self.close))[1:]]
+        return Row(ids, weights, starts)
 
 
 class DocumentBlocks(Blocks):
-    """Blocks of documents that are all in memory, in an order shuffled anew in every epoch.
-
-    Args:
-        documents: The documents.
-        blocking: How they are laid out.
-        seed: Of the order.
-    """
+    """Blocks of documents that are all in memory, in an order shuffled by the seed, anew in every epoch."""
 
     def __init__(self, documents: Sequence[Document], blocking: Blocking, seed: int) -> None:
         self.documents, self.blocking, self.seed = documents, blocking, seed
-        self._places: dict[int, list[list[tuple[int, int]]]] = {}
+        self._places: dict[int, list[Pieces]] = {}
         self._orders: dict[int, tuple[int, list[int]]] = {}
 
-    def places(self, length: int) -> list[list[tuple[int, int]]]:
-        """Return the documents and their first tokens of every block that teaches something.
-
-        Raises:
-            ArgumentError: If every document is shorter than the shortest block.
-        """
+    def places(self, length: int) -> list[Pieces]:
+        """Return what stands in every block, as :meth:`Blocking.blocks` yields it."""
         if length not in self._places:
-            blocking = self.blocking
-            sizes = [(n, *blocking.size(document)) for n, document in enumerate(self.documents)]
-            check_longest(max((size + frame for _, size, frame in sizes), default=0), min(length, blocking.shortest))
-            laid_out = lay_out(sizes, length, blocking.pack)
-            self._places[length] = [one for one in laid_out if teaches(self._shown(one), length, blocking.bos)]
-            check_teaches(bool(self._places[length]))
+            self._places[length] = list(self.blocking.blocks(self.documents, length))
         return self._places[length]
-
-    def _shown(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[Document, int]]:
-        return ((self.documents[document], first) for document, first in pieces)
 
     @override
     def block(self, number: int, length: int) -> Row:
@@ -146,15 +132,13 @@ class DocumentBlocks(Blocks):
             random.Random(f"{self.seed}/{length}/{epoch}").shuffle(order)
             # Steps take lengths in turn, so each keeps its own.
             self._orders[length] = epoch, order
-        return self.blocking.fill(self._shown(places[order[index]]), length)
+        return self.blocking.fill(places[order[index]], length)
 
 
 class StreamBlocks(Blocks):
     """Blocks of documents that come one by one, in their order; each length of blocks reads the stream by itself.
 
-    Args:
-        documents: Iterable over the documents, each time from the first one.
-        blocking: How they are laid out.
+    Whenever ``documents`` is iterated over, it begins with the first one.
     """
 
     def __init__(self, documents: Iterable[Document], blocking: Blocking) -> None:
@@ -163,24 +147,10 @@ class StreamBlocks(Blocks):
         self._blocks: dict[int, Iterator[Row]] = {}
 
     def _read(self, length: int) -> Iterator[Row]:
-        longest = 0
-
-        def sized() -> Iterator[tuple[Document, int, int]]:
-            nonlocal longest
-            for document in self.documents:
-                size, frame = self.blocking.size(document)
-                longest = max(longest, size + frame)
-                yield document, size, frame
-
-        for epoch in itertools.count():
-            found = False
-            for pieces in lay_out(sized(), length, self.blocking.pack):
-                if teaches(pieces, length, self.blocking.bos):
-                    found = True
-                    yield self.blocking.fill(pieces, length)
-            check_longest(longest, min(length, self.blocking.shortest))
-            check_teaches(found)
-            logger.info("dataset read to its end %d times", epoch + 1)
+        for epoch in itertools.count(1):
+            for pieces in self.blocking.blocks(self.documents, length):
+                yield self.blocking.fill(pieces, length)
+            logger.info("dataset read to its end %d times", epoch)
 
     @override
     def block(self, number: int, length: int) -> Row:
@@ -192,26 +162,10 @@ class StreamBlocks(Blocks):
         return next(self._blocks[length])
 
 
-def check_longest(longest: int, shortest: int) -> None:
-    """Refuse documents that are all shorter than the shortest block."""
-    if longest < shortest:
-        remedy = "What stands far back cannot be learned from such texts: lower it, or use a dataset of longer ones."
-        raise ArgumentError("block_tokens", f"be at most {longest}, the longest document's tokens", shortest, remedy)
-
-
-def check_teaches(found: bool) -> None:
-    """Refuse documents of which no block has a token that is learned."""
-    if not found:
-        remedy = "No answer of the dataset has a token; use `all`, or another dataset."
-        raise ArgumentError("loss_on", "leave something to learn", "answers", remedy)
-
-
 class MixedBlocks(Blocks):
-    """Blocks of several datasets, each with its share; of any run of blocks the shares hold to a whole block.
+    """Blocks of several datasets, whose shares are as their weights, > 0, are to each other.
 
-    Args:
-        parts: The datasets' blocks.
-        weights: A weight for each, > 0; the shares are as these are to each other.
+    Of any run of blocks the shares hold to a whole block.
     """
 
     def __init__(self, parts: Sequence[Blocks], weights: Sequence[float]) -> None:

@@ -54,9 +54,8 @@ class Rendered(NamedTuple):
 def to_messages(row: object, where: str) -> list[Message]:
     """Return a conversation as messages with ``role`` and ``content``.
 
-    Args:
-        row: A list of ``{"role", "content"}`` (OpenAI) or ``{"from", "value"}`` (ShareGPT).
-        where: What to call the row in messages.
+    It is a list of ``{"role", "content"}`` (OpenAI) or ``{"from", "value"}`` (ShareGPT). Here and below, ``where`` is
+    what messages call the row.
 
     Raises:
         ArgumentError: If it is no such list, or a role is unknown.
@@ -106,11 +105,7 @@ def without_none(value: Any) -> Any:
 
 
 class ChatTemplate:
-    """What a tokenizer's template makes of conversations.
-
-    Args:
-        tokenizer: The tokenizer, which has a template.
-        bos: The BOS token that it puts before a text, or none.
+    """What a tokenizer's template makes of conversations; ``bos`` is the token that it puts before a text, or none.
 
     Raises:
         ArgumentError: If the tokenizer has no template.
@@ -127,13 +122,7 @@ class ChatTemplate:
         self.bos = str(tokenizer.bos_token) if bos else ""
 
     def render(self, messages: Sequence[Message], tools: Any, where: str, *, first: int = 0) -> Rendered:
-        """Return the text of a conversation, and what the assistant says in it.
-
-        Args:
-            messages: The conversation.
-            tools: JSON schemas of tools, or None.
-            where: What to call the row in messages.
-            first: The first message that may be learned.
+        """Return the text of a conversation, and what the assistant says in it from message ``first`` on.
 
         Raises:
             ArgumentError: If the template refuses the conversation, or the answers cannot be found in its text.

@@ -67,19 +67,14 @@ def find_files(path: Path) -> list[Path]:
     """
     files = [path]
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and not hidden(p.relative_to(path)))
-        data = [p for p in files if p.name.partition(".")[0].lower() not in ABOUT]
-        files = [p for p in data if kind_of(p)]
+        files = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+        shown = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        files = [p for p in shown if p.name.partition(".")[0].lower() not in ABOUT]
     if not files or not kind_of(files[0]):
         rule = "be a file that can be read, or a folder of such"
         remedy = f"Convert it; each may be compressed ({', '.join(COMPRESSED)})"
         raise ArgumentError("dataset", rule, str(path), remedy, available=KINDS)
     return files
-
-
-def hidden(path: Path) -> bool:
-    """Tell whether a file or a folder that it lies in is hidden."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def group_files(files: Iterable[Path]) -> list[Group]:

@@ -13,11 +13,7 @@ Row = Mapping[str, Any]
 
 
 class Form(ABC):
-    """A form of rows.
-
-    Args:
-        template: Returns what makes texts of conversations; only asked where there are any.
-    """
+    """A form of rows; ``template`` is only called where they are conversations."""
 
     needed: ClassVar[tuple[str, ...]]
     """Columns by which the form is known."""
@@ -28,11 +24,7 @@ class Form(ABC):
 
     @abstractmethod
     def read(self, row: Row, where: str) -> Rendered | None:
-        """Return what a row says, or None where it is empty.
-
-        Args:
-            row: Its columns.
-            where: What to call it in messages.
+        """Return what a row says, or None where it is empty; messages call it ``where``.
 
         Raises:
             ArgumentError: If it is not of this form.
@@ -122,11 +114,7 @@ FORMS: tuple[type[Form], ...] = (Messages, Conversations, PromptCompletion, Inst
 
 
 def form_of(columns: Collection[str], named: Collection[str] = ()) -> type[Form]:
-    """Return the form of a dataset with those columns.
-
-    Args:
-        columns: Names of its columns.
-        named: Those that the settings name, which decide where several forms fit.
+    """Return the form of a dataset with those columns; those that the settings name decide where several fit.
 
     Raises:
         ArgumentError: If it has none that is known.

@@ -8,7 +8,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -138,11 +138,7 @@ class Encoding:
 
 
 def mark(spans: Sequence[Span], answers: Sequence[Span]) -> bytes:
-    """Return a byte for each token, 1 where it has a character of an answer.
-
-    Args:
-        spans: First and last character of each token, in order.
-        answers: Those of each answer, in order.
+    """Return a byte for each token, 1 where it has a character of an answer; both in order.
 
     Example:
         >>> list(mark([(0, 3), (3, 5), (5, 9)], [(4, 6)]))
@@ -157,21 +153,12 @@ def mark(spans: Sequence[Span], answers: Sequence[Span]) -> bytes:
     return bytes(flags)
 
 
-class Parts(NamedTuple):
-    """The blocks of a dataset."""
-
-    training: Blocks
-    heldout: Blocks
+Parts = tuple[Blocks, Blocks]
+"""The blocks of a dataset for training, and those that are held out."""
 
 
 class Loader:
-    """Loads the datasets of a run.
-
-    Args:
-        settings: The settings.
-        tokenizer: The model's tokenizer.
-        processes: Number of processes that share the rows.
-    """
+    """Loads the datasets of a run, whose rows so many processes share."""
 
     def __init__(self, settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, processes: int) -> None:
         self.settings, self.tokenizer, self.processes = settings, tokenizer, processes
@@ -192,10 +179,8 @@ class Loader:
         if settings.dataset is None:
             longest = max(settings.factors()) if settings.encoder else 1
             heldout = (settings.heldout_rows + 1) * settings.block_tokens * longest
-            return Parts(
-                self._blocks(self._encode_stdlib("train", needed), self.blocking.shortest),
-                self._blocks(self._encode_stdlib("heldout", heldout)),
-            )
+            training = self._encode_stdlib("train", needed)
+            return self._blocks(training, self.blocking.shortest), self._blocks(self._encode_stdlib("heldout", heldout))
         opened = [source.open(self.tokenizer, streaming=settings.streaming) for source in sources_of(settings)]
         check_columns(settings, opened)
         weights = settings.dataset_weights or [1.0] * len(opened)
@@ -207,17 +192,14 @@ class Loader:
             ]
         if len(parts) == 1:
             return parts[0]
-        return Parts(*(MixedBlocks(blocks, weights) for blocks in zip(*parts, strict=True)))
+        return MixedBlocks([part[0] for part in parts], weights), MixedBlocks([part[1] for part in parts], weights)
 
     def _stream(self, texts: Texts) -> Parts:
         """Return the blocks of a dataset that is read as it is needed; its first texts are held out."""
         first = list(itertools.islice(texts.stream(), HELDOUT_ONE_IN))
         check_not_empty(texts.source, first)
         documents = _Streamed(texts, self.encoding, skip=len(first))
-        return Parts(
-            StreamBlocks(documents, self.blocking),
-            self._blocks(self.encoding.documents(first)),
-        )
+        return StreamBlocks(documents, self.blocking), self._blocks(self.encoding.documents(first))
 
     def _load(self, texts: Texts, enough: float) -> Parts:
         """Return the blocks of a dataset of which so many tokens are needed."""
@@ -231,7 +213,7 @@ class Loader:
         else:
             training = [d for n, d in enumerate(found) if n % HELDOUT_ONE_IN]
             heldout = found[::HELDOUT_ONE_IN]
-        return Parts(self._blocks(training, self.blocking.shortest), self._blocks(heldout))
+        return self._blocks(training, self.blocking.shortest), self._blocks(heldout)
 
     def _encode_stdlib(self, part: Literal["train", "heldout"], enough: float) -> list[Document]:
         texts = load_stdlib_documents(part)

@@ -16,12 +16,7 @@ MOST_TOKENS = 2**22
 
 
 class Passages(RealText):
-    """Tokens of training text as a haystack.
-
-    Args:
-        tokenizer: The tokenizer that made them.
-        ids: The tokens.
-    """
+    """Tokens of training text as a haystack."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
         self.ids, self.breaks = ids, line_starts(tokenizer, ids)

@@ -28,25 +28,21 @@ NEAR_SHARE = 0.1
 SEGMENT_TOKENS = (8, 32)
 """Fewest and most tokens of a repeated segment."""
 
+Asked = tuple[list[int], list[bool]]
+"""A sequence's tokens, and which of them answer a question."""
+
 
 def training_task(name: str, *, haystack: Haystack | None = None, **settings: Any) -> Task:
-    """Make a task whose samples may be trained on.
-
-    Args:
-        name: A registered task.
-        haystack: What its needles are hidden in; noise without it.
-        **settings: As of `get_task`.
+    """Make a task, as `get_task` does, whose samples may be trained on.
 
     Raises:
         ArgumentError: If its form is held out of training, or no task has the name.
     """
     task = get_task(name, haystack=haystack, **settings)
     if task.held_out:
-        rule, remedy = (
-            "not be held out of training",
-            "Scores on its form are to say what was never rehearsed. Use another",
-        )
-        raise ArgumentError("task", rule, name, remedy, available=available_tasks(held_out=False))
+        remedy = "Scores on its form are to say what was never rehearsed. Use another"
+        others = available_tasks(held_out=False)
+        raise ArgumentError("task", "not be held out of training", name, remedy, available=others)
     return task
 
 
@@ -56,25 +52,17 @@ class RecallRows:
     Args:
         tokenizer: The tokenizer.
         seed: Of everything in them.
-        needles: Tasks to take needles of; none that is held out.
         in_text: Which of the sequences are set into text, and into which; None for noise alone.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        needles: Sequence[str] = NEEDLES,
-        in_text: InText | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, in_text: InText | None = None) -> None:
         self.tokenizer, self.seed, self.in_text = tokenizer, seed, in_text
-        self.needles = [training_task(name).name for name in needles]
         self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         special = set(tokenizer.all_special_ids)
         self.words = [token for token in range(len(tokenizer)) if token not in special]
         self.bos = bos_ids(tokenizer)
 
-    def row(self, number: int, length: int) -> tuple[list[int], list[bool]]:
+    def row(self, number: int, length: int) -> Asked:
         """Return at most ``length`` tokens, and which of them answer a question."""
         rng = random.Random(f"{self.seed}/recall/{number}/{length}")
         kind = rng.choices(("pairs", "needle", "repeat"), (0.7, 0.15, 0.15))[0]
@@ -90,9 +78,7 @@ class RecallRows:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _pairs(
-        self, length: int, rng: random.Random, haystack: RealText | None = None
-    ) -> tuple[list[int], list[bool]] | None:
+    def _pairs(self, length: int, rng: random.Random, haystack: RealText | None = None) -> Asked | None:
         count = rng.randint(2, MOST_PAIRS)
         while count > 1:
             task = training_task("kv_recall", haystack=haystack, pairs=count)
@@ -122,10 +108,8 @@ class RecallRows:
             said = KVRecall.pair.format(key=key, value=value) if near else ""
             question_ids = self._ids("\n" + said + KVRecall.question.format(key=key))
 
-    def _needle(
-        self, length: int, rng: random.Random, haystack: RealText | None = None
-    ) -> tuple[list[int], list[bool]] | None:
-        task = training_task(rng.choice(self.needles), haystack=haystack)
+    def _needle(self, length: int, rng: random.Random, haystack: RealText | None) -> Asked | None:
+        task = training_task(rng.choice(NEEDLES), haystack=haystack)
         shortest = task.min_length(self.tokenizer)
         if shortest > length:
             return None
@@ -134,9 +118,7 @@ class RecallRows:
         row = [*sample.input_ids, *answer][:length]
         return row, [index >= len(sample.input_ids) for index in range(len(row))]
 
-    def _repeat(
-        self, length: int, rng: random.Random, haystack: RealText | None = None
-    ) -> tuple[list[int], list[bool]]:
+    def _repeat(self, length: int, rng: random.Random, haystack: RealText | None = None) -> Asked:
         # So few tokens that a state can hold them word for word, and that they come again in a short sequence too.
         segment = rng.choices(self.words, k=min(rng.randint(*SEGMENT_TOKENS), max(2, length // 3)))
         lines = NOISE.lines(self.tokenizer)

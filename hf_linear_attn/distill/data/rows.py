@@ -84,13 +84,7 @@ class Part(NamedTuple):
 
 
 def collate(rows: Sequence[Row], length: int, pad: int) -> Batch:
-    """Pad sequences to one length.
-
-    Args:
-        rows: The sequences.
-        length: Tokens of each, T.
-        pad: Token that fills up short ones.
-    """
+    """Pad sequences to one length T with the token ``pad``."""
     ids = torch.full((len(rows), length), pad)
     weights = torch.zeros(len(rows), length)
     real = torch.zeros(len(rows), length, dtype=torch.bool)

@@ -43,11 +43,7 @@ class Source(NamedTuple):
     """What columns stand for, and their names, in datasets that have them."""
 
     def open(self, tokenizer: PreTrainedTokenizerBase, *, streaming: bool = False) -> "Texts":
-        """Open the dataset.
-
-        Args:
-            tokenizer: Its chat template makes texts of conversations, if there are any.
-            streaming: Whether rows are read as they are needed.
+        """Open the dataset, whose rows are read as they are needed where it is streamed.
 
         Raises:
             ArgumentError: If there is no such dataset, a file of it is damaged, or its columns say nothing.
@@ -87,12 +83,7 @@ class Source(NamedTuple):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what goes wrong in reading the dataset into errors that say so.
-
-        Raises:
-            ArgumentError: If it is not there, or not what it should be.
-            TrainingError: If it cannot be reached any more.
-        """
+        """Raise an ArgumentError that says what went wrong in reading the dataset."""
         from datasets.exceptions import DatasetsError
 
         try:
@@ -109,23 +100,14 @@ class Source(NamedTuple):
 
 
 class Texts:
-    """The texts of a dataset; each is read when it is asked for.
-
-    Args:
-        tables: Its tables.
-        source: The dataset.
-    """
+    """The texts of a dataset, in its tables; each is read when it is asked for."""
 
     def __init__(self, tables: Sequence[Table], source: Source) -> None:
         self.tables, self.source = tables, source
 
-    def ends(self) -> list[int]:
-        """Return the number of rows up to the end of each table."""
-        return list(itertools.accumulate(len(table.rows) for table in self.tables))
-
     def read(self, numbers: Sequence[int]) -> Iterator[Rendered]:
         """Yield the texts of rows by number, without those that are empty."""
-        ends = self.ends()
+        ends = list(itertools.accumulate(len(table.rows) for table in self.tables))
         for number in numbers:
             place = bisect.bisect_right(ends, number)
             table = self.tables[place]

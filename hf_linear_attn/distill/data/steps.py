@@ -33,13 +33,7 @@ def tokens_read(settings: DistillationSettings, processes: int) -> int:
 
 
 def numbers_before(settings: DistillationSettings, processes: int, share: float) -> dict[int, int]:
-    """Return, by length, the number of the first sequence that the first steps of a run leave.
-
-    Args:
-        settings: The settings.
-        processes: Number of processes that share the rows.
-        share: Share of the run's steps, over all stages, 0..1.
-    """
+    """Return, by length, the number of the first sequence that the first steps leave, a share of all stages' steps."""
     rows = settings.rows * settings.accumulation * processes
     stages = [stage for stage in map(stage_class, settings.stages) for _ in range(stage.steps(settings))]
     read = [stages[step].sequences(settings, step, rows) for step in range(math.ceil(share * len(stages)))]

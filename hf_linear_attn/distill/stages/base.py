@@ -75,15 +75,10 @@ class Stage(ABC):
 
     @classmethod
     def sequences(cls, settings: DistillationSettings, step: int, rows_per_step: int) -> Step:
-        """Return the sequences of a step; every step reads as many tokens.
+        """Return the sequences of a step, counted from the first one of the first stage.
 
-        Args:
-            settings: The settings.
-            step: The step, counted from the first one of the first stage.
-            rows_per_step: Sequences of ``block_tokens`` in a step, over all processes.
-
-        Returns:
-            The sequences. Numbers of one length follow on each other, and none is read twice.
+        Every step reads as many tokens as ``rows_per_step`` sequences of ``block_tokens`` have, over all processes.
+        Numbers of one length follow on each other, and none is read twice.
         """
         lengths = cls.lengths(settings)
         turn, index = divmod(step, len(lengths))

@@ -100,11 +100,7 @@ class Distill(Stage):
 def next_token_loss(student: Predictor, batch: Batch, teacher: Teacher | None = None, share: float = 0.0) -> Tensor:
     """Sum the loss of predicting the next token over a batch's weighted tokens.
 
-    Args:
-        student: The model that learns.
-        batch: On its device.
-        teacher: What it is compared with, if at all.
-        share: Share of the divergence from the teacher, the rest being cross-entropy, 0..1.
+    ``share``, 0..1, is that of the divergence from the teacher, the rest being cross-entropy.
     """
     # The teacher first: what it needs is gone again before the student's activations are kept.
     divergence = None if teacher is None else teacher.divergence(batch)
