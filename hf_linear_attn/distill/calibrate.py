@@ -1,7 +1,7 @@
 """Where the gates of an update rule start: read off the teacher's attention, without training."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,25 +91,24 @@ def calibrate(model: nn.Module, batches: Sequence[Batch]) -> list[Measured]:
     whose rule has gates.
     """
     parts = [part for part in linear_attention_parts(model) if part.learned_by_rule]
-    measured = {part.name: Measured(part) for part in parts}
+    measured = {part: Measured(part) for part in parts}
     if not parts:
         return []
-    _look(model, parts, batches, measured, outputs=False)
-    for part in parts:
-        found = measured[part.name]
+    _look(model, measured, batches, outputs=False)
+    for part, found in measured.items():
         known = found.mass > 0
         if "decay_bias" in part.learned_by_rule:
             # softplus(bias) = log 2 / half-life.
             _set(part.rule_decay_bias, torch.expm1(math.log(2) / found.half_life).log(), known)
         if "beta_bias" in part.learned_by_rule:
             _set(part.rule_beta_bias, found.beta.logit(), known)
-    scaled = [part for part in parts if "scale" in part.learned_by_rule]
+    scaled = {part: found for part, found in measured.items() if "scale" in part.learned_by_rule}
     if scaled:
         for part in scaled:
             part.rule_scale.fill_(1)  # type: ignore[operator]
-        _look(model, scaled, batches, measured, outputs=True)
-        for part in scaled:
-            _set(part.rule_scale, measured[part.name].scale)
+        _look(model, scaled, batches, outputs=True)
+        for part, found in scaled.items():
+            _set(part.rule_scale, found.scale)
     return list(measured.values())
 
 
@@ -121,25 +120,20 @@ def _set(parameter: object, value: Tensor, known: Tensor | None = None) -> None:
 
 
 def _look(
-    model: nn.Module,
-    parts: Iterable[LinearAttention],
-    batches: Iterable[Batch],
-    measured: dict[str, Measured],
-    *,
-    outputs: bool,
+    model: nn.Module, measured: Mapping[LinearAttention, Measured], batches: Iterable[Batch], *, outputs: bool
 ) -> None:
     """Run a model with softmax attention, and look at some layers' queries and keys, or at their outputs."""
-    looked_at, real = set(parts), torch.ones(())
+    real = torch.ones(())
 
     def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        if part in looked_at:
+        if part in measured:
             own = None
             if outputs:
                 before, part.disabled = part.disabled, part.disabled | {"window"}
                 own = type(part).forward(part, q, k, v, call)
                 part.disabled = before
             tokens = laid_out(real, q)
-            measured[part.name].look(q, k, v, call, tokens if call.key_mask is None else tokens & call.key_mask, own)
+            measured[part].look(q, k, v, call, tokens if call.key_mask is None else tokens & call.key_mask, own)
         return softmax_output(part, q, k, v, call)
 
     predictor = Predictor(model)

@@ -203,9 +203,8 @@ def teacher_logits(arguments: Sequence[str]) -> None:
     settings = settings_from(given)
     flags = LogitsSettings(**{name: given.values[name] for name in ("top_k", "processes") if name in given.values})
     if settings.teacher_logits is None:
-        raise ArgumentError(
-            "teacher_logits", "be the folder to write", None, "Pass --teacher-logits, here and to distill."
-        )
+        remedy = "Pass --teacher-logits, here and to distill."
+        raise ArgumentError("teacher_logits", "be the folder to write", None, remedy)
     folder = Path(settings.teacher_logits)
     if flags.processes < 1:
         raise ArgumentError("processes", "be at least 1", flags.processes, "Leave it out for one process.")
@@ -242,12 +241,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
     if settings.model is None:
         raise ArgumentError("model", "be given", None, "Name a folder, a config.json or a hub name.")
     config = load_config(settings.model, "model")
-    machine: dict[str, Any] = {
-        "tokens": own.tokens,
-        "gpus": own.gpus,
-        "tflops": own.tflops,
-        "utilisation": own.utilisation,
-    }
+    machine: dict[str, Any] = {name: getattr(own, name) for name in ("tokens", "gpus", "tflops", "utilisation")}
     searched = own.gpu_memory is not None and not given.file and "preset" not in given.values
     # Who splits sequences knows the recipe, and asks how long they may be.
     if own.gpu_memory is not None and searched and settings.context_parallel == 1:

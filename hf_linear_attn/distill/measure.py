@@ -169,7 +169,11 @@ def measure_answers(
                     found["missing"] = NO_TEXT
                 else:
                     asked = prompts(tokenizer, task, size, samples, seed)
-                    found |= figures(asked, foretold(model, tokenizer, asked, max(1, ROWS // factor)))
+                    answers = foretold(model, tokenizer, asked, max(1, ROWS // factor))
+                    right = sum(is_exact(sample, text) for sample, (text, _) in zip(asked, answers, strict=True))
+                    nats = [nat for _, each in answers for nat in each]
+                    found |= {"n": samples, "exact": right / samples, "ci95": list(wilson_interval(right, samples))}
+                    found["answer_nats"] = sum(nats) / len(nats)
                 rows.append(found)
                 bar.update()
     return rows
@@ -192,18 +196,6 @@ def shown(row: dict[str, Any], teacher: dict[str, Any] | None = None) -> str:
         return NOT_ASKED
     low, high = row["ci95"]
     return f"{row['exact']:.2f} ({low:.2f} to {high:.2f}), {row['answer_nats']:.2f} nats"
-
-
-def figures(asked: Sequence[Sample], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Sum up answers to samples."""
-    right = sum(is_exact(sample, text) for sample, (text, _) in zip(asked, answers, strict=True))
-    nats = [nat for _, each in answers for nat in each]
-    return {
-        "n": len(answers),
-        "exact": right / len(answers),
-        "ci95": list(wilson_interval(right, len(answers))),
-        "answer_nats": sum(nats) / len(nats),
-    }
 
 
 def foretold(

@@ -90,15 +90,17 @@ class Planner:
             models: dict[str, nn.Module] = {"student": student}
             loaded |= kind.needs_teacher(settings) and settings.teacher_logits is None and not shared
             if loaded:
-                models["teacher"] = self._teacher()
+                models["teacher"] = teacher = copy.deepcopy(self.teacher)
+                if settings.teacher_dtype is not None and settings.teacher_dtype not in QUANTISED:
+                    teacher.to(dtype=getattr(torch, settings.teacher_dtype))
 
             def make_stage(models: dict[str, nn.Module], kind: type[Stage] = kind) -> Stage:
-                teacher: Teacher = LiveTeacher(lambda: models["teacher"])
+                source: Teacher = LiveTeacher(lambda: models["teacher"])
                 if settings.teacher_logits is not None:
-                    teacher = StoredTeacher()
+                    source = StoredTeacher()
                 elif shared:
-                    teacher = SharedTeacher(models["student"])
-                return kind(settings, models["student"], teacher)
+                    source = SharedTeacher(models["student"])
+                return kind(settings, models["student"], source)
 
             rows, length, forwards = self.largest(kind)
             traced = models
@@ -106,23 +108,17 @@ class Planner:
                 # Gathered in bf16, layer by layer: autocast finds nothing to copy.
                 traced = models | {"student": copy.deepcopy(student).to(torch.bfloat16)}
             autocast = settings.mixed_precision == "bf16"
-            step = Step(rows, length, forwards, self.parts(kind), settings.shard, autocast, self.device)
+            parts = settings.context_parallel if kind.splits else 1
+            step = Step(rows, length, forwards, parts, settings.shard, autocast, self.device)
             held = trace_step(make_stage, traced, step)
             if settings.shard:
-                held = as_kept(held, student, trained)
+                # Weights and gradients have the dtypes that they are kept in.
+                weights = sum(x.numel() * x.element_size() for x in (*student.parameters(), *student.buffers()))
+                gradients = sum(p.numel() * p.element_size() for p in trained)
+                of_models = held.models | {"student": weights}
+                held = held._replace(models=of_models, gradients=gradients, most=held.most + gradients)
             found[name] = (held, trained)
         return found
-
-    def _teacher(self) -> nn.Module:
-        teacher: nn.Module = copy.deepcopy(self.teacher)
-        named = self.settings.teacher_dtype
-        if named is not None and named not in QUANTISED:
-            teacher.to(dtype=getattr(torch, named))
-        return teacher
-
-    def parts(self, kind: type[Stage]) -> int:
-        """Return among how many ranks a stage's sequences are split."""
-        return self.settings.context_parallel if kind.splits else 1
 
     def message(self) -> Split:
         """Return what ranks send for the largest forward of the stages that split sequences."""
@@ -233,17 +229,6 @@ class Planner:
             of_token = (more - less) / length
             found.append(max(0.0, length + (budget - less) / of_token))
         return int(min(found)) // 1000 * 1000
-
-
-def as_kept(held: Held, student: nn.Module, trained: list[nn.Parameter]) -> Held:
-    """Return what a step of a sharded model holds, with weights and gradients in the dtypes that they are kept in."""
-    weights = sum(x.numel() * x.element_size() for x in (*student.parameters(), *student.buffers()))
-    gradients = sum(p.numel() * p.element_size() for p in trained)
-    return held._replace(
-        models=held.models | {"student": weights},
-        gradients=gradients,
-        most=held.most + gradients,
-    )
 
 
 def plan(

@@ -40,11 +40,8 @@ class Text(NamedTuple):
 
 def learners(model: nn.Module) -> dict[LinearAttention, Learned]:
     """Return the layers of a model that learn what to keep, with their rules."""
-    found = {}
-    for part in linear_attention_parts(model):
-        if part.kept is not None and isinstance(part.kept.retention, Learned):
-            found[part] = part.kept.retention
-    return found
+    kept = {part: part.kept.retention for part in linear_attention_parts(model) if part.kept is not None}
+    return {part: rule for part, rule in kept.items() if isinstance(rule, Learned)}
 
 
 def texts_of(

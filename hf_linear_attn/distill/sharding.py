@@ -61,21 +61,18 @@ def average_gradients(parameters: Iterable[nn.Parameter], processes: int) -> Non
         return
     used = used.to(replicated[0].device)
     dist.all_reduce(used)
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter, count in zip(replicated, used.tolist(), strict=True):
         if count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter)
-    for group in by_dtype.values():
-        flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([x.flatten() for x in gradients])
         dist.all_reduce(flat)
         flat /= processes
-        start = 0
-        for parameter in group:
-            if parameter.grad is not None:
-                parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter.grad))
-                start += parameter.numel()
+        for x, mean in zip(gradients, torch.split(flat, [x.numel() for x in gradients]), strict=True):
+            x.copy_(mean.view_as(x))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:

@@ -114,22 +114,50 @@ class Step(NamedTuple):
 
 
 def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict[str, nn.Module], step: Step) -> Held:
-    """Count what a step of a stage holds.
+    """Count what a step of a stage of models holds: ``student`` and, where there is one of its own, ``teacher``.
 
-    Args:
-        make_stage: Makes the stage of the models by their names.
-        models: ``student`` and, where there is one of its own, ``teacher``, without storage (on the device ``meta``).
-        step: The step.
+    The models have no storage (they are on the device ``meta``).
     """
     with FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker, ExitStack() as stack:
         # A mask shows what numbers hold.
         for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             kept = ALL_MASK_ATTENTION_FUNCTIONS[name]
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__setitem__, name, kept)
-            ALL_MASK_ATTENTION_FUNCTIONS[name] = _no_mask
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = lambda *arguments, **options: None
         if step.device == "cuda":
             stack.enter_context(as_on_gpu())
-        return _trace(tracker, make_stage, models, step)
+        sizes, stored = {}, {}
+        for name, model in models.items():
+            before = tracker.alive
+            stored[name] = with_storage(model)
+            sizes[name] = tracker.alive - before
+        stage = make_stage(stored)
+        stored["student"].train()
+        if step.sharded:
+            for parameter in stored["student"].parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_let_go)  # type: ignore[no-untyped-call]
+        ids = torch.zeros(step.rows, step.length, dtype=torch.int64)
+        batch = Batch(ids, torch.ones(ids.shape), torch.ones_like(ids, dtype=torch.bool), None, tuple(range(step.rows)))
+        if step.parts > 1:
+            batch = batch.cut(0, -(-step.length // step.parts))
+
+        def learn(part: Tensor) -> None:
+            with torch.autocast("cpu", enabled=False):
+                part.backward()  # type: ignore[no-untyped-call]
+
+        stage.learn = learn
+        start = tracker.peak = tracker.alive
+        for _ in range(min(step.forwards, 2)):
+            with torch.autocast("cpu", torch.bfloat16, step.autocast):
+                loss = stage.loss(batch)
+            if loss.requires_grad:
+                learn(loss)
+            del loss
+        trained = [p for group in stage.groups for p in group["params"]]
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None)
+        largest = max(p.numel() for p in trained) * 4
+        return Held(sizes, gradients, tracker.peak - start, largest)
 
 
 @contextmanager
@@ -153,50 +181,6 @@ def as_on_gpu() -> Iterator[None]:
             stack.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, other)
         yield
-
-
-def _no_mask(*arguments: Any, **options: Any) -> None:
-    return None
-
-
-def _trace(
-    tracker: Tracker,
-    make_stage: Callable[[dict[str, nn.Module]], Stage],
-    models: dict[str, nn.Module],
-    step: Step,
-) -> Held:
-    sizes, stored = {}, {}
-    for name, model in models.items():
-        before = tracker.alive
-        stored[name] = with_storage(model)
-        sizes[name] = tracker.alive - before
-    stage = make_stage(stored)
-    stored["student"].train()
-    if step.sharded:
-        for parameter in stored["student"].parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)  # type: ignore[no-untyped-call]
-    ids = torch.zeros(step.rows, step.length, dtype=torch.int64)
-    batch = Batch(ids, torch.ones(ids.shape), torch.ones_like(ids, dtype=torch.bool), None, tuple(range(step.rows)))
-    if step.parts > 1:
-        batch = batch.cut(0, -(-step.length // step.parts))
-
-    def learn(part: Tensor) -> None:
-        with torch.autocast("cpu", enabled=False):
-            part.backward()  # type: ignore[no-untyped-call]
-
-    stage.learn = learn
-    start = tracker.peak = tracker.alive
-    for _ in range(min(step.forwards, 2)):
-        with torch.autocast("cpu", torch.bfloat16, step.autocast):
-            loss = stage.loss(batch)
-        if loss.requires_grad:
-            learn(loss)
-        del loss
-    trained = [p for group in stage.groups for p in group["params"]]
-    gradients = sum(p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None)
-    largest = max(p.numel() for p in trained) * 4
-    return Held(sizes, gradients, tracker.peak - start, largest)
 
 
 def _let_go(parameter: Tensor) -> None:
