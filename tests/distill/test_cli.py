@@ -7,7 +7,7 @@ import pytest
 from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill.cli import main, teacher_logits
 from hf_linear_attn.errors import ArgumentError
-from tests.distill.tiny import byte_tokenizer, tiny_gpt2, tiny_teacher
+from tests.distill.tiny import save_files, tiny_gpt2, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMON = ["--block-tokens", "16", "--rows", "2", "--heldout-rows", "0", "--no-progress", "--log-every", "1"]
@@ -15,33 +15,14 @@ COMMON = ["--block-tokens", "16", "--rows", "2", "--heldout-rows", "0", "--no-pr
 
 @pytest.fixture
 def files(tmp_path):
-    tiny_teacher().save_pretrained(tmp_path / "teacher")
-    byte_tokenizer().save_pretrained(tmp_path / "teacher")
-    (tmp_path / "texts").mkdir()
-    for n in range(25):
-        (tmp_path / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
-    return tmp_path
+    return save_files(tmp_path)
 
 
 def test_distil_then_finetune_from_the_command_line(files, monkeypatch):
     flags = [*COMMON, "--dataset", str(files / "texts")]
-    distilled = main(
-        [
-            *flags,
-            "--model",
-            str(files / "teacher"),
-            "--output-dir",
-            str(files / "student"),
-            "--window",
-            "4",
-            "--sinks",
-            "1",
-            "--transfer-steps",
-            "2",
-            "--distill-steps",
-            "2",
-        ]
-    )
+    conversion = ["--window", "4", "--sinks", "1", "--transfer-steps", "2", "--distill-steps", "2"]
+    paths = ["--model", str(files / "teacher"), "--output-dir", str(files / "student")]
+    distilled = main([*flags, *paths, *conversion])
     assert [record["stage"] for record in distilled.history] == ["transfer"] * 2 + ["distill"] * 2
     # The script for finetuning, which has no teacher.
     arguments = [*flags, "--student", str(files / "student"), "--output-dir", str(files / "tuned")]

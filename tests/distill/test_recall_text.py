@@ -8,7 +8,6 @@ import torch
 
 from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.card import recall_sentence
-from hf_linear_attn.distill.checkpoint import settings_then
 from hf_linear_attn.distill.data import RecallRows, load_data
 from hf_linear_attn.distill.data.passages import InText, passages_of
 from hf_linear_attn.distill.data.steps import numbers_before
@@ -18,8 +17,8 @@ from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import NOISE_SENTENCES
 from hf_linear_attn.evaluation.tasks.words import MADE_UP_KEYS, MADE_UP_VALUES
-from tests.distill.test_run import StoppedError, same, stop_at
-from tests.distill.test_settings import parse
+from tests.distill.test_run import StoppedError, stop_at
+from tests.distill.tiny import same
 
 LENGTHS = (256, 512, 1024)
 SHORT = {"block_tokens": 64, "rows": 4, "length_factors": [1, 2], "recall_share": 0.5}
@@ -183,14 +182,6 @@ def test_a_run_resumes_to_the_same_bits_and_refuses_another_share(settings, teac
     assert same(resumed, whole)
     plain = settings.with_changes(recall_text=0.0, recall_text_from=0.0)
     assert not same(whole, distill(plain, teacher=teacher, tokenizer=tokenizer).student)
-
-
-def test_a_recipe_and_flags_set_it(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("recall_text: 0.7\nrecall_text_from: 0.25\n")
-    expected = DistillationSettings(recall_text=0.7, recall_text_from=0.25)
-    assert DistillationSettings.from_file(tmp_path / "recipe.yaml") == expected
-    assert parse(["--recall-text", "0.7", "--recall-text-from", "0.25"]) == expected
-    assert settings_then({"recall_share": 0.3})["recall_text"] == 0.0
 
 
 def test_without_the_setting_nothing_is_set_into_text(tokenizer):

@@ -13,8 +13,8 @@ from hf_linear_attn.distill.data.rows import Row
 from hf_linear_attn.distill.plan import plan
 from hf_linear_attn.distill.retention import Text, attention_to_come, ranking_loss
 from hf_linear_attn.errors import ArgumentError
-from tests.distill.test_run import StoppedError, go, same, stop_at
-from tests.distill.tiny import tiny_teacher
+from tests.distill.test_run import StoppedError, go, stop_at
+from tests.distill.tiny import same, tiny_teacher
 
 LEARNED = {"kept": 3, "retention": "learned", "mix": "window", "stages": ["retain"], "retain_steps": 6}
 FIRST, LAST, HEADS = 5, 37, 2

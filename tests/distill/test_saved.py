@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_linear_attn.distill import DistillationSettings, distill
+from hf_linear_attn.distill import distill
 from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.errors import ArgumentError
-from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny import byte_tokenizer, tiny_settings, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
 SAVED = Path("tests/distill/saved/killed")
@@ -19,21 +19,9 @@ def test_a_run_that_older_code_began_goes_on(tmp_path, monkeypatch):
     # Its settings hold the texts' path as it was written then.
     monkeypatch.chdir(ROOT)
     shutil.copytree(SAVED / "run", tmp_path / "run")
-    settings = DistillationSettings(
-        window=4,
-        sinks=1,
-        rotary="keep",
-        block_tokens=16,
-        rows=2,
-        transfer_steps=2,
-        distill_steps=6,
-        heldout_rows=0,
-        log_every=1,
-        checkpoint_every=2,
-        progress=False,
-        dataset=str(SAVED / "texts"),
-        output_dir=str(tmp_path / "run"),
-    )
+    steps = {"transfer_steps": 2, "distill_steps": 6, "checkpoint_every": 2}
+    paths = {"dataset": str(SAVED / "texts"), "output_dir": str(tmp_path / "run")}
+    settings = tiny_settings(rotary="keep", **steps, **paths)
     assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000006"]
     with pytest.raises(ArgumentError, match=r"Changed: rotary 'keep' -> 'auto'\. Restore them"):
         distill(settings.with_changes(rotary="auto"), teacher=tiny_teacher(), tokenizer=byte_tokenizer())

@@ -20,7 +20,7 @@ from hf_linear_attn.distill.models import is_quantised
 from hf_linear_attn.distill.teacher import SharedTeacher
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import softmax, teacher_of
-from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny import byte_tokenizer, same, save_files, tiny_settings
 
 ROOT = Path(__file__).parents[2]
 # PEFT reads an attribute that Transformers renames.
@@ -28,37 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 
 
 @pytest.fixture
-def saved(tmp_path, tokenizer):
-    tiny_teacher(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "teacher")
-    tokenizer.save_pretrained(tmp_path / "teacher")
-    (tmp_path / "texts").mkdir()
-    for n in range(25):
-        (tmp_path / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
-    return tmp_path
+def saved(tmp_path):
+    return save_files(tmp_path, hidden_size=64, intermediate_size=64, head_dim=16)
 
 
 def settings_in(folder, **changes):
-    values = {
-        "model": f"{folder}/teacher",
-        "dataset": f"{folder}/texts",
-        "output_dir": f"{folder}/run",
-        "window": 4,
-        "sinks": 1,
-        "block_tokens": 16,
-        "rows": 2,
-        "transfer_steps": 2,
-        "distill_steps": 4,
-        "heldout_rows": 2,
-        "log_every": 1,
-        "checkpoint_every": 2,
-        "progress": False,
-    }
-    return DistillationSettings.from_preset("single_gpu", **(values | changes))
-
-
-def same(a, b):
-    left, right = a.state_dict(), b.state_dict()
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    paths = {"model": f"{folder}/teacher", "dataset": f"{folder}/texts", "output_dir": f"{folder}/run"}
+    steps = {"transfer_steps": 2, "distill_steps": 4, "heldout_rows": 2, "checkpoint_every": 2}
+    return tiny_settings("single_gpu", **(paths | steps | changes))
 
 
 def test_the_student_itself_is_the_teacher_while_its_adapters_and_patch_are_off(teacher, data):

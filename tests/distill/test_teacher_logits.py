@@ -2,21 +2,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hf_linear_attn.distill import distill
 from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.teacher_logits import TeacherLogits, write_teacher_logits
 from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-
-
-def test_the_whole_vocabulary_on_disk_trains_as_the_teacher_does(settings, teacher, tokenizer, data, tmp_path):
-    write_teacher_logits(settings, teacher, data[0], tmp_path, top_k=259)
-    live = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data)
-    stored = distill(settings.with_changes(teacher_logits=str(tmp_path)), teacher, None, tokenizer, data=data)
-    # Log-probabilities are stored in fp16.
-    for a, b in zip(live.history, stored.history, strict=True):
-        assert a["loss_nats"] == pytest.approx(b["loss_nats"], rel=5e-3)
 
 
 def test_the_loss_over_the_top_classes_is_a_lower_bound(settings, teacher, data, tmp_path):
@@ -85,7 +75,7 @@ def test_a_full_disk_leaves_no_half_written_file(settings, teacher, data, tmp_pa
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
 
 
-def test_other_data_and_incomplete_folders_are_refused(settings, teacher, tokenizer, data, tmp_path):
+def test_other_data_and_incomplete_folders_are_refused(settings, teacher, data, tmp_path):
     with pytest.raises(CheckpointError, match="`teacher_logits` must be a folder of precomputed logits"):
         TeacherLogits(tmp_path)
     write_teacher_logits(settings, teacher, data[0], tmp_path, top_k=4)

@@ -1,4 +1,7 @@
-"""A model and a tokenizer small enough to train in a test."""
+"""Models, a tokenizer, data and settings small enough to train in a test."""
+
+import random
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -11,6 +14,42 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from hf_linear_attn.distill import Data, DistillationSettings
+from hf_linear_attn.distill.data import Blocking, Document, DocumentBlocks, RecallRows
+from hf_linear_attn.evaluation.tasks.base import bos_ids
+
+
+def tiny_settings(preset: str = "recommended", **changes: object) -> DistillationSettings:
+    """Return a preset's settings for short sequences, all of whose steps are logged and nothing else is shown."""
+    sizes = {"window": 4, "sinks": 1, "block_tokens": 16, "rows": 2}
+    shown = {"heldout_rows": 0, "log_every": 1, "progress": False}
+    return DistillationSettings.from_preset(preset, **(sizes | shown | changes))
+
+
+def tiny_data(part: slice = slice(None)) -> Data:
+    """Return some of 40 random documents, beside recall sequences."""
+    rng, tokenizer = random.Random(0), byte_tokenizer()
+    documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
+    blocks = DocumentBlocks(documents[part], Blocking(bos_ids(tokenizer), 16), seed=0)
+    recall = RecallRows(tokenizer, seed=0)
+    return Data(blocks, recall, recall_share=0.25, answer_weight=4.0, pad=0)
+
+
+def save_files(folder: Path, **changes: object) -> Path:
+    """Save a teacher and texts to learn from, as a user would have them."""
+    tiny_teacher(**changes).save_pretrained(folder / "teacher")
+    byte_tokenizer().save_pretrained(folder / "teacher")
+    (folder / "texts").mkdir()
+    for n in range(25):
+        (folder / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
+    return folder
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Tell whether two models have the same weights, bit for bit."""
+    left, right = a.state_dict(), b.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,6 +1,5 @@
 """What the processes of a multi-process test run; started with torch's environment variables, on CPU over gloo."""
 
-import random
 import sys
 from pathlib import Path
 
@@ -8,43 +7,19 @@ import torch
 import torch.distributed as dist
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.distill import DistillationSettings, DistillResult, distill
-from hf_linear_attn.distill.data import Blocking, Data, Document, DocumentBlocks, RecallRows
+from hf_linear_attn.distill import Data, DistillationSettings, DistillResult, distill
 from hf_linear_attn.distill.sharding import full_tensors
-from hf_linear_attn.evaluation.tasks.base import bos_ids
-from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny import byte_tokenizer, tiny_data, tiny_settings, tiny_teacher
 
 
 def make_data() -> tuple[Data, Data]:
-    rng = random.Random(0)
-    tokenizer = byte_tokenizer()
-    documents = [Document([rng.randrange(3, 250) for _ in range(rng.randrange(20, 90))]) for _ in range(40)]
-    made = Data(
-        DocumentBlocks(documents, Blocking(bos_ids(tokenizer), 16), seed=0),
-        RecallRows(tokenizer, seed=0),
-        recall_share=0.25,
-        answer_weight=4.0,
-        pad=0,
-    )
+    made = tiny_data()
     return made, made
 
 
 def settings(folder: str, accumulation: int) -> DistillationSettings:
-    return DistillationSettings(
-        window=4,
-        sinks=1,
-        block_tokens=16,
-        rows=2,
-        accumulation=accumulation,
-        transfer_steps=3,
-        distill_steps=5,
-        distill_lr=1e-3,
-        heldout_rows=0,
-        log_every=1,
-        checkpoint_every=4,
-        progress=False,
-        output_dir=folder,
-    )
+    steps = {"accumulation": accumulation, "transfer_steps": 3, "distill_steps": 5, "distill_lr": 1e-3}
+    return tiny_settings(**steps, checkpoint_every=4, output_dir=folder)
 
 
 def run(folder: str, accumulation: int, sharded: bool = False) -> DistillResult:
