@@ -89,54 +89,6 @@ class Data:
         return collate(rows, length, self.pad)
 
 
-class Encoding:
-    """Makes documents of texts.
-
-    Args:
-        tokenizer: The tokenizer.
-        end: What ends a document, unless it is a conversation.
-        all_learned: Whether what answers answer is learned, too.
-        framed: Whether every document begins with special tokens, conversations too.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end: Sequence[int],
-        *,
-        all_learned: bool = False,
-        framed: bool = False,
-    ) -> None:
-        self.tokenizer, self.end = tokenizer, list(end)
-        self.all_learned, self.framed = all_learned, framed
-
-    def documents(self, texts: Sequence[Rendered]) -> list[Document]:
-        """Return the tokens of texts, and which are learned.
-
-        Raises:
-            ArgumentError: If the tokenizer cannot tell which are.
-        """
-        if not texts:
-            return []
-        partly = not self.all_learned and any(text.answers is not None for text in texts)
-        if partly and not self.tokenizer.is_fast:
-            rule = "be `all` with a tokenizer that does not tell which characters a token has"
-            remedy = "Use it, or a fast tokenizer."
-            raise ArgumentError("loss_on", rule, "answers", remedy, where=type(self.tokenizer).__name__)
-        # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
-        encoded = self.tokenizer(
-            [text.text for text in texts], add_special_tokens=False, verbose=False, return_offsets_mapping=partly
-        )
-        found = []
-        for number, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
-            taught = None
-            if text.answers is not None and partly:
-                taught = mark(encoded["offset_mapping"][number], text.answers) + b"\1" * (len(self.end) * text.eos)
-            # A list would take nine times the memory.
-            found.append(Document(array("i", [*ids, *(self.end if text.eos else [])]), taught, text.bos or self.framed))
-        return found
-
-
 def mark(spans: Sequence[Span], answers: Sequence[Span]) -> bytes:
     """Return a byte for each token, 1 where it has a character of an answer; both in order.
 
@@ -162,14 +114,15 @@ class Loader:
 
     def __init__(self, settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, processes: int) -> None:
         self.settings, self.tokenizer, self.processes = settings, tokenizer, processes
-        if settings.encoder:
+        # What ends a document, unless it is a conversation.
+        self.end: list[int] = []
+        self.encoder = settings.encoder
+        if self.encoder:
             # Every row is one text, between the tokens that its embedding is made with, however short.
             begin, close = Frame.of(tokenizer)
-            self.encoding = Encoding(tokenizer, (), all_learned=True, framed=True)
             self.blocking = Blocking(begin, 0, False, close)
         else:
-            end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-            self.encoding = Encoding(tokenizer, end, all_learned=settings.loss_on == "all")
+            self.end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
             self.blocking = Blocking(bos_ids(tokenizer), settings.block_tokens, settings.pack)
 
     def load(self) -> Parts:
@@ -198,8 +151,8 @@ class Loader:
         """Return the blocks of a dataset that is read as it is needed; its first texts are held out."""
         first = list(itertools.islice(texts.stream(), HELDOUT_ONE_IN))
         check_not_empty(texts.source, first)
-        documents = _Streamed(texts, self.encoding, skip=len(first))
-        return StreamBlocks(documents, self.blocking), self._blocks(self.encoding.documents(first))
+        documents = _Streamed(texts, self.documents, skip=len(first))
+        return StreamBlocks(documents, self.blocking), self._blocks(self.documents(first))
 
     def _load(self, texts: Texts, enough: float) -> Parts:
         """Return the blocks of a dataset of which so many tokens are needed."""
@@ -228,11 +181,40 @@ class Loader:
         found: list[Document] = []
         tokens = 0
         for start in range(0, count, ENCODED_AT_ONCE):
-            documents = self.encoding.documents(list(read(order[start : start + ENCODED_AT_ONCE])))
+            documents = self.documents(list(read(order[start : start + ENCODED_AT_ONCE])))
             tokens += sum(len(document.ids) for document in documents)
             found += documents
             if tokens >= enough:
                 break
+        return found
+
+    def documents(self, texts: Sequence[Rendered]) -> list[Document]:
+        """Return the tokens of texts, and which are learned.
+
+        Raises:
+            ArgumentError: If the tokenizer cannot tell which are.
+        """
+        if not texts:
+            return []
+        all_learned = self.encoder or self.settings.loss_on == "all"
+        partly = not all_learned and any(text.answers is not None for text in texts)
+        if partly and not self.tokenizer.is_fast:
+            rule = "be `all` with a tokenizer that does not tell which characters a token has"
+            remedy = "Use it, or a fast tokenizer."
+            raise ArgumentError("loss_on", rule, "answers", remedy, where=type(self.tokenizer).__name__)
+        # Documents are longer than a model's context; they are cut into blocks, so no warning is due.
+        encoded = self.tokenizer(
+            [text.text for text in texts], add_special_tokens=False, verbose=False, return_offsets_mapping=partly
+        )
+        found = []
+        for number, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+            taught = None
+            if text.answers is not None and partly:
+                taught = mark(encoded["offset_mapping"][number], text.answers) + b"\1" * (len(self.end) * text.eos)
+            # A list would take nine times the memory.
+            found.append(
+                Document(array("i", [*ids, *(self.end if text.eos else [])]), taught, text.bos or self.encoder)
+            )
         return found
 
     def _blocks(self, documents: Sequence[Document], shortest: int = 0) -> DocumentBlocks:
@@ -242,12 +224,12 @@ class Loader:
 class _Streamed:
     """Iterable over a streamed dataset's documents; each iteration reads it from the start."""
 
-    def __init__(self, texts: Texts, encoding: Encoding, skip: int) -> None:
-        self.texts, self.encoding, self.skip = texts, encoding, skip
+    def __init__(self, texts: Texts, encode: Callable[[Sequence[Rendered]], list[Document]], skip: int) -> None:
+        self.texts, self.encode, self.skip = texts, encode, skip
 
     def __iter__(self) -> Iterator[Document]:
         for text in itertools.islice(self.texts.stream(), self.skip, None):
-            yield from self.encoding.documents([text])
+            yield from self.encode([text])
 
 
 def load_data(
