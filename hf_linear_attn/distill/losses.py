@@ -10,15 +10,9 @@ from torch import Tensor
 
 
 def kl_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Sum ``w KL(p_teacher || p_student)`` over tokens, on the full vocabulary at temperature 1.
+    """Sum ``w KL(p_teacher || p_student)`` over tokens, on the full vocabulary at temperature 1, in nats, fp32.
 
-    Args:
-        student: Logits ``[N, vocabulary]``, any floating dtype.
-        teacher: Logits ``[N, vocabulary]``.
-        weights: ``[N]``, >= 0.
-
-    Returns:
-        The sum in nats, fp32.
+    Logits are ``[N, vocabulary]``, of any floating dtype, and weights ``[N]``, >= 0.
 
     Example:
         >>> logits = torch.tensor([[0.0, 1.0]])
@@ -31,15 +25,9 @@ def kl_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
 
 
 def ce_loss(student: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Sum ``-w log p_student(target)`` over tokens.
+    """Sum ``-w log p_student(target)`` over tokens, in nats, fp32.
 
-    Args:
-        student: Logits ``[N, vocabulary]``.
-        targets: Next tokens ``[N]``, int64.
-        weights: ``[N]``, >= 0.
-
-    Returns:
-        The sum in nats, fp32.
+    Logits are ``[N, vocabulary]``, next tokens ``[N]`` int64, and weights ``[N]``, >= 0.
     """
     return (F.cross_entropy(student.float(), targets, reduction="none") * weights).sum()
 
@@ -48,15 +36,7 @@ def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
     """Sum ``w ||o_student - o_softmax||^2 / (V var(o_softmax))`` over tokens and average over heads.
 
     Divided by the variance, layers whose outputs are large do not drown the others, and 1 is what the mean output
-    would score.
-
-    Args:
-        student: A layer's heads' outputs ``[B, H, T, V]``.
-        softmax: The same of softmax attention.
-        weights: ``[B, T]``, >= 0.
-
-    Returns:
-        The sum, fp32.
+    would score. Outputs of a layer's heads are ``[B, H, T, V]``, weights ``[B, T]``, >= 0, and the sum is fp32.
     """
     softmax = softmax.float()
     error = (student.float() - softmax).square().mean(dim=(1, 3))
@@ -66,30 +46,18 @@ def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
 def hidden_loss(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
     """Return ``mean_t ||h_student - h_teacher||^2 / (D var(h_teacher))`` over a text's tokens, as :func:`output_loss`.
 
-    Args:
-        student: A layer's hidden states ``[B, T, D]``.
-        teacher: The same of the teacher.
-        real: ``[B, T]`` bool, False in padding.
-
-    Returns:
-        The error of each text, ``[B]`` fp32.
+    Hidden states of a layer are ``[B, T, D]``, ``real [B, T]`` bool is False in padding; of each text, ``[B]`` fp32.
     """
     teacher = teacher.float()
     error = (student.float() - teacher).square().mean(-1) * real
     return error.sum(1) / real.sum(1) / teacher[real].var(0).mean().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def weights_loss(student: Tensor, softmax: Tensor, weights: Tensor, floor: float = 1e-6) -> Tensor:
-    """Sum ``-w sum_j p_ij log a_ij`` over queries i and average over heads (Hedgehog, Zhang et al., 2024).
+def weights_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
+    """Sum ``-w sum_j p_ij log a_ij`` over queries i and average over heads, in nats, fp32.
 
-    Args:
-        student: Linear attention weights a ``[B, H, T, T]``, rows summing to 1.
-        softmax: Softmax attention weights p.
-        weights: ``[B, T]``, >= 0.
-        floor: Added to a before the logarithm.
-
-    Returns:
-        The sum in nats, fp32.
+    The linear attention weights a and softmax's p are ``[B, H, T, T]``, rows summing to 1; w is ``[B, T]``, >= 0
+    (Hedgehog, Zhang et al., 2024). 1e-6 is added to a before the logarithm.
     """
-    entropy = -(softmax.float() * (student.float() + floor).log()).sum(-1).mean(1)
+    entropy = -(softmax.float() * (student.float() + 1e-6).log()).sum(-1).mean(1)
     return (entropy * weights).sum()

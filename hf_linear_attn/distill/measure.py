@@ -137,15 +137,8 @@ def measure_answers(
     What is asked for stands at depths that are spread evenly over the first 75%. One forward over prompt and true
     answer tells what greedy decoding would write: see :func:`foretold`.
 
-    Args:
-        model: A causal language model in evaluation mode; PEFT may be around it.
-        tokenizer: Its tokenizer.
-        length: Tokens of the shortest prompts, their answers included.
-        samples: Prompts per task and length, at least 1.
-        seed: Of the prompts.
-        tasks: Tasks, described as settings do; those that name no haystack are in noise.
-        factors: Lengths as multiples of ``length``.
-        progress: Show a progress bar.
+    The model is in evaluation mode; PEFT may be around it. Prompts, their answers included, have ``length`` tokens
+    times each of the factors; there are ``samples`` for each task and length. Tasks are described as settings do.
 
     Returns:
         For every task and length ``task``, ``length``, whether it is ``held_out`` of training, its ``haystack`` and

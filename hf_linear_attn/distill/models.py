@@ -3,17 +3,32 @@
 import copy
 import importlib.util
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.limits import QUANTISED
+from hf_linear_attn.distill.precision import resolve
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, conversion_values
+from hf_linear_attn.distill.sharding import is_sharded, shard
+from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher
 from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import Kind, head_dim_of, load_config, load_model, position_limit, trained_positions
+from hf_linear_attn.evaluation.generation import accepts
+from hf_linear_attn.loading import (
+    Kind,
+    head_dim_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+    position_limit,
+    trained_positions,
+)
 from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
@@ -22,11 +37,7 @@ PATCHED_REMEDY = "Pass it as `student`, or name the softmax checkpoint that it w
 
 
 def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
-    """Return the settings with the conversion of a student that was converted before.
-
-    Raises:
-        ArgumentError: If another was asked for.
-    """
+    """Return the settings with the conversion of a student that was converted before; refuse another."""
     conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
     asked = conversion_values(settings.conversion_for(head_dim_of(student.config)))
     # Its softmax layers were chosen when it was made.
@@ -42,11 +53,7 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
 
 
 def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:
-    """Return the settings for the positions that a model has, saying in the log what was left out.
-
-    Raises:
-        ArgumentError: If a length that was asked for reaches beyond them.
-    """
+    """Return the settings within the positions that a model has, saying in the log what was left out."""
     limit = position_limit(model)
     fitting = settings.within(limit)
     if fitting != settings:
@@ -90,11 +97,7 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
 
 
 def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
-    """Return Transformers' options for loading a model in a dtype or a quantisation, which ``argument`` has named.
-
-    Raises:
-        ArgumentError: If the quantisation's package is not installed.
-    """
+    """Return Transformers' options for loading a model in a dtype or a quantisation, which ``argument`` has named."""
     if dtype is None or dtype not in QUANTISED:
         return {} if dtype is None else {"dtype": getattr(torch, dtype)}
     package = "bitsandbytes" if dtype == "nf4" else "torchao"
@@ -122,11 +125,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 
 def check_quantised(settings: DistillationSettings, student: PreTrainedModel) -> DistillationSettings:
-    """Return the settings for a model whose weights may be quantised; it is then saved as an adapter.
-
-    Raises:
-        ArgumentError: If it cannot be trained so.
-    """
+    """Return the settings for a model whose weights may be quantised; it is then saved as an adapter."""
     if not is_quantised(student):
         return settings
     quantizer: Any = student.hf_quantizer
@@ -222,3 +221,71 @@ def check_pair(
     if expected != vocabulary:
         remedy = "Distillation compares next-token distributions: use models with one tokenizer."
         raise ArgumentError("student", f"have the teacher's tokenizer and vocabulary of {expected}", vocabulary, remedy)
+
+
+@dataclass
+class Models:
+    """The models of a run.
+
+    Attributes:
+        settings: The run's, with what models decide filled in.
+        student: The model to be trained.
+        tokenizer: Its tokenizer.
+        given: The teacher that the caller has; None where it is loaded.
+        made: Whether the student is made here, from the teacher.
+        shared: Whether the student itself is its teacher, with its layers softmax for once.
+        source: The teacher that is run; None without one, and where it is shared and not there yet.
+    """
+
+    settings: DistillationSettings
+    student: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    given: PreTrainedModel | None
+    made: bool
+    shared: bool
+    source: ModelTeacher | None
+
+
+def load_models(
+    settings: DistillationSettings,
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    accelerator: Accelerator,
+) -> Models:
+    """Load what the caller does not have, as for :func:`distill`, and check that all of it fits together."""
+    made = student is None and settings.student is None
+    asked = needs_teacher(settings, made)
+    shared = asked and made and teacher is None and shares_weights(settings)
+    own_config = check_teacher(settings) if asked and teacher is None and not shared else None
+    tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
+    student = student or load_student(settings, teacher=teacher)
+    check_pair(teacher or own_config, student, tokenizer)
+    check_direction(settings, student)
+    settings = check_quantised(settings, student)
+    settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
+    settings = resolve(settings, student, accelerator.mixed_precision)
+    check_lengths(settings, student)
+    if settings.pack and not settings.encoder and not accepts(student, "position_ids"):
+        remedy = "It takes no position_ids, so packed documents would see each other: pass --no-pack."
+        raise ArgumentError("pack", f"be False for {type(student).__name__}", settings.pack, remedy)
+
+    def load() -> PreTrainedModel:
+        return place(load_teacher(settings) if teacher is None else teacher, settings, accelerator)
+
+    source = LiveTeacher(load) if asked and not shared else None
+    return Models(settings, student, tokenizer, teacher, made, shared, source)
+
+
+def place(model: PreTrainedModel, settings: DistillationSettings, accelerator: Accelerator) -> PreTrainedModel:
+    """Move a model to its device: layer by layer where it is sharded, as the whole need not fit there."""
+    if settings.shard and not is_sharded(model):
+        shard(model, settings.mixed_precision)
+    return model if is_quantised(model) else model.to(accelerator.device)  # type: ignore[arg-type]
+
+
+def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
+    """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
+    learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
+    compared = bool(settings.heldout_rows or (settings.softmax_budget and settings.softmax_by == "kl"))
+    return (learns_from_it and settings.teacher_logits is None) or (made and compared)

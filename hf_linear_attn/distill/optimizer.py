@@ -17,11 +17,7 @@ BLOCK = 256
 
 
 def make_optimizer(settings: DistillationSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimiser that the settings name, over groups with ``params`` and ``lr``.
-
-    Raises:
-        ArgumentError: If it cannot run here.
-    """
+    """Return the optimiser that the settings name, over groups with ``params`` and ``lr``, if it can run here."""
     options: dict[str, Any] = {"betas": tuple(settings.betas), "weight_decay": settings.weight_decay}
     device = groups[0]["params"][0].device.type
     if settings.optimizer == "paged_adamw_8bit":
@@ -52,11 +48,7 @@ class LeanAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) that computes in fp32 and keeps less.
 
     Args:
-        groups: Parameters, or groups of them with a ``lr`` each.
-        lr: Learning rate of parameters without a group.
-        betas: Decay of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Share of the learning rate by which weights shrink.
+        groups: Parameters, or groups of them; from here to ``weight_decay`` as for torch's.
         rounding: How a parameter in bf16 takes its new value. ``stochastic``: it is rounded up or down with the
             probabilities that make the mean right. ``compensated``: what rounding dropped is kept in a second bf16
             number and added at the next step (Kahan, 1965). Parameters in fp32 need neither.

@@ -23,7 +23,7 @@ from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import Divergence, LiveTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence
-from hf_linear_attn.distill.trace import Device, Held, Step, trace_step
+from hf_linear_attn.distill.trace import Device, Held, trace_step
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import empty_model, position_limit
 from hf_linear_attn.parallel import bytes_sent
@@ -107,10 +107,17 @@ class Planner:
             if settings.shard and settings.mixed_precision == "bf16":
                 # Gathered in bf16, layer by layer: autocast finds nothing to copy.
                 traced = models | {"student": copy.deepcopy(student).to(torch.bfloat16)}
-            autocast = settings.mixed_precision == "bf16"
-            parts = settings.context_parallel if kind.splits else 1
-            step = Step(rows, length, forwards, parts, settings.shard, autocast, self.device)
-            held = trace_step(make_stage, traced, step)
+            held = trace_step(
+                make_stage,
+                traced,
+                rows=rows,
+                length=length,
+                forwards=forwards,
+                parts=settings.context_parallel if kind.splits else 1,
+                sharded=settings.shard,
+                autocast=settings.mixed_precision == "bf16",
+                device=self.device,
+            )
             if settings.shard:
                 # Weights and gradients have the dtypes that they are kept in.
                 weights = sum(x.numel() * x.element_size() for x in (*student.parameters(), *student.buffers()))

@@ -35,14 +35,6 @@ class Split:
     keys_bytes: int
     layers: int
 
-    def describe(self) -> str:
-        """Return it in words."""
-        return (
-            f"Sequences of {self.length:,} tokens are split over {self.ranks} GPUs. Each sends "
-            f"{self.states_bytes / 2**20:.1f} MiB of states for a layer in a forward, at any length; keys and values "
-            f"of this length would be {self.keys_bytes / 2**20:.1f} MiB."
-        )
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -66,15 +58,11 @@ class Plan:
         """Memory per GPU of the stage that needs most."""
         return max(stage.total_gib for stage in self.stages)
 
-    def machine(self) -> str:
-        """Return in words what it runs on."""
-        if self.gpus == 1:
-            return "one GPU"
-        return f"{self.gpus} GPUs, " + ("sharded" if self.sharded else "each with all of it")
-
     def table(self) -> str:
         """Return the plan as a Markdown table."""
-        stages = self.stages
+        stages, machine = self.stages, "one GPU"
+        if self.gpus > 1:
+            machine = f"{self.gpus} GPUs, " + ("sharded" if self.sharded else "each with all of it")
         rows = [[part, *(f"{s.memory_gib[part]:.1f}" for s in stages)] for part in stages[0].memory_gib]
         rows += [
             ["**total**", *(f"**{s.total_gib:.1f}**" for s in stages)],
@@ -85,14 +73,18 @@ class Plan:
         ]
         lines = [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
-            f"{self.feature_map_parameters / 1e6:.1f}M, {self.machine()}",
+            f"{self.feature_map_parameters / 1e6:.1f}M, {machine}",
             "",
             *markdown_table(["per GPU, GiB", *(s.stage for s in stages)], rows),
         ]
-        if self.split is not None:
-            lines += ["", self.split.describe()]
+        if (split := self.split) is not None:
+            lines += [
+                "",
+                f"Sequences of {split.length:,} tokens are split over {split.ranks} GPUs. Each sends "
+                f"{split.states_bytes / 2**20:.1f} MiB of states for a layer in a forward, at any length; "
+                f"keys and values of this length would be {split.keys_bytes / 2**20:.1f} MiB.",
+            ]
             if self.longest is not None:
-                lines.append(
-                    f"Expected to fit: a sequence of {self.longest:,} tokens, split over {self.split.ranks} GPUs."
-                )
+                fits = f"a sequence of {self.longest:,} tokens, split over {split.ranks} GPUs"
+                lines.append(f"Expected to fit: {fits}.")
         return "\n".join(lines)

@@ -49,10 +49,8 @@ def recipes_for(
 ) -> dict[str, Plan]:
     """Return the plans of recipes by name, those that fit GPUs of so many GiB and those that do not.
 
-    All recipes have the given settings; one that is made by another value of them is left out.
-
-    Raises:
-        ArgumentError: If none of them fits, with what would.
+    All recipes have the given settings; one that is made by another value of them is left out. Where none fits, the
+    error says what would.
     """
     check_machine(tokens, gpus, tflops, utilisation, gpu_memory)
     flops = tflops * 1e12 * utilisation

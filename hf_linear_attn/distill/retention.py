@@ -116,14 +116,8 @@ def ranking_loss(scores: Tensor, targets: Tensor, keys: Tensor, times: Tensor, w
     """Return how far the order of scores is from that of the attention to come, a mean over heads and moments.
 
     At each moment: the cross-entropy between the softmax of all keys' scores for their ages and the square roots of
-    their targets, divided by their sum.
-
-    Args:
-        scores: ``[HKV, n, 6]``.
-        targets: ``[HKV, n, times]``.
-        keys: Their numbers in the text ``[n]``.
-        times: Numbers of queries.
-        window: W: younger keys are not ranked.
+    their targets, divided by their sum. Scores are ``[HKV, n, 6]``, targets ``[HKV, n, times]``, and ``keys [n]`` their
+    numbers in the text; those younger than the window are not ranked.
     """
     age = times - keys[:, None]
     ranked = (age >= window).expand_as(targets)

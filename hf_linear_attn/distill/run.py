@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,35 +20,21 @@ from hf_linear_attn.distill.folder import begin, run_folder, save_result
 from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
-from hf_linear_attn.distill.models import (
-    check_direction,
-    check_lengths,
-    check_pair,
-    check_quantised,
-    check_teacher,
-    fit_positions,
-    is_quantised,
-    load_student,
-    load_teacher,
-    model_name,
-    shares_weights,
-    with_own_conversion,
-)
-from hf_linear_attn.distill.precision import let_autocast_cast, raise_precision, resolve, restore_precision
+from hf_linear_attn.distill.models import Models, is_quantised, load_models, load_student, place
+from hf_linear_attn.distill.precision import let_autocast_cast, raise_precision, restore_precision
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.retention import start_scores
 from hf_linear_attn.distill.selection import Selection, select_by_kl, select_by_recall
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.sharding import is_sharded, shard, whole_state
+from hf_linear_attn.distill.sharding import whole_state
 from hf_linear_attn.distill.stages import Stage
-from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher, SharedTeacher
+from hf_linear_attn.distill.teacher import SharedTeacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
 from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
 from hf_linear_attn.encoders import pooling_of
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.generation import accepts
-from hf_linear_attn.loading import load_tokenizer, load_users_maps, process_state
+from hf_linear_attn.loading import load_users_maps, process_state
 
 logger = logging.getLogger(__name__)
 
@@ -146,67 +131,6 @@ def launch(settings: DistillationSettings) -> Accelerator:
     if settings.shard and not torch.distributed.is_initialized():
         raise ArgumentError("shard", "be False for a process alone", True, "Start several with `accelerate launch`.")
     return accelerator
-
-
-@dataclass
-class Models:
-    """The models of a run.
-
-    Attributes:
-        settings: The run's, with what models decide filled in.
-        student: The model to be trained.
-        tokenizer: Its tokenizer.
-        given: The teacher that the caller has; None where it is loaded.
-        made: Whether the student is made here, from the teacher.
-        shared: Whether the student itself is its teacher, with its layers softmax for once.
-        source: The teacher that is run; None without one, and where it is shared and not there yet.
-    """
-
-    settings: DistillationSettings
-    student: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    given: PreTrainedModel | None
-    made: bool
-    shared: bool
-    source: ModelTeacher | None
-
-
-def load_models(
-    settings: DistillationSettings,
-    teacher: PreTrainedModel | None,
-    student: PreTrainedModel | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    accelerator: Accelerator,
-) -> Models:
-    """Load what the caller does not have, as for :func:`distill`, and check that all of it fits together."""
-    made = student is None and settings.student is None
-    asked = needs_teacher(settings, made)
-    shared = asked and made and teacher is None and shares_weights(settings)
-    own_config = check_teacher(settings) if asked and teacher is None and not shared else None
-    tokenizer = tokenizer or load_tokenizer(settings.model or settings.student or model_name(settings))
-    student = student or load_student(settings, teacher=teacher)
-    check_pair(teacher or own_config, student, tokenizer)
-    check_direction(settings, student)
-    settings = check_quantised(settings, student)
-    settings = fit_positions(settings if made else with_own_conversion(settings, student), student)
-    settings = resolve(settings, student, accelerator.mixed_precision)
-    check_lengths(settings, student)
-    if settings.pack and not settings.encoder and not accepts(student, "position_ids"):
-        remedy = "It takes no position_ids, so packed documents would see each other: pass --no-pack."
-        raise ArgumentError("pack", f"be False for {type(student).__name__}", settings.pack, remedy)
-
-    def load() -> PreTrainedModel:
-        return place(load_teacher(settings) if teacher is None else teacher, settings, accelerator)
-
-    source = LiveTeacher(load) if asked and not shared else None
-    return Models(settings, student, tokenizer, teacher, made, shared, source)
-
-
-def place(model: PreTrainedModel, settings: DistillationSettings, accelerator: Accelerator) -> PreTrainedModel:
-    """Move a model to its device: layer by layer where it is sharded, as the whole need not fit there."""
-    if settings.shard and not is_sharded(model):
-        shard(model, settings.mixed_precision)
-    return model if is_quantised(model) else model.to(accelerator.device)  # type: ignore[arg-type]
 
 
 def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Accelerator) -> dict[str, torch.dtype]:
@@ -364,13 +288,6 @@ def recompute_activations(model: nn.Module, enable: bool) -> None:
     # Renamed in Transformers 5.23.
     names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
     next(getattr(whole, name) for name in names if hasattr(whole, name))()
-
-
-def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
-    """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
-    learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
-    compared = bool(settings.heldout_rows or (settings.softmax_budget and settings.softmax_by == "kl"))
-    return (learns_from_it and settings.teacher_logits is None) or (made and compared)
 
 
 def count_parameters(student: nn.Module) -> dict[str, int]:

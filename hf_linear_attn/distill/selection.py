@@ -75,11 +75,7 @@ def text_loss(batch: Batch) -> Divergence:
 
 
 def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
-    """Return how many of the converted layers a budget restores.
-
-    Raises:
-        ArgumentError: If the budget is out of range, or would leave no converted layer.
-    """
+    """Return how many of the converted layers a budget restores; refuse one that would leave none."""
     count = max(1, round(budget * len(parts))) if budget > 0 else 0
     if not 0 <= budget < 1 or count >= len(parts):
         remedy = "Lower it; with every layer softmax there is nothing to distil."
@@ -132,14 +128,8 @@ def select_by_kl(
     """Find the converted layers that are worth keeping softmax, by the KL from the teacher.
 
     Every layer is restored alone and the KL from the teacher measured; then layers are restored one after the other,
-    always the one that lowers the KL most.
-
-    Args:
-        student: A patched model, best after attention transfer.
-        teacher: The softmax model it was made from.
-        batches: Held-out sequences.
-        budget: Share of the converted layers to restore, 0..1; at least one layer where above 0.
-        progress: Show a progress bar.
+    always the one that lowers the KL most. The student is best after attention transfer, and sequences are held out.
+    The budget is the share of its converted layers to restore, 0..1; at least one layer where above 0.
 
     Raises:
         ArgumentError: If the budget is out of range, or would leave no converted layer.

@@ -326,9 +326,6 @@ class DistillationSettings:
     def within(self, positions: int | None) -> Self:
         """Return the settings for a model of so many positions, without the default lengths that reach beyond.
 
-        Args:
-            positions: The positions that the model has, None where they do not run out.
-
         Raises:
             ArgumentError: If a length that was asked for reaches beyond them.
         """

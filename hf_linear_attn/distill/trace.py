@@ -91,10 +91,23 @@ class Held(NamedTuple):
     largest: int
 
 
-class Step(NamedTuple):
-    """A step to count.
+def trace_step(
+    make_stage: Callable[[dict[str, nn.Module]], Stage],
+    models: dict[str, nn.Module],
+    *,
+    rows: int,
+    length: int,
+    forwards: int,
+    parts: int,
+    sharded: bool,
+    autocast: bool,
+    device: Device,
+) -> Held:
+    """Count what a step of a stage holds, of models without storage (on the device ``meta``).
 
-    Attributes:
+    Args:
+        make_stage: Makes the stage of the models by their names.
+        models: ``student`` and, where there is one of its own, ``teacher``.
         rows: Sequences of a forward.
         length: Their tokens.
         forwards: Forwards of a step.
@@ -103,28 +116,13 @@ class Step(NamedTuple):
         autocast: Whether forwards are computed in bf16.
         device: Where the step would run.
     """
-
-    rows: int
-    length: int
-    forwards: int = 1
-    parts: int = 1
-    sharded: bool = False
-    autocast: bool = False
-    device: Device = "cuda"
-
-
-def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict[str, nn.Module], step: Step) -> Held:
-    """Count what a step of a stage of models holds: ``student`` and, where there is one of its own, ``teacher``.
-
-    The models have no storage (they are on the device ``meta``).
-    """
     with FakeTensorMode(allow_non_fake_inputs=True), Tracker() as tracker, ExitStack() as stack:
         # A mask shows what numbers hold.
         for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
             kept = ALL_MASK_ATTENTION_FUNCTIONS[name]
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__setitem__, name, kept)
             ALL_MASK_ATTENTION_FUNCTIONS[name] = lambda *arguments, **options: None
-        if step.device == "cuda":
+        if device == "cuda":
             stack.enter_context(as_on_gpu())
         sizes, stored = {}, {}
         for name, model in models.items():
@@ -133,14 +131,14 @@ def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict
             sizes[name] = tracker.alive - before
         stage = make_stage(stored)
         stored["student"].train()
-        if step.sharded:
+        if sharded:
             for parameter in stored["student"].parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_let_go)  # type: ignore[no-untyped-call]
-        ids = torch.zeros(step.rows, step.length, dtype=torch.int64)
-        batch = Batch(ids, torch.ones(ids.shape), torch.ones_like(ids, dtype=torch.bool), None, tuple(range(step.rows)))
-        if step.parts > 1:
-            batch = batch.cut(0, -(-step.length // step.parts))
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        batch = Batch(ids, torch.ones(ids.shape), torch.ones_like(ids, dtype=torch.bool), None, tuple(range(rows)))
+        if parts > 1:
+            batch = batch.cut(0, -(-length // parts))
 
         def learn(part: Tensor) -> None:
             with torch.autocast("cpu", enabled=False):
@@ -148,8 +146,8 @@ def trace_step(make_stage: Callable[[dict[str, nn.Module]], Stage], models: dict
 
         stage.learn = learn
         start = tracker.peak = tracker.alive
-        for _ in range(min(step.forwards, 2)):
-            with torch.autocast("cpu", torch.bfloat16, step.autocast):
+        for _ in range(min(forwards, 2)):
+            with torch.autocast("cpu", torch.bfloat16, autocast):
                 loss = stage.loss(batch)
             if loss.requires_grad:
                 learn(loss)

@@ -295,12 +295,7 @@ class Trainer:
 
 
 def readers(settings: DistillationSettings, accelerator: Accelerator) -> int:
-    """Return how many groups of processes read sequences of their own.
-
-    Raises:
-        ArgumentError: If the processes do not fall into groups of ``context_parallel``, or sequences of a stage that
-            does not split them are too few for all.
-    """
+    """Return how many groups of processes read sequences of their own; refuse where these are too few for all."""
     size, processes = settings.context_parallel, int(accelerator.num_processes)
     if processes % size:
         remedy = "Start as many with torchrun, or a multiple."

@@ -304,7 +304,7 @@ def test_a_student_has_the_checkpoints_dtype_whatever_the_teachers(settings, tea
 def test_a_teacher_that_nobody_asks_is_not_kept(settings, teacher, tokenizer, data, tmp_path, monkeypatch):
     teacher.save_pretrained(tmp_path)
     settings = settings.with_changes(model=str(tmp_path), distill_loss="ce")
-    monkeypatch.setattr("hf_linear_attn.distill.run.load_teacher", None)
+    monkeypatch.setattr("hf_linear_attn.distill.models.load_teacher", None)
     assert "teacher" not in distill(settings, tokenizer=tokenizer, data=data).metrics
 
 

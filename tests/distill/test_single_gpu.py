@@ -63,7 +63,7 @@ def test_one_copy_of_the_base_trains_as_two_do(saved, monkeypatch):
     two = settings_in(saved, model_dtype="float32", output_dir=None)
     teacher = AutoModelForCausalLM.from_pretrained(saved / "teacher")
     expected = distill(two, teacher=teacher)
-    monkeypatch.setattr("hf_linear_attn.distill.run.load_teacher", None)
+    monkeypatch.setattr("hf_linear_attn.distill.models.load_teacher", None)
     found = distill(two)
     losses = [record["loss_nats"] for record in expected.history]
     assert [record["loss_nats"] for record in found.history] == pytest.approx(losses, rel=1e-3)

@@ -55,10 +55,7 @@ def to_messages(row: object, where: str) -> list[Message]:
     """Return a conversation as messages with ``role`` and ``content``.
 
     It is a list of ``{"role", "content"}`` (OpenAI) or ``{"from", "value"}`` (ShareGPT). Here and below, ``where`` is
-    what messages call the row.
-
-    Raises:
-        ArgumentError: If it is no such list, or a role is unknown.
+    what errors call the row.
     """
     if not isinstance(row, Sequence) or not row or not all(isinstance(turn, Mapping) for turn in row):
         remedy = 'A message is {"role": ..., "content": ...} or {"from": ..., "value": ...}.'
@@ -105,11 +102,7 @@ def without_none(value: Any) -> Any:
 
 
 class ChatTemplate:
-    """What a tokenizer's template makes of conversations; ``bos`` is the token that it puts before a text, or none.
-
-    Raises:
-        ArgumentError: If the tokenizer has no template.
-    """
+    """What a tokenizer's template makes of conversations; ``bos`` is the token that it puts before a text, or none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, bos: Sequence[int]) -> None:
         if not tokenizer.chat_template:
@@ -122,11 +115,7 @@ class ChatTemplate:
         self.bos = str(tokenizer.bos_token) if bos else ""
 
     def render(self, messages: Sequence[Message], tools: Any, where: str, *, first: int = 0) -> Rendered:
-        """Return the text of a conversation, and what the assistant says in it from message ``first`` on.
-
-        Raises:
-            ArgumentError: If the template refuses the conversation, or the answers cannot be found in its text.
-        """
+        """Return the text of a conversation, and what the assistant says in it from message ``first`` on."""
         whole, answers = self._text(messages, tools, where, marked=self.marked)
         if not self.marked:
             answers = self._answers(messages, tools, where, whole)
@@ -194,11 +183,7 @@ class ChatTemplate:
 
 
 def read_tools(value: object, where: str) -> list[Any] | None:
-    """Return the tools of a row, which may be kept as JSON.
-
-    Raises:
-        ArgumentError: If they are not a list.
-    """
+    """Return the tools of a row, a list that may be kept as JSON."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -60,11 +60,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return a file, or the readable ones in a folder and its subfolders, in order.
-
-    Raises:
-        ArgumentError: If there is none.
-    """
+    """Return a file, or the readable ones in a folder and its subfolders, in order; refuse where there is none."""
     files = [path]
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
@@ -78,11 +74,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def group_files(files: Iterable[Path]) -> list[Group]:
-    """Return files in groups of one kind and the same columns: a folder may mix them.
-
-    Raises:
-        ArgumentError: If one is damaged.
-    """
+    """Return files in groups of one kind and the same columns: a folder may mix them."""
     groups: dict[tuple[str, str, tuple[str, ...] | Path], list[str]] = {}
     for path in files:
         if path.stat().st_size:
@@ -101,11 +93,7 @@ def group_files(files: Iterable[Path]) -> list[Group]:
 
 
 def columns_of(path: Path, kind: str) -> tuple[str, ...] | Path:
-    """Return the columns in a file's first row, or the file itself where that does not tell.
-
-    Raises:
-        ArgumentError: If it is damaged.
-    """
+    """Return the columns in a file's first row, or the file itself where that does not tell."""
     try:
         if path.suffix.lower() == ".zst" and not zst_is_whole(path):
             raise EOFError("it ends too early")
@@ -132,11 +120,7 @@ def opened(path: Path) -> IO[str]:
 
 
 def check_whole(files: Sequence[str]) -> None:
-    """Read compressed files to their end; only needed where reading has failed, to say which one is damaged.
-
-    Raises:
-        ArgumentError: If one is damaged.
-    """
+    """Read compressed files to their end; only needed where reading has failed, to say which one is damaged."""
     for name in files:
         if Path(name).suffix.lower() in COMPRESSED:
             try:

@@ -24,11 +24,7 @@ class Form(ABC):
 
     @abstractmethod
     def read(self, row: Row, where: str) -> Rendered | None:
-        """Return what a row says, or None where it is empty; messages call it ``where``.
-
-        Raises:
-            ArgumentError: If it is not of this form.
-        """
+        """Return what a row says, or None where it is empty; errors call it ``where``."""
 
     def chat(self, messages: Sequence[Message], row: Row, where: str, *, first: int = 0) -> Rendered:
         """Return the text of a conversation."""
@@ -114,11 +110,7 @@ FORMS: tuple[type[Form], ...] = (Messages, Conversations, PromptCompletion, Inst
 
 
 def form_of(columns: Collection[str], named: Collection[str] = ()) -> type[Form]:
-    """Return the form of a dataset with those columns; those that the settings name decide where several fit.
-
-    Raises:
-        ArgumentError: If it has none that is known.
-    """
+    """Return the form of a dataset with those columns; those that the settings name decide where several fit."""
     fitting = [form for form in FORMS if set(form.needed) <= set(columns)]
     if not fitting:
         raise ArgumentError(

@@ -189,11 +189,7 @@ class Loader:
         return found
 
     def documents(self, texts: Sequence[Rendered]) -> list[Document]:
-        """Return the tokens of texts, and which are learned.
-
-        Raises:
-            ArgumentError: If the tokenizer cannot tell which are.
-        """
+        """Return the tokens of texts, and which are learned."""
         if not texts:
             return []
         all_learned = self.encoder or self.settings.loss_on == "all"
@@ -271,11 +267,7 @@ def load_data(
 def text_of_recall(
     settings: DistillationSettings, tokenizer: PreTrainedTokenizerBase, training: Blocks, processes: int
 ) -> InText:
-    """Return which recall sequences are set into text of the training data, never into what is held out.
-
-    Raises:
-        ArgumentError: If there is less text than the longest sequences have tokens.
-    """
+    """Return which recall sequences are set into text of the training data, never into what is held out."""
     passages = passages_of(training, tokenizer)
     if (held := len(passages.ids)) < (longest := settings.trained_length()):
         rule = f"be 0 where the training text, of {held} tokens, is shorter than the longest sequences, of {longest}"

@@ -43,11 +43,7 @@ class Source(NamedTuple):
     """What columns stand for, and their names, in datasets that have them."""
 
     def open(self, tokenizer: PreTrainedTokenizerBase, *, streaming: bool = False) -> "Texts":
-        """Open the dataset, whose rows are read as they are needed where it is streamed.
-
-        Raises:
-            ArgumentError: If there is no such dataset, a file of it is damaged, or its columns say nothing.
-        """
+        """Open the dataset, whose rows are read as they are needed where it is streamed."""
         template = cache(lambda: ChatTemplate(tokenizer, bos_ids(tokenizer)))
         tables = []
         with self.reading():
@@ -116,12 +112,7 @@ class Texts:
                 yield text
 
     def stream(self) -> Iterator[Rendered]:
-        """Yield all texts in their order.
-
-        Raises:
-            ArgumentError: If a file is damaged.
-            TrainingError: If the dataset cannot be reached any more.
-        """
+        """Yield all texts in their order."""
         number = 0
         for table in self.tables:
             rows = iter(table.rows)
