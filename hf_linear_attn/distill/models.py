@@ -133,19 +133,15 @@ def check_quantised(settings: DistillationSettings, student: PreTrainedModel) ->
     if settings.trainable != "lora":
         raise ArgumentError("trainable", "be 'lora' for a quantised model", settings.trainable, f"It has {kind}.")
     if not quantizer.is_trainable and settings.model_dtype not in QUANTISED:
-        raise ArgumentError(
-            "model", "have a quantisation that adapters can be trained on", kind, "Use model_dtype int8, int4 or nf4."
-        )
+        rule = "have a quantisation that adapters can be trained on"
+        raise ArgumentError("model", rule, kind, "Use model_dtype int8, int4 or nf4.")
     if settings.mixed_precision == "no":
         raise ArgumentError("mixed_precision", "be 'auto' or 'bf16' for a quantised model", "no", "Leave it out.")
     if settings.merge_lora and "merge_lora" in settings.given:
-        raise ArgumentError(
-            "merge_lora",
-            "be False for a quantised model: merged weights would be rounded again, which loses what was learned",
-            True,
-            "Load the adapter on the model in bf16 and merge it there: "
-            "PeftModel.from_pretrained(patched, folder).merge_and_unload().",
-        )
+        rule = "be False for a quantised model: merged weights would be rounded again, which loses what was learned"
+        remedy = "Load the adapter on the model in bf16 and merge it there: "
+        remedy += "PeftModel.from_pretrained(patched, folder).merge_and_unload()."
+        raise ArgumentError("merge_lora", rule, True, remedy)
     return settings.with_changes(merge_lora=False)
 
 
@@ -202,9 +198,8 @@ def check_pair(
 ) -> None:
     """Refuse a teacher, or one of that config, and a student that cannot belong together."""
     if not is_patched(student):
-        raise ArgumentError(
-            "student", "be patched", type(student).__name__, "Call patch_model on a copy of the teacher."
-        )
+        remedy = "Call patch_model on a copy of the teacher."
+        raise ArgumentError("student", "be patched", type(student).__name__, remedy)
     vocabulary = student.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         remedy = "Use the tokenizer that the teacher was trained with."

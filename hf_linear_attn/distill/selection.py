@@ -1,7 +1,8 @@
 """Which layers to keep softmax: measured, by the KL from the teacher or by what they retrieve."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -83,42 +84,29 @@ def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
     return count
 
 
-class _Trials:
-    """Tries layers of a student as softmax, one choice after the other.
+@contextmanager
+def _trials(student: nn.Module, runs: int, progress: bool) -> Iterator[Callable[..., list[float]]]:
+    """Yield a function that returns the mean of each loss with some layers softmax, the student being in evaluation."""
+    parts, training = linear_attention_parts(student), student.training
+    with tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
 
-    The student is in evaluation mode within a ``with`` block. ``runs`` returns the number of trials, given the numbers
-    of layers and of those to restore.
-    """
+        def mean(softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
+            with instead_of_forward([parts[layer] for layer in softmax], softmax_output):
+                found = [mean_over_tokens(student, batches, losses) for batches, losses in asked]
+            bar.update()
+            return found
 
-    def __init__(self, student: nn.Module, budget: float, runs: Callable[[int, int], int], progress: bool) -> None:
-        self.student, self.training = student, student.training
-        self.parts = linear_attention_parts(student)
-        self.count = layers_to_keep(self.parts, budget)
-        self.bar = tqdm(total=runs(len(self.parts), self.count), desc="layer selection", disable=not progress)
+        student.train(False)
+        try:
+            yield mean
+        finally:
+            student.train(training)
 
-    def __enter__(self) -> Self:
-        self.student.train(False)
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.student.train(self.training)
-        self.bar.close()
-
-    def mean(self, softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
-        """Return the mean of each loss with some layers softmax."""
-        with instead_of_forward([self.parts[layer] for layer in softmax], softmax_output):
-            found = [mean_over_tokens(self.student, batches, losses) for batches, losses in asked]
-        self.bar.update()
-        return found
-
-    def entry(self, layer: int, **figures: float) -> dict[str, Any]:
-        """Return a layer's line of the ranking."""
-        return {"layer": layer, "name": self.parts[layer].name, **figures}
-
-    def step(self, chosen: Sequence[int], **figures: float) -> dict[str, Any]:
-        """Return the point of the curve at which the last of some layers was added."""
-        last = self.entry(chosen[-1]) if chosen else {"layer": None, "name": None}
-        return {"softmax_layers": len(chosen), **last, **figures}
+def _point(parts: Sequence[LinearAttention], chosen: Sequence[int], **figures: float) -> dict[str, Any]:
+    """Return the point of the curve at which the last of some layers was added."""
+    layer, name = (chosen[-1], parts[chosen[-1]].name) if chosen else (None, None)
+    return {"softmax_layers": len(chosen), "layer": layer, "name": name, **figures}
 
 
 @torch.no_grad()
@@ -134,19 +122,21 @@ def select_by_kl(
     Raises:
         ArgumentError: If the budget is out of range, or would leave no converted layer.
     """
-    with _Trials(student, budget, lambda n, count: 1 + sum(n - k for k in range(max(count, 1))), progress) as trials:
+    parts = linear_attention_parts(student)
+    count = layers_to_keep(parts, budget)
+    with _trials(student, 1 + sum(len(parts) - k for k in range(max(count, 1))), progress) as mean:
         asked = batches, [teacher.divergence(batch) for batch in batches]
         chosen: list[int] = []
         ranking: list[dict[str, Any]] = []
-        curve = [trials.step([], kl_nats=trials.mean([], asked)[0])]
-        for turn in range(max(trials.count, 1)):
-            left = [layer for layer in range(len(trials.parts)) if layer not in chosen]
-            tried = {layer: trials.mean([*chosen, layer], asked)[0] for layer in left}
+        curve = [_point(parts, [], kl_nats=mean([], asked)[0])]
+        for turn in range(max(count, 1)):
+            left = [layer for layer in range(len(parts)) if layer not in chosen]
+            tried = {layer: mean([*chosen, layer], asked)[0] for layer in left}
             best = sorted(tried, key=lambda layer: tried[layer])
-            ranking = ranking or [trials.entry(layer, kl_nats=tried[layer]) for layer in best]
-            if turn < trials.count:
+            ranking = ranking or [{"layer": n, "name": parts[n].name, "kl_nats": tried[n]} for n in best]
+            if turn < count:
                 chosen.append(best[0])
-                curve.append(trials.step(chosen, kl_nats=tried[best[0]]))
+                curve.append(_point(parts, chosen, kl_nats=tried[best[0]]))
     return Selection(ranking, curve, sorted(chosen))
 
 
@@ -164,20 +154,22 @@ def select_by_recall(
     Of ``answers``, answers alone have a weight; the rest is as for :func:`select_by_kl`.
     """
     asked = [(batches, [text_loss(batch) for batch in batches]) for batches in (answers, text)]
-    with _Trials(student, budget, lambda n, count: 2 + n + count, progress) as trials:
+    parts = linear_attention_parts(student)
+    count = layers_to_keep(parts, budget)
+    with _trials(student, 2 + len(parts) + count, progress) as mean:
 
         def figures(softmax: Iterable[int]) -> dict[str, float]:
-            return dict(zip(("answer_nats", "loss_nats"), trials.mean(softmax, *asked), strict=True))
+            return dict(zip(("answer_nats", "loss_nats"), mean(softmax, *asked), strict=True))
 
-        layers = range(len(trials.parts))
+        layers = range(len(parts))
         before = figures(layers)
-        ranking = []
+        ranking: list[dict[str, Any]] = []
         for layer in layers:
             found = figures(other for other in layers if other != layer)
             rise = max(found["loss_nats"] - before["loss_nats"], LEAST_LOSS_NATS)
             score = (found["answer_nats"] - before["answer_nats"]) / rise
-            ranking.append(trials.entry(layer, **found, score=score))
+            ranking.append({"layer": layer, "name": parts[layer].name, **found, "score": score})
         ranking.sort(key=lambda entry: -entry["score"])
-        chosen = [entry["layer"] for entry in ranking[: trials.count]]
-        curve = [trials.step(chosen[:n], **figures(chosen[:n])) for n in range(trials.count + 1)]
+        chosen = [entry["layer"] for entry in ranking[:count]]
+        curve = [_point(parts, chosen[:n], **figures(chosen[:n])) for n in range(count + 1)]
     return Selection(ranking, curve, sorted(chosen), by="recall")

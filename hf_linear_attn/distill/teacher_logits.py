@@ -144,9 +144,8 @@ def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
         return False
     check_fingerprint(expected, first, numbers[0], path.parent)
     if known != top_k:
-        raise ArgumentError(
-            "top_k", f"be that of the folder, {known}", top_k, "Choose another folder.", where=str(path.parent)
-        )
+        rule, where = f"be that of the folder, {known}", str(path.parent)
+        raise ArgumentError("top_k", rule, top_k, "Choose another folder.", where=where)
     return complete
 
 
@@ -176,13 +175,9 @@ def fingerprint(batch: Batch) -> int:
 def check_fingerprint(expected: int, batch: Batch, number: int, folder: Path) -> None:
     """Refuse logits of another sequence than that of ``batch``."""
     if expected != fingerprint(batch):
-        raise CheckpointError(
-            "teacher_logits",
-            "come from the same data",
-            str(folder),
-            f"Sequence {number} differs: write the logits to an empty folder, or restore dataset, seed and "
-            "block_tokens.",
-        )
+        remedy = "write the logits to an empty folder, or restore dataset, seed and block_tokens."
+        remedy = f"Sequence {number} differs: {remedy}"
+        raise CheckpointError("teacher_logits", "come from the same data", str(folder), remedy)
 
 
 class TeacherLogits(Teacher):

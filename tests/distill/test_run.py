@@ -1,13 +1,8 @@
 import copy
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +18,8 @@ from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
 from tests.distill.tiny import (
     byte_tokenizer,
+    kill_at,
+    killed,
     same,
     save_files,
     tiny_gpt2,
@@ -30,8 +27,6 @@ from tests.distill.tiny import (
     tiny_settings,
     tiny_teacher,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def go(settings, teacher, tokenizer, data, **options):
@@ -43,10 +38,6 @@ def divergence(student, teacher, batch):
     """Return the mean KL divergence from the teacher over a batch's real tokens."""
     found, expected = (model(batch.input_ids).logits.log_softmax(-1) for model in (student, teacher))
     return F.kl_div(found, expected, log_target=True, reduction="none").sum(-1)[batch.real].mean().item()
-
-
-def measure_loss(model, data):
-    return heldout_loss(model, data, 2, 16)["loss_nats"]
 
 
 def test_distillation_brings_the_student_nearer_to_the_teacher(settings, teacher, tokenizer, data):
@@ -130,34 +121,19 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert steps == [(record["stage"], record["step"], record["loss_nats"]) for record in whole.history]
 
 
-KILLED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from tests.distill.test_run import killed_run
-killed_run(sys.argv[2], int(sys.argv[3]))
-"""
-
-
 def killed_run(folder, step):
     """Train the tiny student from files, and kill the process at a step (0: never)."""
     torch.set_num_threads(1)
     steps = {"transfer_steps": 2, "distill_steps": 6, "checkpoint_every": 2}
     settings = tiny_settings(**steps, dataset=f"{folder}/texts", output_dir=f"{folder}/run")
 
-    def callback(record):
-        if record["stage"] == "distill" and record["step"] == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return distill(settings, teacher=tiny_teacher(), tokenizer=byte_tokenizer(), on_step=callback)
+    return distill(settings, teacher=tiny_teacher(), tokenizer=byte_tokenizer(), on_step=kill_at(step))
 
 
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bits(tmp_path):
     save_files(tmp_path)
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path), "5"], capture_output=True, check=False
-    )
-    assert process.returncode == -9, process.stderr.decode()
+    killed("tests.distill.test_run", str(tmp_path), 5)
     resumed = killed_run(tmp_path, 0)
     shutil.rmtree(tmp_path / "run")
     assert same(resumed.student, killed_run(tmp_path, 0).student)
@@ -298,7 +274,7 @@ def test_a_student_has_the_checkpoints_dtype_whatever_the_teachers(settings, tea
     assert len(seen) == 1
     state = result.student.state_dict()
     assert all(torch.equal(state[name], x) for name, x in teacher.state_dict().items())
-    assert result.metrics["teacher"]["loss_nats"] != measure_loss(teacher, data[1])
+    assert result.metrics["teacher"]["loss_nats"] != heldout_loss(teacher, data[1], 2, 16)["loss_nats"]
 
 
 def test_a_teacher_that_nobody_asks_is_not_kept(settings, teacher, tokenizer, data, tmp_path, monkeypatch):

@@ -1,11 +1,6 @@
 """A frozen base that student and teacher share, and one that is quantised."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +15,8 @@ from hf_linear_attn.distill.models import is_quantised
 from hf_linear_attn.distill.teacher import SharedTeacher
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import softmax, teacher_of
-from tests.distill.tiny import byte_tokenizer, same, save_files, tiny_settings
+from tests.distill.tiny import byte_tokenizer, kill_at, killed, same, save_files, tiny_settings
 
-ROOT = Path(__file__).parents[2]
 # PEFT reads an attribute that Transformers renames.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -119,19 +113,8 @@ def killed_run(folder, dtype, step):
     """Train on a quantised base, and kill the process at a step (0: never)."""
     torch.set_num_threads(1)
 
-    def callback(record):
-        if record["stage"] == "distill" and record["step"] == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return distill(settings_in(folder, model_dtype=dtype), on_step=callback, tokenizer=byte_tokenizer())
-
-
-KILLED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from tests.distill.test_single_gpu import killed_run
-killed_run(sys.argv[2], sys.argv[3], 3)
-"""
+    settings = settings_in(folder, model_dtype=dtype)
+    return distill(settings, on_step=kill_at(step), tokenizer=byte_tokenizer())
 
 
 @pytest.mark.optional
@@ -140,9 +123,7 @@ killed_run(sys.argv[2], sys.argv[3], 3)
 def test_a_quantised_base_trains_resumes_and_loads(saved, dtype):
     pytest.importorskip("bitsandbytes" if dtype == "nf4" else "torchao")
     whole = distill(settings_in(saved, model_dtype=dtype, output_dir=None))
-    arguments = [sys.executable, "-c", KILLED, str(ROOT), str(saved), dtype]
-    process = subprocess.run(arguments, capture_output=True, check=False)
-    assert process.returncode == -9, process.stderr.decode()
+    killed("tests.distill.test_single_gpu", str(saved), dtype, 3)
     resumed = killed_run(saved, dtype, 0)
     trained = {name: p for name, p in resumed.student.named_parameters() if "lora_" in name or "to_save" in name}
     expected = dict(whole.student.named_parameters())

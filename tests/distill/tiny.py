@@ -1,7 +1,13 @@
 """Models, a tokenizer, data and settings small enough to train in a test."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -44,6 +50,24 @@ def save_files(folder: Path, **changes: object) -> Path:
     for n in range(25):
         (folder / "texts" / f"{n:02d}.txt").write_text(f"text number {n} " * 10)
     return folder
+
+
+def kill_at(step: int) -> Callable[[dict[str, Any]], None]:
+    """Return a callback that kills the process at a step of `distill` (0: never)."""
+
+    def callback(record: dict[str, Any]) -> None:
+        if (record["stage"], record["step"]) == ("distill", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return callback
+
+
+def killed(module: str, *arguments: object) -> None:
+    """Call a module's `killed_run` in a process of its own, which has to be killed in it."""
+    code = f"from {module} import killed_run; killed_run(*{arguments!r})"
+    root = Path(__file__).parents[2]
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False)
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:

@@ -312,6 +312,5 @@ def check_columns(settings: DistillationSettings, opened: Iterable[Texts]) -> No
 def check_not_empty(source: Source, found: Sequence[Any]) -> None:
     """Raise an ArgumentError if nothing was found."""
     if not found:
-        raise ArgumentError(
-            "dataset", "hold text", source.path, "It is empty: check the path, the split and the columns."
-        )
+        remedy = "It is empty: check the path, the split and the columns."
+        raise ArgumentError("dataset", "hold text", source.path, remedy)

@@ -128,9 +128,6 @@ class Texts:
             except OSError as error:
                 if Path(self.source.path).exists():
                     raise
-                raise TrainingError(
-                    "dataset",
-                    "stay readable to the end",
-                    self.source.path,
-                    f"Reading it broke off ({error}); run the same command again to go on from the last checkpoint.",
-                ) from error
+                reason = f"Reading it broke off ({error})"
+                remedy = f"{reason}; run the same command again to go on from the last checkpoint."
+                raise TrainingError("dataset", "stay readable to the end", self.source.path, remedy) from error

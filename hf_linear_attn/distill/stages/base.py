@@ -56,12 +56,9 @@ class Stage(ABC):
         for parameter in student.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
         if not chosen:
-            raise ArgumentError(
-                "stages",
-                "train something",
-                self.name,
-                f"The feature map {settings.conversion.feature_map!r} has nothing to learn here; leave the stage out.",
-            )
+            feature_map = settings.conversion.feature_map
+            remedy = f"The feature map {feature_map!r} has nothing to learn here; leave the stage out."
+            raise ArgumentError("stages", "train something", self.name, remedy)
 
     @classmethod
     @abstractmethod
