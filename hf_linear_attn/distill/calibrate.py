@@ -90,10 +90,7 @@ def calibrate(model: nn.Module, batches: Sequence[Batch]) -> list[Measured]:
     weight that they have. Every layer is fed the teacher's hidden states. What was measured is returned, for each layer
     whose rule has gates.
     """
-    parts = [part for part in linear_attention_parts(model) if part.learned_by_rule]
-    measured = {part: Measured(part) for part in parts}
-    if not parts:
-        return []
+    measured = {part: Measured(part) for part in linear_attention_parts(model) if part.learned_by_rule}
     _look(model, measured, batches, outputs=False)
     for part, found in measured.items():
         known = found.mass > 0

@@ -46,7 +46,10 @@ def begin(settings: DistillationSettings, folder: Path) -> None:
 def save_result(
     result: DistillResult, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor] | None
 ) -> None:
-    """Save the student with its tokenizer, figures, loss picture and model card; where it fails, no part of a model."""
+    """Save the student with its tokenizer, figures, loss picture and model card.
+
+    Where writing the model fails, as on a full disk, the folder holds no part of it.
+    """
     with whole_folder(folder) as temporary:
         result.student.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)

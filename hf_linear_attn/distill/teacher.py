@@ -79,7 +79,7 @@ class LiveTeacher(ModelTeacher):
 
 
 class SharedTeacher(ModelTeacher):
-    """The student as it was before it was converted; only adapters, which may be put in later, are trained."""
+    """The student as it was before it was converted: of its own weights none are trained, only adapters put in later."""
 
     def __init__(self, student: nn.Module) -> None:
         self.student = student
