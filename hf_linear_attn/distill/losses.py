@@ -46,7 +46,7 @@ def output_loss(student: Tensor, softmax: Tensor, weights: Tensor) -> Tensor:
 def hidden_loss(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
     """Return ``mean_t ||h_student - h_teacher||^2 / (D var(h_teacher))`` over a text's tokens, as :func:`output_loss`.
 
-    A layer's hidden states are ``[B, T, D]``; ``real [B, T]`` bool is False in padding. Each text has its error, ``[B]``
+    A layer's hidden states are ``[B, T, D]``; ``real [B, T]`` bool is False in padding. The errors of texts are ``[B]``
     fp32.
     """
     teacher = teacher.float()

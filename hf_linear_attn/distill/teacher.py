@@ -79,7 +79,7 @@ class LiveTeacher(ModelTeacher):
 
 
 class SharedTeacher(ModelTeacher):
-    """The student as it was before it was converted: of its own weights none are trained, only adapters put in later."""
+    """The student itself as it was before it was converted; none of its own weights are trained."""
 
     def __init__(self, student: nn.Module) -> None:
         self.student = student
