@@ -8,7 +8,7 @@ from hf_linear_attn.distill import DistillationSettings, available_presets
 from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.settings import declared_settings
-from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.errors import ArgumentError
 
 
 def parse(flags, defaults=None):
@@ -118,11 +118,6 @@ def test_unknown_presets_and_settings_are_refused(tmp_path):
         ArgumentError, match=r"`config` must hold known settings only, got 'windw'. Did you mean window"
     ):
         DistillationSettings.from_file(path)
-    path.write_text("- a")
-    with pytest.raises(ArgumentError, match="`config` must hold `name: value` lines"):
-        DistillationSettings.from_file(path)
-    with pytest.raises(ArgumentError, match="`config` must be a readable YAML or JSON file"):
-        DistillationSettings.from_file(tmp_path / "missing.yaml")
 
 
 def test_what_was_given_is_told_from_defaults(tmp_path):
@@ -144,22 +139,3 @@ def test_a_window_alone_has_nothing_to_transfer():
     assert alone.stages == ["distill"]
     assert alone.with_changes(mix="key").stages == ["transfer", "distill"]
     assert DistillationSettings(**alone.to_dict()) == alone
-
-
-def test_yaml_numbers_without_a_point_are_numbers(tmp_path):
-    path = tmp_path / "settings.yaml"
-    path.write_text("distill_lr: 1e-3\nce_share: 1E-1\nmap_lr: null\n")
-    settings = DistillationSettings.from_file(path)
-    assert (settings.distill_lr, settings.ce_share, settings.map_lr) == (1e-3, 0.1, None)
-    path.write_text("distill_lr: fast\n")
-    with pytest.raises(ArgumentError, match=r"`distill_lr` must be a number, got 'fast'"):
-        DistillationSettings.from_file(path)
-
-
-def test_a_file_may_name_one_stage_and_no_half_rows(tmp_path):
-    path = tmp_path / "settings.yaml"
-    path.write_text("stages: transfer\n")
-    assert list(DistillationSettings.from_file(path).stages) == ["transfer"]
-    path.write_text("rows: 2.5\n")
-    with pytest.raises(ArgumentTypeError, match=r"`rows` must be a whole number, got 2\.5"):
-        DistillationSettings.from_file(path)
