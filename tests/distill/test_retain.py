@@ -12,6 +12,7 @@ from hf_linear_attn.distill.data.blocks import Blocks
 from hf_linear_attn.distill.data.rows import Row
 from hf_linear_attn.distill.plan import plan
 from hf_linear_attn.distill.retention import Text, attention_to_come, ranking_loss
+from hf_linear_attn.distill.stages import retain
 from hf_linear_attn.errors import ArgumentError
 from tests.distill.test_run import StoppedError, go, stop_at
 from tests.distill.tiny import same, tiny_teacher
@@ -78,6 +79,32 @@ def test_it_finds_what_it_was_asked_for(learning, tokenizer, data):
     expected = teacher(ids).logits
     missed = [(model(ids).logits - expected).square().mean().item() for model in (untrained, result.student)]
     assert missed[1] < 0.95 * missed[0]
+
+
+@pytest.mark.parametrize("texts", [0, 3])
+def test_what_is_remembered_takes_no_more_memory_than_it_may(learning, teacher, tokenizer, data, monkeypatch, texts):
+    """The newest text is remembered in any case, more where there is room, and all steps are taken."""
+    learning, held, losses, loss = learning.with_changes(checkpoint_every=100), [], [], retain.Retain.loss
+
+    def watched(stage, batch):
+        if not held and texts:
+            # As much as about so many texts take.
+            monkeypatch.setattr(retain, "MEMORY", texts * size_of(stage._look(batch)[0]))
+        losses.append(loss(stage, batch))
+        held.append([size_of(text) for text in stage.seen])
+        return losses[-1]
+
+    monkeypatch.setattr(retain, "MEMORY", 1)
+    monkeypatch.setattr(retain.Retain, "loss", watched)
+    go(learning, teacher, tokenizer, data)
+    assert len(losses) == LEARNED["retain_steps"]
+    assert all(x.isfinite() for x in losses)
+    assert all(sum(sizes) <= retain.MEMORY or len(sizes) == 1 for sizes in held)
+    assert len(held[-1]) > 1 if texts else len(held[-1]) == 1
+
+
+def size_of(text):
+    return sum(x.nbytes for of in text.values() for x in of)
 
 
 @pytest.mark.parametrize("step", [2, 3])
