@@ -88,21 +88,10 @@ def read_far(
     tensors: Mapping[str, Tensor],
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Fold a key into the linear branch and read it.
+    """Fold a key into the linear branch and read it: return ``o [B, HKV, G, V]``.
 
-    Args:
-        layer: The layer.
-        q: Queries ``[B, HKV, G, D]``.
-        k: The key ``[B, HKV, 1, D]``.
-        v: Its value.
-        counts: Whether it counts ``[B, 1]``; None where all do.
-        position_q: Numbers of the queries ``[B]``.
-        position_k: Numbers of the keys.
-        tensors: The layer's state; the rule's are updated.
-        rows: Where in a pool the rows' states lie; see :class:`RuleStep`.
-
-    Returns:
-        ``o [B, HKV, G, V]``.
+    Queries are ``[B, HKV, G, D]``, the key and its value ``[B, HKV, 1, *]``, their positions ``[B]``; ``counts [B, 1]``
+    says whether the key counts, None where all do. The rule's tensors are updated; ``rows`` as of :class:`RuleStep`.
     """
     feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
     phi = layer.elementwise
@@ -181,11 +170,7 @@ class Ring(ABC):
 class OwnRing(Ring):
     """The windows of a state, whose rows move alike: slots are known to the host, or to a static state's tensor.
 
-    Args:
-        window: The window.
-        state: The state.
-        real: Whether the token of a row is real ``[B, 1]``; None where all are.
-        dtype: Of the tokens.
+    ``real [B, 1]`` says whether the token of a row is real, None where all are; ``dtype`` is that of the tokens.
     """
 
     rows = None
@@ -193,7 +178,8 @@ class OwnRing(Ring):
     def __init__(self, window: Window, state: State, real: Tensor | None, dtype: torch.dtype) -> None:
         self.window, self.state, self.real, self.dtype = window, state, real, dtype
         self.mask, self.seen = state.tensors["near_mask"], state.tensors["seen"]
-        self.new, self.old = window.places(state)
+        # The token that comes goes to one slot; the one in the other leaves the window.
+        self.new, self.old = (window.sinks + (state.length + ahead) % (window.size + 1) for ahead in (0, 1))
         self.full = (
             not (real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling())
             and state.first_read
@@ -246,17 +232,10 @@ class OwnRing(Ring):
 def windowed_(
     layer: Layer, tokens: StepTokens, tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor], ring: Ring
 ) -> Tensor:
-    """Step a layer with a window.
+    """Step a layer with a window: return ``o [B, HKV, G, V]``.
 
-    Args:
-        layer: The layer.
-        tokens: The new tokens.
-        tensors: The window's tensors, where the ring lies; updated.
-        sums: Those of the rule and of the mix; updated. The rule's lie in a pool where it takes rows.
-        ring: How the window moves.
-
-    Returns:
-        ``o [B, HKV, G, V]``.
+    The window's tensors, where the ring lies, and the sums of rule and mix are updated. The rule's lie in a pool where
+    it takes rows.
     """
     q, k, v, rotation, scaling = tokens
     near_k, near_v, keys, far = tensors["near_k"], tensors["near_v"], sums.get("far_keys"), None
@@ -308,18 +287,9 @@ def _flags(device: torch.device) -> tuple[Tensor, Tensor]:
 def turned_back(
     rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str, *, known: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Undo the rotation of the key that leaves a window and of the new token's queries.
+    """Undo the rotation of the key that leaves a window ``[B, HKV, 1, D]``, and of the new queries ``[B, HKV, G, D]``.
 
-    Args:
-        rotation: That of the new tokens.
-        turns: Those of the key ``[B, 1, R]``.
-        gone: The key ``[B, HKV, 1, D]``.
-        q: Queries ``[B, HKV, G, D]``.
-        backend: As in :func:`linear_attention`.
-        known: Whether there is such a key in every row.
-
-    Returns:
-        The key and the queries.
+    ``turns [B, 1, R]`` are the key's; ``known`` says that there is one in every row.
     """
     now = rotation.turns.expand(len(q), q.shape[2], -1)
     turns, both = torch.cat([turns, now], 1), torch.cat([gone, q], 2)

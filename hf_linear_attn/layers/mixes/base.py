@@ -160,13 +160,7 @@ class Mix(ABC):
 
     @abstractmethod
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the layer's output ``[B, H, T, V]``.
-
-        Args:
-            near: The exact branch.
-            far: The linear branch.
-            weights: What :meth:`weights` began.
-        """
+        """Return the layer's output ``[B, H, T, V]``, by what :meth:`weights` began."""
 
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the layer's output ``[B, HKV, G, V]`` in a step, in the dtype of the values; see :meth:`join`."""

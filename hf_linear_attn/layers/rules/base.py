@@ -148,21 +148,11 @@ class Rule(ABC):
 
     @abstractmethod
     def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
-        """Answer queries from a state and from keys, and take the keys in.
-
-        Args:
-            call: The queries and keys.
-            state: The rule's tensors before these keys; None where there were none.
-        """
+        """Answer queries from a state and from keys, and take the keys in; the state is None before the first key."""
 
     def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
         """Take in one key and answer one query of each head, in place.
 
-        Args:
-            step: The key and the queries.
-            state: The rule's tensors.
-
-        Returns:
-            ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
+        Returns ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")
