@@ -137,12 +137,7 @@ def _from_words(value: Any, kind: Any) -> Any:
 
 
 def settings_of(cls: type, defaults: Mapping[str, Any] | None = None) -> list[Setting]:
-    """Return the settings that a dataclass declares, with the help of its docstring.
-
-    Args:
-        cls: A dataclass; fields that its constructor does not take are left out.
-        defaults: Defaults to show in place of the dataclass's own.
-    """
+    """Return the settings that a dataclass declares, with its docstring's help, and with other defaults where given."""
     documented = _documented(cls)
     hints = get_type_hints(cls)
     found = []
@@ -259,10 +254,7 @@ class CommandLine:
         return found | ({"config": self._config} if self._config else {})
 
     def read(self, argv: Sequence[str]) -> Given:
-        """Read a command line; ``--help`` prints the help and ends the program.
-
-        Args:
-            argv: Arguments without the program's name.
+        """Read the words of a command line after the program's name; ``--help`` prints the help and ends the program.
 
         Raises:
             ArgumentError: If a flag is unknown, a value cannot be used, or a file cannot be read.
@@ -315,11 +307,6 @@ class CommandLine:
 
     def settings_from(self, argv: Sequence[str], cls: type[T], **defaults: Any) -> T:
         """Read a command line of which a dataclass declares all settings; those without a default have to be given.
-
-        Args:
-            argv: Arguments without the program's name.
-            cls: The dataclass.
-            **defaults: Defaults to show in place of the dataclass's own.
 
         Raises:
             ArgumentError: As :meth:`read`, and if a setting is left out.

@@ -35,12 +35,7 @@ _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
 
 
 def load_config(name: str, argument: str = "model", *, local_files_only: bool = False) -> PreTrainedConfig:
-    """Load the config of a model.
-
-    Args:
-        name: A folder, a config.json or a hub name.
-        argument: What the caller calls it, for messages.
-        local_files_only: Never reach for a network.
+    """Load the config of a model, of a folder, a config.json or a hub name.
 
     Raises:
         CheckpointError: If there is none, or it is not to be trusted, see :func:`check_folder`.
@@ -59,10 +54,6 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
 
 def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTrainedModel:
     """Build a causal language model without weights, on the meta device.
-
-    Args:
-        config: Its config.
-        argument: What the caller calls it, for messages.
 
     Raises:
         ArgumentError: If the config is not a causal language model's, or no model can be built of it.
@@ -214,10 +205,6 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
 @contextmanager
 def users_code(file: str | Path, argument: str) -> Iterator[None]:
     """Say in one line what is wrong with a Python file of the user's that runs within the block.
-
-    Args:
-        file: The file.
-        argument: What the caller calls it, for messages.
 
     Raises:
         ArgumentError: If it fails.

@@ -72,11 +72,7 @@ class Layout:
 def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
     """Tell the other ranks of this one's part, and find how all lie together: two small exchanges for a forward.
 
-    Args:
-        ranks: The ranks.
-        part: This one's part.
-        window: W, 0 without a window.
-        sinks: N.
+    The window is 0 where there is none.
 
     Raises:
         ArgumentError: On all ranks alike, if the parts are not those of the same rows, or labels are not shifted.
@@ -149,16 +145,10 @@ def _headers(ranks: Ranks, part: Part, window: int) -> tuple[tuple[int, ...], bo
 
 
 def _counts(own: Tensor, whole: Tensor, goes_on: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Count the real tokens of the document that a rank begins in, and of the one that each earlier rank ends in.
+    """Count the real tokens of the document that a rank begins in ``[B]``, and that earlier ones end in ``[rank, B]``.
 
-    Args:
-        own: Tokens that each rank has of the document it ends in, ``[P, B]``.
-        whole: Whether that document is all that it has.
-        goes_on: Whether the document that it begins in is the one that the rank before ends in.
-        rank: This rank.
-
-    Returns:
-        ``[B]`` and ``[rank, B]``.
+    Each rank has its ``own [P, B]`` tokens of the document it ends in, which may be the ``whole`` of what it has, and
+    may begin in the one that the rank before ends in, where that ``goes_on``.
     """
     seen, ended = torch.zeros_like(own[0]), torch.zeros_like(own[:rank])
     for r in range(rank):

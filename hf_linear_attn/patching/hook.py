@@ -73,19 +73,9 @@ def linear_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend in a patched layer, with the signature of Transformers' AttentionInterface.
 
-    Args:
-        module: The attention module.
-        query: ``[B, H, T, D]``.
-        key: ``[B, HKV, T, D]``.
-        value: ``[B, HKV, T, V]``.
-        attention_mask: As :func:`padding_of` reads it.
-        dropout: Not used: there are no attention weights to drop.
-        scaling: Factor on ``q.k`` in the exact branch.
-        is_causal: Whether a query sees only earlier keys; defaults to the module's own.
-        **kwargs: What other implementations read.
-
-    Returns:
-        ``o [B, T, H, V]`` and None in place of attention weights.
+    Tokens are ``query [B, H, T, D]``, ``key [B, HKV, T, D]`` and ``value [B, HKV, T, V]``, and :func:`padding_of` reads
+    the mask. ``scaling`` is the factor on ``q.k`` in the exact branch; ``is_causal`` defaults to the module's own.
+    There are no attention weights to drop: ``o [B, T, H, V]`` comes with None in their place.
 
     Raises:
         UnsupportedError: If the layer asks for something that linear attention does not have.
@@ -113,7 +103,9 @@ def linear_attention_forward(
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
     if scope is None and part.undoes:
-        raise _unhooked(part)
+        rule = "be 'keep' where an attention module is not called through its hooks"
+        remedy = "Call the module itself instead of its forward: the hooks see its rotation."
+        raise UnsupportedError("rotary", rule, "undo", remedy, where=part.name)
     if scope is not None and scope.looks:
         raise Seen(query, key)
     layer = None if scope is None else scope.next_layer()
@@ -177,12 +169,6 @@ def _cut(call: Call, a: int, b: int) -> Call:
     """Return the call of the tokens from ``a`` to ``b`` alone."""
     key_mask = None if call.key_mask is None else call.key_mask[:, a:b]
     return call._replace(key_mask=key_mask, rotation=None if call.rotation is None else call.rotation.cut(a, b))
-
-
-def _unhooked(part: LinearAttention) -> UnsupportedError:
-    rule = "be 'keep' where an attention module is not called through its hooks"
-    remedy = "Call the module itself instead of its forward: the hooks see its rotation."
-    return UnsupportedError("rotary", rule, "undo", remedy, where=part.name)
 
 
 def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:

@@ -154,12 +154,7 @@ def _layout_of(
 
 
 class Seen(Exception):  # noqa: N818  # it tells of no error
-    """End a forward that runs only as far as an attention call.
-
-    Attributes:
-        q: The call's queries.
-        k: Its keys.
-    """
+    """End a forward that runs only as far as an attention call, with the call's queries and keys."""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         super().__init__()
