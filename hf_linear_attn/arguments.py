@@ -110,12 +110,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _from_words(value: Any, kind: Any) -> Any:
-    """Turn words into what they stand for; what is no word stays as it is.
-
-    Raises:
-        TypeError: If they cannot stand for any of that type.
-        ValueError: If they cannot stand for any of that type.
-    """
+    """Turn words into what they stand for, if they can; what is no word stays as it is."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (list, tuple):
         items = list(value) if isinstance(value, list | tuple) else [value]
@@ -179,7 +174,7 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def read_file(path: str | Path, argument: str = "config") -> dict[str, Any]:
+def read_file(path: str | Path) -> dict[str, Any]:
     """Read the settings in a YAML or JSON file, as they stand there.
 
     Raises:
@@ -189,10 +184,10 @@ def read_file(path: str | Path, argument: str = "config") -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ArgumentError(
-            argument, "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
+            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
         ) from error
     if not isinstance(values, dict):
-        raise ArgumentError(argument, "hold `name: value` lines", str(path), "Write one setting per line.")
+        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 

@@ -146,7 +146,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 @contextmanager
-def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[Path]:
+def whole_folder(folder: str | Path) -> Iterator[Path]:
     """Write a model's files so that a folder gets all of them or none; other files in it stay.
 
     Yields:
@@ -173,7 +173,7 @@ def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[P
             raise
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         rule, remedy = "have room for the model", f"Writing failed ({error}); make room and run again."
-        raise CheckpointError(argument, rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
+        raise CheckpointError("output_dir", rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

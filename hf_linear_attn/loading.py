@@ -52,7 +52,7 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
     return config
 
 
-def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a causal language model without weights, on the meta device.
 
     Raises:
@@ -64,7 +64,7 @@ def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTraine
             return model
     except Exception as error:  # whatever a model's class raises of sizes that do not fit
         raise ArgumentError(
-            argument, "be a causal language model's", type(config).__name__, first_line(error)
+            "config", "be a causal language model's", type(config).__name__, first_line(error)
         ) from error
 
 
@@ -172,7 +172,7 @@ def process_state() -> PartialState:
     return state
 
 
-def find_device(name: str, argument: str = "device") -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return a device that torch can use.
 
     Raises:
@@ -185,7 +185,7 @@ def find_device(name: str, argument: str = "device") -> torch.device:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         usable = ["cpu", *([accelerator.type] if accelerator else [])]
         raise ArgumentError(
-            argument, "be a device that can be used here", name, "Use one of those", available=usable
+            "device", "be a device that can be used here", name, "Use one of those", available=usable
         ) from error
     return device
 

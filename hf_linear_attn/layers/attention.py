@@ -176,7 +176,9 @@ class LinearAttention(nn.Module):
         ``keep`` says whether the new tokens are put into the call's state.
         """
         whole = self.split(q, k, v, call)
-        o, carried = read_whole(self, whole, self._carried(call.state))
+        held = {} if call.state is None else call.state.read()
+        before = {name: x for name, x in held.items() if not name.startswith(("near_", "kept_", "seen"))}
+        o, carried = read_whole(self, whole, before or None)
         if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
         return o
@@ -216,8 +218,8 @@ class LinearAttention(nn.Module):
         state = call.state
         seen = None if state is None else state.tensors.get("seen")
         positions = positions_of(q, call.key_mask, seen)
-        piece = Piece(q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens)
-        piece = piece._replace(rotation=call.rotation)
+        parts = q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens
+        piece = Piece(*parts, rotation=call.rotation)
         if self.window is None:
             return piece
         unread = state is None or not state.first_read
@@ -347,11 +349,6 @@ class LinearAttention(nn.Module):
         backend = self.settings.backend
         phi_q = features_of(self.feature_map, q, "q", positions_q, backend, of_q)
         return phi_q, features_of(self.feature_map, k, "k", positions_k, backend, of_k), None
-
-    def _carried(self, state: State | None) -> dict[str, Tensor] | None:
-        """Return what the linear branch carries over from a state."""
-        held = {} if state is None else state.read()
-        return {name: x for name, x in held.items() if not name.startswith(("near_", "kept_", "seen"))} or None
 
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""

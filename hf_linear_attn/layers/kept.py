@@ -108,12 +108,9 @@ class Beyond(NamedTuple):
 
 
 class Kept:
-    """Where keys lie that are kept beyond the window.
+    """Where keys lie that are kept beyond the window, C >= 1 of each key head, as a rule chooses them.
 
-    Args:
-        size: C, keys of each key head; >= 1.
-        retention: The rule that chooses them.
-        turned: Whether a linear branch reads those that go with their rotation undone, so that angles are kept too.
+    ``turned`` says that a linear branch reads those that go with their rotation undone, so that angles are kept too.
     """
 
     def __init__(self, size: int, retention: Retention, *, turned: bool) -> None:

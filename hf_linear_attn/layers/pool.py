@@ -13,7 +13,7 @@ from hf_linear_attn.layers.call import Call, Piece
 from hf_linear_attn.layers.fused import for_kernel, fused_backend
 from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import Entered, Ring, StepTokens, can_step, grouped, read_far, windowed_
+from hf_linear_attn.layers.step import Entered, Ring, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.hybrid import hybrid_step_
@@ -59,7 +59,7 @@ class PoolRing(Ring):
         held = window.held(lengths + 1)
         hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
         number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
-        self.entered = Entered(hidden[:, None, None], number[:, None])
+        self.entered = hidden[:, None, None], number[:, None]
 
     @override
     def left(self, x: Tensor, dim: int) -> Tensor:
@@ -273,10 +273,9 @@ def step_rows_(
     there is a kernel for all of a step, or for a rule's, it reads and writes states where they lie. In PyTorch a new
     token of the window is written where it belongs; sums are gathered, stepped and put back.
     """
-    if not layer.undoes:
-        rotation = None
+    rotation = rotation if layer.undoes else None
+    call, lengths = Call(rotation=rotation), rows.lengths
     if layer.window is not None:
-        call, lengths = Call(rotation=rotation), rows.lengths
         chosen = fused_backend(layer.settings.backend, q.device)
         parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
         whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
@@ -298,8 +297,7 @@ def step_rows_(
         o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
         ring = rows.ring(layer.window, upcast(q[:0]).dtype)
-        tokens = StepTokens(q, k, v, rotation, layer.sizes.scaling)
-        o = windowed_(layer, tokens, pool.tensors, sums, ring)
+        o = windowed_(layer, q, k, v, call, pool.tensors, sums, ring)
     for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)

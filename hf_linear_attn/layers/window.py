@@ -58,12 +58,7 @@ class Tokens(NamedTuple):
 
 
 class Window:
-    """Where the tokens of a window and its sinks lie, and how they come and go.
-
-    Args:
-        size: W, the tokens in sight, the query's own included; >= 1.
-        sinks: N, the first real tokens, in sight for ever.
-    """
+    """Where the tokens of a window of W >= 1 lie, and N sinks, in sight for ever; how they come and go."""
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks

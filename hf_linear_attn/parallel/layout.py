@@ -121,7 +121,7 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         rank=rank,
         real=part.real,
         numbers=(counted - 1 - base).clamp(min=0),
-        bounds=_bounds(starts) if several else None,
+        bounds=tuple((0, *row.nonzero().flatten().tolist(), tokens) for row in starts) if several else None,
         last=last if several else None,
         weights=weights,
         seen=seen,
@@ -155,11 +155,6 @@ def _counts(own: Tensor, whole: Tensor, goes_on: Tensor, rank: int) -> tuple[Ten
         ended[r] = own[r] + whole[r] * seen
         seen = ended[r] * goes_on[r + 1]
     return seen, ended
-
-
-def _bounds(starts: Tensor) -> tuple[tuple[int, ...], ...]:
-    tokens = starts.shape[1]
-    return tuple((0, *row.nonzero().flatten().tolist(), tokens) for row in starts)
 
 
 def _check(headers: list[list[int]]) -> None:

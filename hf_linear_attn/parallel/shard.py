@@ -71,12 +71,7 @@ class Waiting:
 
 
 class Shard:
-    """One rank's part of a batch in a forward.
-
-    Args:
-        ranks: The ranks.
-        layout: How the rows lie over them.
-    """
+    """One rank's part of a batch in a forward, in which rows lie over the ranks as a layout says."""
 
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self.ranks, self.layout = ranks, layout

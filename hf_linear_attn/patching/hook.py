@@ -114,8 +114,8 @@ def linear_attention_forward(
         start, strict = 0 if layer is None else layer.length, not part.settings.allow_approximate
         reader = Reader(query.shape[0], query.shape[2], start, causal, strict, part.name)
         key_mask, cu_seqlens = padding_of(attention_mask, reader)
-    if cu_seqlens is None:
-        cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
+    if cu_seqlens is None and kwargs.get("cu_seq_lens_q") is not None:
+        cu_seqlens = _boundaries(kwargs["cu_seq_lens_q"], layer, part.name)
     state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation
     call = Call(key_mask, cu_seqlens, causal, scaling, state, rotation=rotation)
     with own_precision(query.device):
@@ -171,9 +171,9 @@ def _cut(call: Call, a: int, b: int) -> Call:
     return call._replace(key_mask=key_mask, rotation=None if call.rotation is None else call.rotation.cut(a, b))
 
 
-def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
+def _boundaries(bounds: Tensor, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
     """Return boundaries of packed texts that a trainer passes; a text alone needs none."""
-    if bounds is None or layer is None:
+    if layer is None:
         return bounds
     if len(bounds) > 2:
         raise UnsupportedError(

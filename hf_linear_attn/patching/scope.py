@@ -61,8 +61,8 @@ class ModuleScope:
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
-        self.calls += 1
-        return None if self.layer is None else self.layer.of_call(self.calls - 1)
+        number, self.calls = self.calls, self.calls + 1
+        return self.layer.of_call(number) if number and self.layer is not None else self.layer
 
 
 class _Current(threading.local):

@@ -126,12 +126,7 @@ class LastToken(NamedTuple):
 
 
 class Mix(ABC):
-    """A mixing rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        sizes: The layer's sizes.
-        eps: Added to normalisers, > 0.
-    """
+    """A mixing rule; a subclass is found by its :attr:`name`. To normalisers ``eps`` > 0 is added."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""

@@ -11,12 +11,7 @@ from hf_linear_attn.layers.window import Tokens
 
 
 class Retention(ABC):
-    """A rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        sizes: The layer's sizes.
-        window: W, tokens in sight.
-    """
+    """A rule for layers of some sizes, with W tokens in sight; a subclass is found by its :attr:`name`."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""

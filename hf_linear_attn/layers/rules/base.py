@@ -101,12 +101,7 @@ class Reading(NamedTuple):
 
 
 class Rule(ABC):
-    """An update rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        eps: Added to normalisers, > 0.
-        backend: As in :func:`linear_attention`.
-    """
+    """An update rule; a subclass is found by its :attr:`name`. To normalisers ``eps`` > 0 is added."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""

@@ -263,7 +263,8 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
         m: Metadata = metadata[self.layer_name]
         part, rotary = self._held
         pool = self._pool_of_cache()
-        q, k, v = (x.view(len(x), -1, d) for x, d in self._with_sizes(query, key, value))
+        q, k = (x.view(len(x), -1, part.sizes.head_dim) for x in (query, key))
+        v = value.view(len(value), -1, self.value_dim)
         out = out.view(len(out), -1, self.value_dim)
         with own_precision(q.device):
             if m.at is not None and can_step(part):
@@ -294,10 +295,6 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
             named = {part.name: x for part, x in tensors if part.name in self.slots}
             self._pool = self.kv_cache, Pool(self.slots, named)
         return self._pool[1]
-
-    def _with_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, int], ...]:
-        head_dim = self._held[0].sizes.head_dim
-        return (query, head_dim), (key, head_dim), (value, self.value_dim)
 
 
 def _pieces(text: Text) -> list[Text]:
