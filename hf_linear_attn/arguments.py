@@ -110,12 +110,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _from_words(value: Any, kind: Any) -> Any:
-    """Turn words into what they stand for; what is no word stays as it is.
-
-    Raises:
-        TypeError: If they cannot stand for any of that type.
-        ValueError: If they cannot stand for any of that type.
-    """
+    """Turn words into what they stand for, if they can; what is no word stays as it is."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (list, tuple):
         items = list(value) if isinstance(value, list | tuple) else [value]
@@ -137,12 +132,7 @@ def _from_words(value: Any, kind: Any) -> Any:
 
 
 def settings_of(cls: type, defaults: Mapping[str, Any] | None = None) -> list[Setting]:
-    """Return the settings that a dataclass declares, with the help of its docstring.
-
-    Args:
-        cls: A dataclass; fields that its constructor does not take are left out.
-        defaults: Defaults to show in place of the dataclass's own.
-    """
+    """Return the settings that a dataclass declares, with its docstring's help, and with other defaults where given."""
     documented = _documented(cls)
     hints = get_type_hints(cls)
     found = []
@@ -184,7 +174,7 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def read_file(path: str | Path, argument: str = "config") -> dict[str, Any]:
+def read_file(path: str | Path) -> dict[str, Any]:
     """Read the settings in a YAML or JSON file, as they stand there.
 
     Raises:
@@ -194,10 +184,10 @@ def read_file(path: str | Path, argument: str = "config") -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ArgumentError(
-            argument, "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
+            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
         ) from error
     if not isinstance(values, dict):
-        raise ArgumentError(argument, "hold `name: value` lines", str(path), "Write one setting per line.")
+        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
     return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
@@ -259,10 +249,7 @@ class CommandLine:
         return found | ({"config": self._config} if self._config else {})
 
     def read(self, argv: Sequence[str]) -> Given:
-        """Read a command line; ``--help`` prints the help and ends the program.
-
-        Args:
-            argv: Arguments without the program's name.
+        """Read the words of a command line after the program's name; ``--help`` prints the help and ends the program.
 
         Raises:
             ArgumentError: If a flag is unknown, a value cannot be used, or a file cannot be read.
@@ -315,11 +302,6 @@ class CommandLine:
 
     def settings_from(self, argv: Sequence[str], cls: type[T], **defaults: Any) -> T:
         """Read a command line of which a dataclass declares all settings; those without a default have to be given.
-
-        Args:
-            argv: Arguments without the program's name.
-            cls: The dataclass.
-            **defaults: Defaults to show in place of the dataclass's own.
 
         Raises:
             ArgumentError: As :meth:`read`, and if a setting is left out.

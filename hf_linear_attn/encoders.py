@@ -40,9 +40,7 @@ def _largest(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted(hidden: Tensor, mask: Tensor) -> Tensor:
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    weights = (mask * places).to(hidden.dtype)[..., None]
-    return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1e-9)
+    return _mean(hidden, mask * torch.arange(1, mask.shape[1] + 1, device=mask.device))
 
 
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -150,12 +148,7 @@ def _read_json(name: str, file: str) -> Any:
 
 
 def copy_sentence_files(name: str | None, folder: Path) -> None:
-    """Make a saved student what its teacher was to sentence-transformers; nothing where it was nothing.
-
-    Args:
-        name: The teacher's folder or hub name.
-        folder: Where the student was saved.
-    """
+    """Make a saved student what its teacher was to sentence-transformers; nothing where it was nothing."""
     modules = sentence_modules(name)
     if not modules or name is None:
         return
@@ -182,10 +175,7 @@ def backbone(model: nn.Module) -> nn.Module:
 def hidden_states(model: nn.Module, input_ids: Tensor, mask: Tensor) -> list[Tensor]:
     """Return the hidden states ``[B, T, D]`` that each layer of an encoder writes, the last as its head reads it.
 
-    Args:
-        model: The encoder, with a head or without.
-        input_ids: ``[B, T]`` int64.
-        mask: ``[B, T]`` bool, True where a token is real.
+    ``input_ids [B, T]`` are int64; ``mask [B, T]`` bool is True where a token is real.
     """
     found = backbone(model)(input_ids=input_ids, attention_mask=mask.long(), output_hidden_states=True)
     return [*found.hidden_states[1:-1], found.last_hidden_state]

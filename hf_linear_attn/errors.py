@@ -80,18 +80,7 @@ def explain(
     where: str | None = None,
     available: Iterable[str] | None = None,
 ) -> str:
-    """Compose an error message in the one form used everywhere.
-
-    Args:
-        argument: Name of the argument as the caller wrote it.
-        rule: What it must be, a phrase that follows "must".
-        value: The value received; its ``repr`` is shown.
-        remedy: One sentence that says how to fix it.
-        where: The layer or model concerned, if any.
-        available: Names that would have worked, if there is a list.
-
-    Returns:
-        The message.
+    """Compose an error message in the one form used everywhere; arguments are those of :class:`HFLinearAttnError`.
 
     Example:
         >>> explain("feature_map", "be a registered name", "elo", "Use one of those.", available=["relu", "elu"])

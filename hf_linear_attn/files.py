@@ -66,12 +66,9 @@ def output_folder(
 
 
 def paths_read(settings: object, names: Iterable[str], **loaded: object) -> dict[str, list[object]]:
-    """Return what a run reads, by argument, for :func:`output_folder`.
+    """Return what a run reads, by argument, for :func:`output_folder`: settings of those names hold a path or several.
 
-    Args:
-        settings: The run's.
-        names: Those of them that name a path or several.
-        **loaded: Models and tokenizers in memory, by argument: what they were loaded from is read, too.
+    What models and tokenizers in memory were loaded from is read, too.
     """
     found: dict[str, list[object]] = {}
     for name in names:
@@ -149,12 +146,8 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 @contextmanager
-def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[Path]:
-    """Write a model's files so that a folder gets all of them or none.
-
-    Args:
-        folder: Where they are to be; other files in it stay.
-        argument: Its name in messages.
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """Write a model's files so that a folder gets all of them or none; other files in it stay.
 
     Yields:
         A folder to write them to; they are moved when all are on the disk, what names the others last.
@@ -180,18 +173,13 @@ def whole_folder(folder: str | Path, argument: str = "output_dir") -> Iterator[P
             raise
         free_mib = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**20
         rule, remedy = "have room for the model", f"Writing failed ({error}); make room and run again."
-        raise CheckpointError(argument, rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
+        raise CheckpointError("output_dir", rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def run_file(file: str | Path, argument: str, prefix: str) -> str:
-    """Import a Python file of the user's, and return its module's name.
-
-    Args:
-        file: The file.
-        argument: What the caller calls it, for messages.
-        prefix: What the module's name begins with.
+    """Import a Python file of the user's, and return its module's name, which begins with ``prefix``.
 
     Raises:
         ArgumentError: If there is no such Python file.

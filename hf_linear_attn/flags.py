@@ -17,13 +17,7 @@ _USERS = "suite_file"
 
 
 def check_flags(argv: Sequence[str], program: str, sources: Iterable[str]) -> None:
-    """Refuse a flag that no setting has.
-
-    Args:
-        argv: Arguments without the program's name.
-        program: The command, for messages.
-        sources: Patterns of the files, within this package, whose dataclasses declare its settings.
-    """
+    """Refuse a flag that no setting has: dataclasses in files of the package, by their patterns, declare those."""
     names = [flag_name(word) for word in argv if word.startswith("--") and word != "--"]
     if _USERS in names:
         return

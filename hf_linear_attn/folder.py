@@ -32,15 +32,12 @@ _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?$")
 
 
 def check_folder(name: str | Path, argument: str, **options: Any) -> dict[str, Any]:
-    """Read a model's config, and refuse what no model's folder needs.
+    """Read a model's config, of a folder or by its hub name, and refuse what no model's folder needs.
 
     Args:
         name: A folder, a config.json or a hub name.
         argument: What the caller calls it, for messages.
         **options: Some of :data:`HUB_OPTIONS`.
-
-    Returns:
-        What config.json holds.
 
     Raises:
         ArgumentTypeError: If ``name`` is neither a text nor a path.
@@ -69,16 +66,9 @@ def check_folder(name: str | Path, argument: str, **options: Any) -> dict[str, A
 def check_weights(
     info: Mapping[str, Any], argument: str, kind: str, name: str | Path, where: str, otherwise: str = ""
 ) -> None:
-    """Refuse a checkpoint in which weights are missing: they would be drawn at random.
+    """Refuse a checkpoint in which weights are missing, by what Transformers' ``output_loading_info`` says of it.
 
-    Args:
-        info: What Transformers' ``from_pretrained`` returns for ``output_loading_info=True``; weights that are tied to
-            others are not missing there.
-        argument: What the caller calls the checkpoint, for messages.
-        kind: What the model is, for messages.
-        name: The checkpoint.
-        where: The model's class.
-        otherwise: What else can be done about it.
+    They would be drawn at random; those that are tied to others are not missing there.
 
     Raises:
         CheckpointError: If any is missing, or has another shape than the model's.

@@ -35,12 +35,7 @@ _POSITION_TABLE = re.compile(r"(^|\.)(wpe|(embed_)?pos\w*)$")
 
 
 def load_config(name: str, argument: str = "model", *, local_files_only: bool = False) -> PreTrainedConfig:
-    """Load the config of a model.
-
-    Args:
-        name: A folder, a config.json or a hub name.
-        argument: What the caller calls it, for messages.
-        local_files_only: Never reach for a network.
+    """Load the config of a model, of a folder, a config.json or a hub name.
 
     Raises:
         CheckpointError: If there is none, or it is not to be trusted, see :func:`check_folder`.
@@ -57,12 +52,8 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
     return config
 
 
-def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTrainedModel:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a causal language model without weights, on the meta device.
-
-    Args:
-        config: Its config.
-        argument: What the caller calls it, for messages.
 
     Raises:
         ArgumentError: If the config is not a causal language model's, or no model can be built of it.
@@ -73,7 +64,7 @@ def empty_model(config: PreTrainedConfig, argument: str = "config") -> PreTraine
             return model
     except Exception as error:  # whatever a model's class raises of sizes that do not fit
         raise ArgumentError(
-            argument, "be a causal language model's", type(config).__name__, first_line(error)
+            "config", "be a causal language model's", type(config).__name__, first_line(error)
         ) from error
 
 
@@ -181,7 +172,7 @@ def process_state() -> PartialState:
     return state
 
 
-def find_device(name: str, argument: str = "device") -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return a device that torch can use.
 
     Raises:
@@ -194,7 +185,7 @@ def find_device(name: str, argument: str = "device") -> torch.device:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         usable = ["cpu", *([accelerator.type] if accelerator else [])]
         raise ArgumentError(
-            argument, "be a device that can be used here", name, "Use one of those", available=usable
+            "device", "be a device that can be used here", name, "Use one of those", available=usable
         ) from error
     return device
 
@@ -214,10 +205,6 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
 @contextmanager
 def users_code(file: str | Path, argument: str) -> Iterator[None]:
     """Say in one line what is wrong with a Python file of the user's that runs within the block.
-
-    Args:
-        file: The file.
-        argument: What the caller calls it, for messages.
 
     Raises:
         ArgumentError: If it fails.

@@ -92,6 +92,7 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
         ({"window": 10**9}, r"`window` must be at most 1048576 tokens"),
         ({"window": 8, "sinks": 2**40}, r"`sinks` must be at most 1048576 tokens"),
         ({"backend": "tritn"}, r"`backend` must be a known backend, got 'tritn'.*available: auto, .*reference, torch"),
+        ({"rotary": "drop"}, r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"),
         ({"trained_length": 0}, r"`trained_length` must be at least 1 token"),
     ],
     ids=str,

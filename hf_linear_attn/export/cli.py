@@ -9,14 +9,7 @@ from hf_linear_attn.shell import next_step
 
 
 def main(argv: Sequence[str]) -> Exported:
-    """Write a converted model as a graph that runs without this package, with its tokenizer and an example.
-
-    Args:
-        argv: Flags, and the model's folder, without the program's name.
-
-    Returns:
-        What was written.
-    """
+    """Write a converted model as a graph that runs without this package, with its tokenizer and an example."""
     line = CommandLine(
         "hf-linear-attn export",
         "Write a converted model as a graph that runs without this package, with its tokenizer and an example.",

@@ -39,10 +39,7 @@ class Graph(NamedTuple):
 
 
 def trace(model: PreTrainedModel) -> Graph:
-    """Trace a converted causal language model; its layers are set to PyTorch's form of every operation.
-
-    Args:
-        model: On the CPU, in evaluation mode.
+    """Trace a causal language model, on the CPU and in evaluation mode; layers are set to PyTorch's form of operations.
 
     Raises:
         UnsupportedError: If a layer of it keeps something that grows with the context, or an operation of it cannot be
@@ -65,13 +62,7 @@ def trace(model: PreTrainedModel) -> Graph:
 
 
 class Reader(nn.Module):
-    """Read tokens as a model does, with states as tensors that are handed over and handed back.
-
-    Args:
-        model: The model.
-        parts: Its converted layers by their place in a cache.
-        names: Names of the states, in order.
-    """
+    """Read tokens as a model does, with states as tensors, ordered by names, that are handed over and handed back."""
 
     def __init__(self, model: PreTrainedModel, parts: dict[int, LinearAttention], names: Sequence[str]) -> None:
         super().__init__()

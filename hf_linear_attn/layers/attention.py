@@ -13,7 +13,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.call import Branch, Call, Piece
 from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
-from hf_linear_attn.layers.numbers import gone_before, positions_of
+from hf_linear_attn.layers.numbers import positions_of
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.retention import RETENTIONS
 from hf_linear_attn.layers.rules import RULES, Gates, RuleCall, Sizes
@@ -24,6 +24,7 @@ from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.step import copies_of
+from hf_linear_attn.ops.window import running_sum
 
 
 class Shard(Protocol):
@@ -74,23 +75,21 @@ class LinearAttention(nn.Module):
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
-        starts = {} if self.window is None else self.mix.weights()
-        for part, start in starts.items():
-            self.register_parameter(f"mix_{part}", nn.Parameter(start))
-        self.learned_by_mix = tuple(starts)
-        starts = self.rule.weights(sizes) if self.window is None or self.mix.has_far else {}
-        for part, start in starts.items():
-            self.register_parameter(f"rule_{part}", nn.Parameter(start))
-        self.learned_by_rule = tuple(starts)
-        starts = {} if self.kept is None else self.kept.retention.weights()
-        for part, start in starts.items():
-            self.register_parameter(f"retention_{part}", nn.Parameter(start))
-        self.learned_by_retention = tuple(starts)
+        self.learned_by_mix = self._learn("mix", {} if self.window is None else self.mix.weights())
+        has_far = self.window is None or self.mix.has_far
+        self.learned_by_rule = self._learn("rule", self.rule.weights(sizes) if has_far else {})
+        self.learned_by_retention = self._learn("retention", {} if self.kept is None else self.kept.retention.weights())
         self.disabled: frozenset[Branch] = frozenset()
         self.shard: Shard | None = None
         """The part of the texts that calls read, where texts are split over ranks."""
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
+
+    def _learn(self, owner: str, starts: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Register what a part of the layer learns, and return its names."""
+        for name, start in starts.items():
+            self.register_parameter(f"{owner}_{name}", nn.Parameter(start))
+        return tuple(starts)
 
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
@@ -174,18 +173,12 @@ class LinearAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, keep: bool = True) -> Tensor:
         """Attend as :meth:`forward` does, in texts that are rows of a batch, or packed where there is no window.
 
-        Args:
-            q: Queries ``[B, H, T, D]``.
-            k: Keys ``[B, HKV, T, D]``.
-            v: Values ``[B, HKV, T, V]``.
-            call: What belongs to this call.
-            keep: Whether the new tokens are put into the call's state.
-
-        Returns:
-            ``o [B, H, T, V]``.
+        ``keep`` says whether the new tokens are put into the call's state.
         """
         whole = self.split(q, k, v, call)
-        o, carried = read_whole(self, whole, self._carried(call.state))
+        held = {} if call.state is None else call.state.read()
+        before = {name: x for name, x in held.items() if not name.startswith(("near_", "kept_", "seen"))}
+        o, carried = read_whole(self, whole, before or None)
         if call.state is not None and keep:
             self._keep(whole, carried, v, call.state)
         return o
@@ -225,8 +218,8 @@ class LinearAttention(nn.Module):
         state = call.state
         seen = None if state is None else state.tensors.get("seen")
         positions = positions_of(q, call.key_mask, seen)
-        piece = Piece(q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens)
-        piece = piece._replace(rotation=call.rotation)
+        parts = q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens
+        piece = Piece(*parts, rotation=call.rotation)
         if self.window is None:
             return piece
         unread = state is None or not state.first_read
@@ -238,7 +231,7 @@ class LinearAttention(nn.Module):
             before = seen - counts[:, :past].sum(1) - state.tensors["near_mask"][:, : self.window.sinks].sum(1)
         if self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
-            number = gone_before(counts, left, q.shape[2] - left, before)
+            number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
         if seen is not None and tokens.counts is not None:
             # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
             later = tokens.counts[:, :past].flip(1).cumsum(1).flip(1)
@@ -252,10 +245,7 @@ class LinearAttention(nn.Module):
     def keeps(self, piece: Piece, before: Tensor, held: Mapping[str, Tensor] | None) -> Piece:
         """Choose the keys that are kept beyond the windows of a call, where any are.
 
-        Args:
-            piece: All of the call.
-            before: Keys that had left the window before ``[B]`` int64.
-            held: Where the kept keys lie; None where nothing was read before.
+        ``before [B]`` int64 counts the keys that had left the window before; ``held`` is None where nothing was read.
         """
         kept, window, tokens, positions = self.kept, self.window, piece.tokens, piece.key_positions
         if kept is None or window is None or tokens is None or positions is None:
@@ -266,14 +256,9 @@ class LinearAttention(nn.Module):
         return piece._replace(number=number, beyond=beyond)
 
     def read(self, piece: Piece, carried: Mapping[str, Tensor] | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from the queries of a piece.
+        """Attend from the queries of a piece: return ``o [B, H, T, V]``, and what the linear branch carries on.
 
-        Args:
-            piece: Its tokens.
-            carried: What the linear branch carries from the piece before; None where there is none.
-
-        Returns:
-            ``o [B, H, T, V]``, and what the next piece needs.
+        What is ``carried`` from the piece before is None where there is none.
         """
         if piece.tokens is None or self.window is None:
             mask, positions = piece.mask, piece.positions
@@ -311,7 +296,9 @@ class LinearAttention(nn.Module):
         delay, left = count - left, max(left, 0)
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
         of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
-        if of_q is not None and of_k is not None and self._reads_plain():
+        # More than features is made of them: gates, or a map that the rule applies.
+        plain = bool(self.learned_by_rule) or self.elementwise is not None
+        if of_q is not None and of_k is not None and plain:
             backend = self.settings.backend
             q, k, of_q, of_k = of_q.undo(q, backend), of_k.undo(k, backend), None, None
         mask = None if tokens.counts is None else tokens.counts[:, :count]
@@ -346,10 +333,6 @@ class LinearAttention(nn.Module):
         sums, total = None if carried is None else carried["far_keys"], gone.sum(2, dtype=upcast(gone[:0]).dtype)
         return sums, {"far_keys": total if sums is None else total + sums}
 
-    def _reads_plain(self) -> bool:
-        """Tell whether more than features is made of queries and keys turned back: gates, or a map of the rule's."""
-        return bool(self.learned_by_rule) or self.elementwise is not None
-
     def _features(
         self,
         q: Tensor,
@@ -367,17 +350,13 @@ class LinearAttention(nn.Module):
         phi_q = features_of(self.feature_map, q, "q", positions_q, backend, of_q)
         return phi_q, features_of(self.feature_map, k, "k", positions_k, backend, of_k), None
 
-    def _carried(self, state: State | None) -> dict[str, Tensor] | None:
-        """Return what the linear branch carries over from a state."""
-        held = {} if state is None else state.read()
-        return {name: x for name, x in held.items() if not name.startswith(("near_", "kept_", "seen"))} or None
-
     def _keep(self, whole: Piece, carried: Mapping[str, Tensor], v: Tensor, state: State) -> None:
         """Put into the call's state what was read."""
         batch, _, count, _ = whole.q.shape
         kept = dict(carried)
         if self.window is not None and whole.tokens is not None:
-            kept |= self.window.close(whole.tokens, count, state)
+            with torch.no_grad():
+                kept |= self.window.close(whole.tokens, count, state)
         if whole.beyond is not None:
             kept |= whole.beyond.close(self.sizes.head_dim)
         state.allocate(self.slots(v.shape[3], v.device), batch, v, kept)

@@ -10,6 +10,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.layers.kept import Beyond, Kept
 from hf_linear_attn.layers.mixes import Mix
+from hf_linear_attn.layers.numbers import sinks_in_sight
 from hf_linear_attn.layers.rules import Gates, Rule
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
@@ -76,10 +77,16 @@ class Piece(NamedTuple):
     beyond: Beyond | None = None
 
     def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the sinks' keys and values, and which query sees which."""
+        """Return the sinks' keys and values, and which query sees which, ``[B, T, N]``.
+
+        A sink of the past is shown here alone; a new one is shown by the window until it has left that.
+        """
         if self.tokens is None:
             return None
-        return self.tokens.sinks(self.start, self.start + self.q.shape[2], window)
+        k, v, place = self.tokens.sink_k, self.tokens.sink_v, self.tokens.sink_place
+        if k is None or v is None or place is None:
+            return None
+        return k, v, sinks_in_sight(place, self.start, self.start + self.q.shape[2], window)
 
     def cut(self, a: int, b: int, window: int) -> "Piece":
         """Return the queries ``[a, b)`` with what they see."""

@@ -143,12 +143,9 @@ def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
 
 
 def why_not(layer: Layer, known: Container[tuple[str, str]], keepers: Container[str] = ()) -> str | None:
-    """Say why a layer is not read in one call, whatever its tokens; None where nothing in it stands against that.
+    """Say why a layer is not read in one call; None where nothing but its tokens could stand against that.
 
-    Args:
-        layer: The layer.
-        known: Update rules and mixes that are.
-        keepers: Rules that are by which keys are kept beyond the window.
+    Update rules with mixes that are ``known`` are read so, and keys kept by one of the ``keepers``.
     """
     rule, mix = layer.rule.name, layer.mix.name
     if layer.kept is not None and layer.kept.retention.name not in keepers:
@@ -264,12 +261,6 @@ class Ready:
 
     What does not change while a layer is used was looked at when it was made. All else is, each time: at every token
     of every layer the host waits for this, so nothing here is done twice.
-
-    Args:
-        layer: The layer.
-        state: The state.
-        call: The call.
-        whole: Its step.
     """
 
     # Without a dictionary, so that what is looked up is not taken for a part of the state.

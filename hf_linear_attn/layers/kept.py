@@ -108,12 +108,9 @@ class Beyond(NamedTuple):
 
 
 class Kept:
-    """Where keys lie that are kept beyond the window.
+    """Where keys lie that are kept beyond the window, C >= 1 of each key head, as a rule chooses them.
 
-    Args:
-        size: C, keys of each key head; >= 1.
-        retention: The rule that chooses them.
-        turned: Whether a linear branch reads those that go with their rotation undone, so that angles are kept too.
+    ``turned`` says that a linear branch reads those that go with their rotation undone, so that angles are kept too.
     """
 
     def __init__(self, size: int, retention: Retention, *, turned: bool) -> None:
@@ -143,16 +140,10 @@ class Kept:
         weights: Mapping[str, Tensor],
         backend: str,
     ) -> Beyond:
-        """Choose among the keys that leave the window in a call, and those that were kept before.
+        """Choose among the keys that leave the window in a call of ``count`` tokens, and those that were kept before.
 
-        Args:
-            tokens: The keys of the window and of the call.
-            positions: Their numbers in their texts ``[B, P + T]``.
-            count: T.
-            number: Keys that had left the window before ``[B]`` int64.
-            held: What :meth:`Beyond.close` returned after the call before; None where nothing was read.
-            weights: What the rule has learned.
-            backend: As in :func:`linear_attention`.
+        ``positions [B, P + T]`` number the tokens in their texts, and ``number [B]`` int64 counts the keys that had
+        left the window before. ``held`` is what :meth:`Beyond.close` returned before; None where nothing was read.
         """
         batch, heads = tokens.k.shape[:2]
         # At query t leaves what came a window before it.

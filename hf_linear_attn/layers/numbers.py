@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.window.api import running_sum
 from hf_linear_attn.tracing import is_tracing
 
 MOST_TEXTS = 8
@@ -47,12 +46,9 @@ def _stream(device: torch.device) -> int | None:
 
 
 def positions_of(q: Tensor, key_mask: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Number the real tokens, ``[B, T]`` int64; padding takes its neighbour's number.
+    """Number the real tokens ``[B, T]`` int64 of queries ``[B, H, T, D]``; padding takes its neighbour's number.
 
-    Args:
-        q: Queries ``[B, H, T, D]``.
-        key_mask: ``[B, T]`` bool, True = a real token; None where all are.
-        seen: Real tokens of each text that came before ``[B]``; None where none did.
+    ``key_mask [B, T]`` is None where all are real; ``seen [B]`` counts the real tokens of each text that came before.
     """
     if key_mask is None:
         positions = numbered(q.device, q.shape[0], q.shape[2])
@@ -76,18 +72,6 @@ def sinks_in_sight(place: Tensor, start: int, end: int, window: int) -> Tensor:
     """Return which query of ``[start, end)`` sees which sink beside its window ``[B, T, N]``, by their places."""
     queries, place = _queries(place.device, start, end), place[:, None]
     return (place < 0) | (place <= queries[None, :, None] - window)
-
-
-def gone_before(counts: Tensor, left: int, lag: int, before: Tensor | None) -> Tensor:
-    """Count for each query the keys that have left its window ``[B, left + lag]`` int64.
-
-    Args:
-        counts: Which keys count ``[B, P + T]`` bool.
-        left: How many of them leave it.
-        lag: Queries before the first leaves.
-        before: Keys that left before those ``[B]``; None where none did.
-    """
-    return running_sum(counts[:, :left].long(), lag, before)
 
 
 @shared_by_texts

@@ -14,16 +14,6 @@ def packed(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     Rows are filled up behind their ends, where no query of theirs looks, with their own last token: what is NaN in one
     text is in no other's products. Texts of one batch differ in length by less than a factor of two, so that less than
     half of it is filling.
-
-    Args:
-        layer: A layer with a window.
-        q: Queries ``[1, H, T, D]``.
-        k: Keys ``[1, HKV, T, D]``.
-        v: Values ``[1, HKV, T, V]``.
-        call: With the texts' boundaries.
-
-    Returns:
-        ``o [1, H, T, V]``.
     """
     if call.cu_seqlens is None:
         raise RuntimeError("there are no boundaries")

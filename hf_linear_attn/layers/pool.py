@@ -13,7 +13,7 @@ from hf_linear_attn.layers.call import Call, Piece
 from hf_linear_attn.layers.fused import for_kernel, fused_backend
 from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
-from hf_linear_attn.layers.step import Entered, Ring, StepTokens, can_step, grouped, read_far, windowed_
+from hf_linear_attn.layers.step import Entered, Ring, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.hybrid import hybrid_step_
@@ -43,37 +43,23 @@ class Pool(NamedTuple):
             x[target].copy_(x[source])
 
 
-class Moves(NamedTuple):
-    """How a step moves the windows of rows of several lengths.
-
-    Attributes:
-        new: Slot of the token that comes ``[B]`` int64.
-        old: That of the token which leaves ``[B]`` int64.
-        counts: Whether that one counts in the linear branch ``[B, 1]`` bool; None where all do.
-        entered: What is in sight afterwards.
-    """
-
-    new: Tensor
-    old: Tensor
-    counts: Tensor | None
-    entered: Entered
-
-
 class PoolRing(Ring):
-    """The windows of rows in a pool, each with slots of its own.
-
-    Args:
-        window: The window.
-        rows: Which texts these are.
-        dtype: Of scores.
-    """
+    """The windows of rows in a pool, each with slots of its own; ``dtype`` is that of scores."""
 
     rows: Tensor
     full = False
 
     def __init__(self, window: Window, rows: "Rows", dtype: torch.dtype) -> None:
         self.rows, self.seen, self.size = rows.places, rows.lengths, window.size
-        self.new, self.old, self.counts, self.entered = rows.moves(window, dtype)
+        lengths, size, sinks = rows.lengths, window.size, window.sinks
+        self.new, self.old = (sinks + (lengths + ahead) % (size + 1) for ahead in (0, 1))
+        if rows.shortest < sinks:
+            self.new = torch.where(lengths < sinks, lengths, self.new)
+        self.counts = None if rows.shortest >= size + sinks else (lengths >= size + sinks)[:, None]
+        held = window.held(lengths + 1)
+        hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
+        number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
+        self.entered = hidden[:, None, None], number[:, None]
 
     @override
     def left(self, x: Tensor, dim: int) -> Tensor:
@@ -108,39 +94,18 @@ class Rows:
 
     def __init__(self, places: Tensor, lengths: Tensor, shortest: int = 1) -> None:
         self.places, self.lengths, self.shortest = places, lengths, shortest
-        self._moves: dict[tuple[int, int, torch.dtype], Moves] = {}
+        self._rings: dict[tuple[int, int, torch.dtype], PoolRing] = {}
 
-    def moves(self, window: Window, dtype: torch.dtype) -> Moves:
-        """Return where tokens of a window lie, worked out once for all layers.
-
-        Args:
-            window: The window.
-            dtype: Of the scores.
-        """
+    def ring(self, window: Window, dtype: torch.dtype) -> PoolRing:
+        """Return how a step moves a window, for scores of a dtype; it is worked out once for all layers."""
         key = window.size, window.sinks, dtype
-        if key not in self._moves:
-            self._moves[key] = self._made(window, dtype)
-        return self._moves[key]
-
-    def _made(self, window: Window, dtype: torch.dtype) -> Moves:
-        lengths, size, sinks = self.lengths, window.size, window.sinks
-        new, old = (sinks + (lengths + ahead) % (size + 1) for ahead in (0, 1))
-        if self.shortest < sinks:
-            new = torch.where(lengths < sinks, lengths, new)
-        counts = None if self.shortest >= size + sinks else (lengths >= size + sinks)[:, None]
-        held = window.held(lengths + 1)
-        hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
-        number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
-        return Moves(new, old, counts, Entered(hidden[:, None, None], number[:, None]))
+        if key not in self._rings:
+            self._rings[key] = PoolRing(window, self, dtype)
+        return self._rings[key]
 
 
 def pool_slots(layer: LinearAttention, value_dim: int) -> dict[str, Slot]:
-    """Describe the tensors of a layer in a pool.
-
-    Args:
-        layer: The layer.
-        value_dim: Size ``V`` of a value.
-    """
+    """Describe the tensors of a layer in a pool, for values of a size."""
     # A kernel's copies are equal: one is kept.
     slots = layer.slots(value_dim, torch.device("cpu"))
     return {name: slot for name, slot in slots.items() if name not in TOLD_BY_LENGTH}
@@ -156,20 +121,10 @@ def read_(
     length: int,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Read the next tokens of one text.
+    """Read the next tokens of one text: return ``o [1, H, T, V]``.
 
-    Args:
-        layer: The layer.
-        q: Queries ``[1, H, T, D]``.
-        k: Keys ``[1, HKV, T, D]``.
-        v: Values ``[1, HKV, T, V]``.
-        pool: Where its state lies; updated.
-        place: Its place.
-        length: Tokens read before; where 0, whatever the place holds is forgotten.
-        rotation: As of :class:`Call`.
-
-    Returns:
-        ``o [1, H, T, V]``.
+    Tokens are ``q [1, H, T, D]``, ``k [1, HKV, T, D]`` and ``v [1, HKV, T, V]``. The state at a place of the pool is
+    updated; where ``length``, the tokens read before, is 0, whatever that place holds is forgotten.
     """
     state = State()
     if length:
@@ -216,21 +171,10 @@ def read_rows_(
     texts: Texts,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Read the next tokens of several texts at once.
+    """Read the next tokens of several texts at once: return ``o [B, H, T, V]``, behind the ends of texts anything.
 
+    Tokens are ``q [B, H, T, D]``, ``k [B, HKV, T, D]`` and ``v [B, HKV, T, V]``, finite behind the ends of their texts.
     States are gathered and put back, once a call; nothing is asked of the device.
-
-    Args:
-        layer: The layer.
-        q: Queries ``[B, H, T, D]``, finite behind the ends of their texts, as keys and values.
-        k: Keys ``[B, HKV, T, D]``.
-        v: Values ``[B, HKV, T, V]``.
-        pool: Where their states lie; updated.
-        texts: Which texts these are.
-        rotation: As of :class:`Call`, of all rows.
-
-    Returns:
-        ``o [B, H, T, V]``, behind the ends of texts anything.
     """
     window, rotation = layer.window, rotation if layer.undoes else None
     begins, held = texts.lengths == 0, {}
@@ -323,28 +267,15 @@ def step_rows_(
     rows: Rows,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Read one more token of each of several texts; :func:`can_step` says of which layers.
+    """Read one more token of each of several texts: return ``o [B, H, 1, V]``; :func:`can_step` says of which layers.
 
-    Nothing is asked of the device. Where there is a kernel for all of a step, or for a rule's, it reads and writes
-    states where they lie. In PyTorch a new token of the window is written where it belongs; sums are gathered, stepped
-    and put back.
-
-    Args:
-        layer: The layer.
-        q: Queries ``[B, H, 1, D]``.
-        k: Keys ``[B, HKV, 1, D]``.
-        v: Values ``[B, HKV, 1, V]``.
-        pool: Where their states lie; updated.
-        rows: Which texts these are.
-        rotation: As of :class:`Call`.
-
-    Returns:
-        ``o [B, H, 1, V]``.
+    Tokens are ``q [B, H, 1, D]``, ``k [B, HKV, 1, D]`` and ``v [B, HKV, 1, V]``. Nothing is asked of the device. Where
+    there is a kernel for all of a step, or for a rule's, it reads and writes states where they lie. In PyTorch a new
+    token of the window is written where it belongs; sums are gathered, stepped and put back.
     """
-    if not layer.undoes:
-        rotation = None
+    rotation = rotation if layer.undoes else None
+    call, lengths = Call(rotation=rotation), rows.lengths
     if layer.window is not None:
-        call, lengths = Call(rotation=rotation), rows.lengths
         chosen = fused_backend(layer.settings.backend, q.device)
         parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
         whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
@@ -365,9 +296,8 @@ def step_rows_(
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
         o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
-        ring = PoolRing(layer.window, rows, upcast(q[:0]).dtype)
-        tokens = StepTokens(q, k, v, rotation, layer.sizes.scaling)
-        o = windowed_(layer, tokens, pool.tensors, sums, ring)
+        ring = rows.ring(layer.window, upcast(q[:0]).dtype)
+        o = windowed_(layer, q, k, v, call, pool.tensors, sums, ring)
     for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)

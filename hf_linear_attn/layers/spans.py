@@ -153,11 +153,7 @@ class _Walk(torch.autograd.Function):
 
 
 class Total:
-    """The sum of a gradient's parts, in fp32 at least; none where there was no part.
-
-    Args:
-        x: What the gradient is of.
-    """
+    """The sum of the parts of a tensor's gradient, in fp32 at least; none where there was no part."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

@@ -58,10 +58,7 @@ class Common:
     def once(self, name: str, parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """Return what was made last by that name if it was made of the same parts, else make it.
 
-        Args:
-            name: The tensor's name.
-            parts: Of what it is made: tensors, which are the same where they are one object, and other values.
-            make: Makes it.
+        Parts that are tensors are the same where they are one object, others where they are equal.
         """
         if name in self._made:
             before, held = self._made[name]
@@ -74,13 +71,9 @@ class Common:
         return made
 
     def check(self, name: str, held: Tensor, length: int, *, steps: bool) -> None:
-        """Refuse a layer that lags behind another one, which has overwritten what it would read.
+        """Refuse a layer that has read ``length`` tokens, and lags behind one that has overwritten what it would read.
 
-        Args:
-            name: The tensor's name.
-            held: The tensor.
-            length: Tokens that the layer has read.
-            steps: Whether the layer takes the next token in place.
+        ``steps`` says whether the layer takes the next token in place.
 
         Raises:
             ArgumentError: If another layer has taken more tokens in place.
@@ -146,13 +139,9 @@ class State:
         self.ready: Any = None
 
     def allocate(self, slots: Mapping[str, Slot], batch: int, like: Tensor, written: Container[str] = ()) -> None:
-        """Begin with zeros; nothing happens where there are tensors already.
+        """Begin with zeros for tokens ``like`` one; nothing happens where there are tensors already.
 
-        Args:
-            slots: What the tensors are.
-            batch: Rows.
-            like: A tensor of the tokens' dtype, on their device.
-            written: Names of what is written at once: only a static state needs memory for it.
+        Only a static state needs memory for what is ``written`` at once, by its names.
         """
         if not self.tensors:
             self.slots = slots
@@ -196,23 +185,14 @@ class State:
             self.common.check(name, self.tensors[name], self.length, steps=steps)
 
     def apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
-        """Replace every tensor, as where rows are selected or repeated.
-
-        Args:
-            function: Returns the new tensor.
-            by: What it selects or repeats by.
-        """
+        """Replace every tensor by a function of it, as where rows are selected or repeated ``by`` something."""
         self.tensors = {
             name: self.once(name, (x, by), partial(function, x)) if self.slots[name].common else function(x)
             for name, x in self.tensors.items()
         }
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what :meth:`restore` needs to come back to this moment, if nothing is changed in place until then."""
-        return {name: x.clone() if self.static else x for name, x in self.tensors.items()}
-
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go back to a snapshot; without tensors, to before the first token."""
+        """Go back to copies of the tensors; without any, to before the first token."""
         if self.static:
             for name, x in self.tensors.items():
                 x.copy_(tensors[name]) if name in tensors else x.zero_()

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,6 @@ from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import constant
-
-
-class StepTokens(NamedTuple):
-    """The new token of each row: ``q [B, H, 1, D]``, ``k [B, HKV, 1, D]``, ``v [B, HKV, 1, V]``, and how it is read."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rotation: Rotation | None
-    scaling: float
 
 
 def can_step(layer: Layer) -> bool:
@@ -65,12 +55,18 @@ def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor |
         return whole
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
+    if real is not None and (window is not None or not wants_kernels(layer.settings.backend, q.device)):
+        # What is masked must not matter, whatever it holds.
+        hidden = ~real[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     if window is None:
-        o = _plain_(layer, q, k, v, real, state)
+        # The token is folded at once.
+        seen = state.tensors["seen"]
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors)
+        count_(seen, real)
     else:
         ring = OwnRing(window, state, real, q.dtype)
-        tokens = StepTokens(q, _cleared(k, real), _cleared(v, real), call.rotation, layer.scaling(call))
-        o = windowed_(layer, tokens, state.tensors, state.tensors, ring)
+        o = windowed_(layer, q, k, v, call, state.tensors, state.tensors, ring)
     state.advance(1, q.device)
     state.padded |= real is not None
     layer.look_for_sinks(state, 1)
@@ -88,21 +84,10 @@ def read_far(
     tensors: Mapping[str, Tensor],
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Fold a key into the linear branch and read it.
+    """Fold a key into the linear branch and read it: return ``o [B, HKV, G, V]``.
 
-    Args:
-        layer: The layer.
-        q: Queries ``[B, HKV, G, D]``.
-        k: The key ``[B, HKV, 1, D]``.
-        v: Its value.
-        counts: Whether it counts ``[B, 1]``; None where all do.
-        position_q: Numbers of the queries ``[B]``.
-        position_k: Numbers of the keys.
-        tensors: The layer's state; the rule's are updated.
-        rows: Where in a pool the rows' states lie; see :class:`RuleStep`.
-
-    Returns:
-        ``o [B, HKV, G, V]``.
+    Queries are ``[B, HKV, G, D]``, the key and its value ``[B, HKV, 1, *]``, their positions ``[B]``; ``counts [B, 1]``
+    says whether the key counts, None where all do. The rule's tensors are updated; ``rows`` as of :class:`RuleStep`.
     """
     feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
     phi = layer.elementwise
@@ -116,27 +101,10 @@ def read_far(
     return layer.rule.step_(RuleStep(q, k, v, gates, phi, counts, not feature_map.non_negative, rows), tensors)
 
 
-def _plain_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Tensor:
-    """Step a layer without a window: the token is folded at once."""
-    seen = state.tensors["seen"]
-    if not wants_kernels(layer.settings.backend, q.device):
-        k, v = _cleared(k, real), _cleared(v, real)
-    o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors)
-    count_(seen, real)
-    return o
-
-
-class Entered(NamedTuple):
-    """What is in sight once a token has come.
-
-    Attributes:
-        hidden: What is added to scores, 0 or far below it ``[B, 1, 1, slots]``; None where all but the free slot are
-            in sight.
-        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores, or the same number of all rows.
-    """
-
-    hidden: Tensor | None
-    number: Tensor | int
+Entered = tuple[Tensor | None, Tensor | int]
+"""What is added to scores once a token has come, 0 or far below it ``[B, 1, 1, slots]``, None where all slots but the
+free one are in sight; and the keys beyond the window ``[B, 1]``, in the dtype of the scores, or the number of all rows.
+"""
 
 
 class Ring(ABC):
@@ -181,11 +149,7 @@ class Ring(ABC):
 class OwnRing(Ring):
     """The windows of a state, whose rows move alike: slots are known to the host, or to a static state's tensor.
 
-    Args:
-        window: The window.
-        state: The state.
-        real: Whether the token of a row is real ``[B, 1]``; None where all are.
-        dtype: Of the tokens.
+    ``real [B, 1]`` says whether the token of a row is real, None where all are; ``dtype`` is that of the tokens.
     """
 
     rows = None
@@ -193,7 +157,9 @@ class OwnRing(Ring):
     def __init__(self, window: Window, state: State, real: Tensor | None, dtype: torch.dtype) -> None:
         self.window, self.state, self.real, self.dtype = window, state, real, dtype
         self.mask, self.seen = state.tensors["near_mask"], state.tensors["seen"]
-        self.new, self.old = window.places(state)
+        # The token that comes goes to one slot; the one in the other leaves the window.
+        places, length = window.size + 1, state.length
+        self.new, self.old = window.sinks + length % places, window.sinks + (length + 1) % places
         self.full = (
             not (real is not None or state.padded or isinstance(state.length, Tensor) or torch.compiler.is_compiling())
             and state.first_read
@@ -229,7 +195,7 @@ class OwnRing(Ring):
                 values.append(constant(0.0, x).expand_as(slots[-1]))
             torch._foreach_copy_(slots, values)
             count_(seen, None)
-            return Entered(None, state.length + 1 - self.window.size - self.window.sinks)
+            return None, state.length + 1 - self.window.size - self.window.sinks
         (_, _, k), (_, _, v) = new[:2]
         _put_(mask, 1, self.new, _enter_(self.window, k, v, self.real, state))
         _put_(mask, 1, self.old, False)
@@ -240,25 +206,25 @@ class OwnRing(Ring):
         count_(seen, self.real)
         like = upcast(mask.new_empty(0, dtype=self.dtype))
         hidden = torch.where(mask, constant(0.0, like), constant(torch.finfo(like.dtype).min, like))
-        return Entered(hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=like.dtype))
+        return hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=like.dtype)
 
 
 def windowed_(
-    layer: Layer, tokens: StepTokens, tensors: Mapping[str, Tensor], sums: Mapping[str, Tensor], ring: Ring
+    layer: Layer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    tensors: Mapping[str, Tensor],
+    sums: Mapping[str, Tensor],
+    ring: Ring,
 ) -> Tensor:
-    """Step a layer with a window.
+    """Step a layer with a window: return ``o [B, HKV, G, V]``.
 
-    Args:
-        layer: The layer.
-        tokens: The new tokens.
-        tensors: The window's tensors, where the ring lies; updated.
-        sums: Those of the rule and of the mix; updated. The rule's lie in a pool where it takes rows.
-        ring: How the window moves.
-
-    Returns:
-        ``o [B, HKV, G, V]``.
+    The window's tensors, where the ring lies, and the sums of rule and mix are updated. The rule's lie in a pool where
+    it takes rows.
     """
-    q, k, v, rotation, scaling = tokens
+    rotation, scaling = call.rotation, layer.scaling(call)
     near_k, near_v, keys, far = tensors["near_k"], tensors["near_v"], sums.get("far_keys"), None
     mix, backend, rows = layer.mix, layer.settings.backend, grouped(q, k.shape[1])
     wide, gone_k, gone_v = upcast(rows), ring.left(near_k, 2), ring.left(near_v, 2)
@@ -308,18 +274,9 @@ def _flags(device: torch.device) -> tuple[Tensor, Tensor]:
 def turned_back(
     rotation: Rotation, turns: Tensor, gone: Tensor, q: Tensor, backend: str, *, known: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Undo the rotation of the key that leaves a window and of the new token's queries.
+    """Undo the rotation of the key that leaves a window ``[B, HKV, 1, D]``, and of the new queries ``[B, HKV, G, D]``.
 
-    Args:
-        rotation: That of the new tokens.
-        turns: Those of the key ``[B, 1, R]``.
-        gone: The key ``[B, HKV, 1, D]``.
-        q: Queries ``[B, HKV, G, D]``.
-        backend: As in :func:`linear_attention`.
-        known: Whether there is such a key in every row.
-
-    Returns:
-        The key and the queries.
+    ``turns [B, 1, R]`` are the key's; ``known`` says that there is one in every row.
     """
     now = rotation.turns.expand(len(q), q.shape[2], -1)
     turns, both = torch.cat([turns, now], 1), torch.cat([gone, q], 2)
@@ -332,11 +289,6 @@ def grouped(q: Tensor, kv_heads: int) -> Tensor:
     """Return the queries of a step by group, ``[B, HKV, G, D]``."""
     batch, heads, _, dim = q.shape
     return q.reshape(batch, kv_heads, heads // kv_heads, dim)
-
-
-def _cleared(x: Tensor, real: Tensor | None) -> Tensor:
-    """Return keys or values without what is masked: it must not matter, whatever it holds."""
-    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
 
 
 def _enter_(window: Window, k: Tensor, v: Tensor, real: Tensor | None, state: State) -> Any:

@@ -6,12 +6,12 @@ the one that comes, in two places: no program of a kernel reads what another one
 the order of slots. The first ``sinks`` real tokens have slots of their own before the ring, and none in it.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.numbers import last_slots, numbered, sinks_in_sight
+from hf_linear_attn.layers.numbers import last_slots, numbered
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE
@@ -56,23 +56,9 @@ class Tokens(NamedTuple):
             return self.counts
         return self.k.new_ones(self.k.shape[0], self.k.shape[2], dtype=torch.bool)
 
-    def sinks(self, start: int, end: int, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return keys, values and which query of ``[start, end)`` sees which, ``[B, T, N]``.
-
-        A sink of the past is shown here alone; a new one is shown by the window until it has left that.
-        """
-        if self.sink_k is None or self.sink_v is None or self.sink_place is None:
-            return None
-        return self.sink_k, self.sink_v, sinks_in_sight(self.sink_place, start, end, window)
-
 
 class Window:
-    """Where the tokens of a window and its sinks lie, and how they come and go.
-
-    Args:
-        size: W, the tokens in sight, the query's own included; >= 1.
-        sinks: N, the first real tokens, in sight for ever.
-    """
+    """Where the tokens of a window of W >= 1 lie, and N sinks, in sight for ever; how they come and go."""
 
     def __init__(self, size: int, sinks: int) -> None:
         self.size, self.sinks = size, sinks
@@ -99,16 +85,10 @@ class Window:
         state: State | None,
         rotation: Rotation | None = None,
     ) -> Tokens:
-        """Put the new tokens behind those that a state holds.
+        """Put new tokens ``k [B, HKV, T, D]``, ``v [B, HKV, T, V]`` behind those that a state holds, if it holds any.
 
-        Args:
-            k: Keys of the new tokens ``[B, HKV, T, D]``.
-            v: Their values.
-            mask: ``[B, T]`` bool, True = a real token; None where all are.
-            numbers: Numbers of the real tokens in their text ``[B, T]``, which tell sinks; None where all sinks have
-                been read.
-            state: What was read before; None or empty where nothing was.
-            rotation: By which the keys are turned; None where they are not asked for.
+        ``mask [B, T]`` is True for a real token, None where all are. Their ``numbers [B, T]`` tell sinks, and are None
+        where all sinks have been read. A rotation that is not asked for is None.
         """
         held = state.read() if state is not None and state.tensors else None
         sinks: tuple[Tensor, ...] = ()
@@ -137,12 +117,12 @@ class Window:
             old_mask = k.new_zeros(k.shape[0], self.size, dtype=torch.bool)
             old_turns = k.new_zeros(k.shape[0], self.size, k.shape[3])
         else:
-            order = self._order(state, k.device)
-            old_k, old_v = (held[name].index_select(2, self.sinks + order) for name in ("near_k", "near_v"))
-            old_mask = held["near_mask"].index_select(1, self.sinks + order)
+            order = last_slots(k.device, self.size, state.length, self.size + 1, self.sinks)
+            old_k, old_v = (held[name].index_select(2, order) for name in ("near_k", "near_v"))
+            old_mask = held["near_mask"].index_select(1, order)
             if rotation is not None:
                 state.check_common("near_turns", steps=False)
-                old_turns = held["near_turns"].index_select(1, self.sinks + order)
+                old_turns = held["near_turns"].index_select(1, order)
         if rotation is not None:
             new_turns = rotation.turns.expand(k.shape[0], -1, -1)
             old_turns = old_turns[..., : new_turns.shape[2]]
@@ -152,13 +132,7 @@ class Window:
         return Tokens(torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), mask, counts, rotation, *sinks)
 
     def close(self, tokens: Tokens, new: int, state: State) -> dict[str, Tensor]:
-        """Return the tensors that hold the last W tokens and the sinks, after ``new`` more tokens.
-
-        Args:
-            tokens: What :meth:`open` returned.
-            new: T.
-            state: The state before them.
-        """
+        """Return the tensors that hold the last W tokens and the sinks, after ``new`` more than a state has read."""
         past = tokens.k.shape[2] - new
         kept = min(self.size, past + new)
         batch, heads, _, _ = tokens.k.shape
@@ -168,9 +142,9 @@ class Window:
         found = {}
         for name, x, sink in (("near_k", tokens.k, tokens.sink_k), ("near_v", tokens.v, tokens.sink_v)):
             ring = x.new_zeros(batch, heads, self.sinks + self.size + 1, x.shape[3])
-            ring.index_copy_(2, places, x[:, :, past + new - kept :].detach())
+            ring.index_copy_(2, places, x[:, :, past + new - kept :])
             if sink is not None:
-                ring[:, :, : self.sinks] = sink.detach()
+                ring[:, :, : self.sinks] = sink
             found[name] = ring
         if tokens.rotation is not None:
             found["near_turns"] = self._turns(tokens.rotation, tokens.k, kept, places, new, state)
@@ -184,7 +158,7 @@ class Window:
         shape = k.shape[0], self.sinks + self.size + 1, k.shape[3]
 
         def ring() -> Tensor:
-            turns = rotation.turns[:, rotation.turns.shape[1] - kept :].detach()
+            turns = rotation.turns[:, rotation.turns.shape[1] - kept :]
             found = k.new_zeros(shape)
             found[..., : turns.shape[2]].index_copy_(1, places, turns.to(k.dtype).expand(k.shape[0], -1, -1))
             return found
@@ -196,55 +170,14 @@ class Window:
         parts = before, rotation.source, rotation.layout, state.length, new, shape, k.dtype, k.device
         return state.once("near_turns", parts, ring)
 
-    def begin(self, past: Tokens, state: State) -> dict[str, Tensor]:
-        """Return the tensors after ``state.length`` tokens of which only the last W, and the sinks, are at hand.
-
-        Unlike :meth:`close`, it passes gradients on.
-
-        Args:
-            past: The last W tokens, of which those before the first are masked; sinks that have not come are so placed.
-            state: The state, without tensors.
-        """
-        order = self.sinks + self._order(state, past.k.device)
-        found = {}
-        for name, x, sink in (("near_k", past.k, past.sink_k), ("near_v", past.v, past.sink_v)):
-            ring = x.new_zeros(*x.shape[:2], self.size + 1, x.shape[3]).index_copy(2, order - self.sinks, x)
-            found[name] = ring if sink is None else torch.cat([sink, ring], 2)
-        if past.counts is None:
-            raise RuntimeError("it is not known which tokens count")
-        if past.rotation is not None:
-            turns = past.rotation.turns
-            ring = past.k.new_zeros(len(turns), self.sinks + self.size + 1, past.k.shape[3])
-            ring[..., : turns.shape[2]].index_copy_(1, order, turns.to(ring.dtype))
-            found["near_turns"] = ring
-        held = past.counts.new_zeros(len(past.k), self.sinks + self.size + 1).index_copy_(1, order, past.counts)
-        if past.sink_place is not None:
-            held[:, : self.sinks] = past.sink_place < NOWHERE
-        return found | {"near_mask": held}
-
     def held(self, lengths: Tensor) -> Tensor:
-        """Return which slots hold a token that counts, after so many tokens of texts without padding.
-
-        Args:
-            lengths: ``[B]`` int64.
-
-        Returns:
-            ``[B, N + W + 1]`` bool.
-        """
+        """Return which slots hold a token that counts ``[B, N + W + 1]``, after ``lengths [B]`` without padding."""
         lengths = lengths[:, None]
         place = torch.arange(self.size + 1, device=lengths.device)
         # The last token that came to a slot.
         token = lengths - 1 - (lengths - 1 - place) % (self.size + 1)
         ring = (token >= self.sinks) & (token >= lengths - self.size)
         return torch.cat([torch.arange(self.sinks, device=lengths.device) < lengths, ring], 1)
-
-    def places(self, state: State) -> tuple[Any, Any]:
-        """Return where the next token goes, and where the one lies that then leaves the window."""
-        return self.sinks + state.length % (self.size + 1), self.sinks + (state.length + 1) % (self.size + 1)
-
-    def _order(self, state: State, device: torch.device) -> Tensor:
-        """Return the places of the last W tokens in the ring, oldest first."""
-        return (torch.arange(self.size, device=device) - self.size + state.length) % (self.size + 1)
 
     def _collect(
         self, k: Tensor, v: Tensor, numbers: Tensor, is_sink: Tensor, held: dict[str, Tensor] | None

@@ -245,12 +245,7 @@ def _unshifted(ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def _parts(model: nn.Module) -> list[LinearAttention]:
-    """Return the converted layers of a model that can be split.
-
-    Raises:
-        ArgumentError: If there are none.
-        UnsupportedError: If anything else in the model mixes tokens, or a layer's rule cannot be split.
-    """
+    """Return the converted layers of a model that can be split; raise by name what cannot be."""
     name = type(model).__name__
     parts = [part for module in model.modules() if (part := part_of(module)) is not None]
     if not parts:

@@ -72,11 +72,7 @@ class Layout:
 def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
     """Tell the other ranks of this one's part, and find how all lie together: two small exchanges for a forward.
 
-    Args:
-        ranks: The ranks.
-        part: This one's part.
-        window: W, 0 without a window.
-        sinks: N.
+    The window is 0 where there is none.
 
     Raises:
         ArgumentError: On all ranks alike, if the parts are not those of the same rows, or labels are not shifted.
@@ -125,7 +121,7 @@ def lay_out(ranks: Ranks, part: Part, window: int, sinks: int) -> Layout:
         rank=rank,
         real=part.real,
         numbers=(counted - 1 - base).clamp(min=0),
-        bounds=_bounds(starts) if several else None,
+        bounds=tuple((0, *row.nonzero().flatten().tolist(), tokens) for row in starts) if several else None,
         last=last if several else None,
         weights=weights,
         seen=seen,
@@ -149,27 +145,16 @@ def _headers(ranks: Ranks, part: Part, window: int) -> tuple[tuple[int, ...], bo
 
 
 def _counts(own: Tensor, whole: Tensor, goes_on: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Count the real tokens of the document that a rank begins in, and of the one that each earlier rank ends in.
+    """Count the real tokens of the document that a rank begins in ``[B]``, and that earlier ones end in ``[rank, B]``.
 
-    Args:
-        own: Tokens that each rank has of the document it ends in, ``[P, B]``.
-        whole: Whether that document is all that it has.
-        goes_on: Whether the document that it begins in is the one that the rank before ends in.
-        rank: This rank.
-
-    Returns:
-        ``[B]`` and ``[rank, B]``.
+    Each rank has its ``own [P, B]`` tokens of the document it ends in, which may be the ``whole`` of what it has, and
+    may begin in the one that the rank before ends in, where that ``goes_on``.
     """
     seen, ended = torch.zeros_like(own[0]), torch.zeros_like(own[:rank])
     for r in range(rank):
         ended[r] = own[r] + whole[r] * seen
         seen = ended[r] * goes_on[r + 1]
     return seen, ended
-
-
-def _bounds(starts: Tensor) -> tuple[tuple[int, ...], ...]:
-    tokens = starts.shape[1]
-    return tuple((0, *row.nonzero().flatten().tolist(), tokens) for row in starts)
 
 
 def _check(headers: list[list[int]]) -> None:

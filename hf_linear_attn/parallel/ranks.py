@@ -3,6 +3,8 @@
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,43 +118,38 @@ class Processes(Ranks):
     @override
     def _all_gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.size, *x.shape)
-        self.pulse.exchanges += 1
-        try:
+        with self._exchange():
             dist.all_gather(list(found), x, group=self.group)
-        except RuntimeError as error:
-            raise self._failure(error) from error
         return found
 
     @override
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         found = torch.empty_like(x[0])
-        self.pulse.exchanges += 1
-        try:
+        with self._exchange():
             dist.reduce_scatter(found, list(x), group=self.group)
-        except RuntimeError as error:
-            raise self._failure(error) from error
         return found
 
     @override
     def _sum(self, x: Tensor) -> Tensor:
-        self.pulse.exchanges += 1
-        try:
+        with self._exchange():
             dist.all_reduce(x, group=self.group)
-        except RuntimeError as error:
-            raise self._failure(error) from error
         return x
 
-    def _failure(self, error: RuntimeError) -> TrainingError:
-        """Say which ranks are gone."""
-        found = self.pulse.blame()
-        return TrainingError(
-            "group",
-            "be alive and in step",
-            found,
-            "Its own output says why; start all ranks again, and a run goes on from its last checkpoint. "
-            f"This one was told: {str(error).splitlines()[0][:200]}",
-            where=f"rank {self.rank}",
-        )
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Count an exchange, and say which ranks are gone where it fails."""
+        self.pulse.exchanges += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise TrainingError(
+                "group",
+                "be alive and in step",
+                self.pulse.blame(),
+                "Its own output says why; start all ranks again, and a run goes on from its last checkpoint. "
+                f"This one was told: {str(error).splitlines()[0][:200]}",
+                where=f"rank {self.rank}",
+            ) from error
 
     @override
     def close(self) -> None:
@@ -164,11 +161,6 @@ class Pulse:
 
     What a backend says of a lost connection names no rank, and a rank without a connection to the lost one hears of it
     last, when others have left too. So the first to miss a rank leaves its number for all.
-
-    Args:
-        name: The group's.
-        rank: This process's number in it.
-        size: The number of processes.
 
     Attributes:
         exchanges: Exchanges that this process has begun: who hangs has begun fewer than the others.

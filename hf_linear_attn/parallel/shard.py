@@ -71,12 +71,7 @@ class Waiting:
 
 
 class Shard:
-    """One rank's part of a batch in a forward.
-
-    Args:
-        ranks: The ranks.
-        layout: How the rows lie over them.
-    """
+    """One rank's part of a batch in a forward, in which rows lie over the ranks as a layout says."""
 
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self.ranks, self.layout = ranks, layout
@@ -214,7 +209,7 @@ class Shard:
                 sink_v=sums["sink_v"].to(v.dtype),
                 sink_place=torch.where(come, -1, NOWHERE),
             )
-        return window.begin(past, state)
+        return window.close(past, 0, state)
 
     def _late(self, layer: LinearAttention, tail: dict[str, Tensor], rotation: Rotation | None) -> Sums:
         """Return what the last tokens of ranks before add up to that have left the window since, ``[R, B, *]``."""
@@ -240,10 +235,8 @@ class Shard:
 def _in_turn(steps: Sums, late: Sums, weights: Tensor) -> Sums:
     """Return the state of a rule that goes by the order of keys, after the ranks that ``weights [R, B]`` name.
 
-    Args:
-        steps: What each rank's own keys make of a state of zeros, and how they pass another on, ``[R, B, *]``.
-        late: The same of their last tokens, of as many ranks as have any.
-        weights: As in :class:`Layout`.
+    ``steps`` are what each rank's own keys make of a state of zeros, and how they pass another on, ``[R, B, *]``;
+    ``late`` the same of their last tokens, of as many ranks as have any.
     """
     state: Sums = {name: x[:0].sum(0) for name, x in steps.items() if name in ("kv", "z")}
     for rank, named in enumerate(weights):
@@ -320,18 +313,10 @@ def _sums(
     mask: Tensor | None,
     rotation: Rotation | None = None,
 ) -> Sums:
-    """Sum up keys as the linear branch does, without a query.
+    """Sum up keys as the linear branch does, without a query: return the rule's tensors, and what the mix keeps.
 
-    Args:
-        layer: The layer.
-        k: Keys ``[B, HKV, S, D]``.
-        v: Values ``[B, HKV, S, V]``.
-        numbers: Their numbers in their text ``[B, S]``.
-        mask: ``[B, S]`` bool, True = a key that counts; None where all do.
-        rotation: By which keys are turned, where they are to be turned back.
-
-    Returns:
-        The rule's tensors, and what the mix keeps.
+    Keys are ``[B, HKV, S, D]``, values ``[B, HKV, S, V]``, ``numbers [B, S]`` those in their text; ``mask [B, S]`` is
+    True for a key that counts, None where all do. A rotation is to be turned back.
     """
     backend = layer.settings.backend
 
@@ -371,15 +356,7 @@ def _passing(
     """Return what keys of a rule with gates make of a state of zeros, and as ``passed`` how they pass another on.
 
     A state S becomes ``P S + A``. For rules that overwrite, P is what the same keys make of the identity, of values
-    that are 0; others fade a state by one number for each head.
-
-    Args:
-        layer: The layer.
-        phi_k: Keys, or their features, ``[B, HKV, S, F]``.
-        v: Values ``[B, HKV, S, V]``.
-        gates: Of the keys.
-        kernel: As in :class:`RuleCall`.
-        mask: ``[B, S]`` bool, True = a key that counts; None where all do.
+    that are 0; others fade a state by one number for each head. Shapes are as of :class:`RuleCall`.
     """
     batch, heads, _, size = phi_k.shape
     state, values = None, v

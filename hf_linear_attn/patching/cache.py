@@ -106,10 +106,11 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
             self.bases.append((self.recorded, self._copy()))
         while len(self.bases) > 1 and total - self.bases[1][0] >= RECORDED:
             start = self.bases[1][0]
-            self.recent = {name: _after(name, x, start) for name, x in self.recent.items()}
+            left = self.recorded - start
+            # A part of a longer tensor would keep all of it.
+            self.recent = {name: x.narrow(_token_dim(name), start, left).clone() for name, x in self.recent.items()}
             self.bases = [(before - start, base) for before, base in self.bases[1:]]
             total -= start
-        # A part of a longer tensor would keep all of it.
         self.recent = {
             name: torch.cat([self.recent[name], x], dim=_token_dim(name)) if self.recent else x.clone()
             for name, x in tokens.items()
@@ -224,6 +225,10 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
     """
 
     is_compileable = False
+    # The layer that this one replaced had no limit; both parts are small, and needed at each token.
+    get_max_length = LinearAttentionCacheLayer.get_max_length
+    offload = LinearAttentionCacheLayer.offload
+    prefetch = LinearAttentionCacheLayer.prefetch
 
     def __init__(self, layer: LinearAttentionCacheLayerMixin) -> None:
         LinearAttentionCacheLayer.__init__(self)
@@ -241,10 +246,6 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether both parts can go back."""
         return self.record_past and bool(super().is_croppable)
-
-    def get_max_length(self) -> int:
-        """Return -1: the layer that this one replaced had no limit."""
-        return -1
 
     def reset(self) -> None:
         """Clear the state."""
@@ -266,31 +267,15 @@ class HybridCacheLayer(LinearAttentionLayer, LinearAttentionCacheLayer):  # type
         LinearAttentionLayer.crop(self, tokens_to_remove)
         LinearAttentionCacheLayer.crop(self, tokens_to_remove)
 
-    def offload(self) -> None:
-        """Do nothing: both parts are small and needed at each token."""
-
-    def prefetch(self) -> None:
-        """Do nothing; see :meth:`offload`."""
-
 
 def _token_dim(name: str) -> int:
     return 2 if name in ("k", "v") else 1
 
 
-def _after(name: str, x: Tensor, start: int) -> Tensor:
-    """Return the tokens from a number on, in a tensor of their own."""
-    dim = _token_dim(name)
-    return x.narrow(dim, start, x.shape[dim] - start).clone()
-
-
 def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = False) -> LinearAttentionCacheLayer:
     """Return the cache's layer for a converted attention layer, putting ours in place of a fresh softmax one.
 
-    Args:
-        cache: The cache that the model was called with.
-        index: The attention layer's index in it.
-        name: The attention layer's name, for messages.
-        shares_keys: Whether it reads keys that another layer made, so that the cache may have no place for it.
+    A layer that ``shares_keys`` reads those that another layer made, so that the cache may have no place for it.
 
     Raises:
         ArgumentError: If the cache holds tokens that an unpatched model read.

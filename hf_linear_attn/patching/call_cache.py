@@ -16,12 +16,7 @@ NAME = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_fo
 
 
 def cache_of(named: Mapping[str, Any], others: Sequence[Any] = ()) -> Cache | None:
-    """Return the cache among the arguments of a call, or of what ``generate`` hands from step to step.
-
-    Args:
-        named: Arguments by name.
-        others: Arguments by position.
-    """
+    """Return the cache among the arguments of a call, or of what ``generate`` hands from step to step."""
     for name in NAMES:
         if isinstance(cache := named.get(name), Cache):
             return cache

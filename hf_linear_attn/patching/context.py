@@ -16,9 +16,8 @@ from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument
-from hf_linear_attn.patching.context_file import read_context_file, write_context_file
+from hf_linear_attn.patching.context_file import in_ring_buffers, read_context_file, write_context_file
 from hf_linear_attn.patching.fingerprint import model_fingerprint
-from hf_linear_attn.patching.first_contexts import in_ring_buffers
 from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.inputs import check_ids, check_tensor, left_padded
 from hf_linear_attn.patching.scope import part_of
@@ -47,10 +46,8 @@ class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
 def mask_after(cache: ContextCache, ids: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask of a context and of the tokens after it, ``[B, past + T]``.
 
-    Args:
-        cache: A fresh copy of a context.
-        ids: The tokens that follow ``[B, T]``.
-        mask: Their mask, or that of all; None where they are all real.
+    Given are a fresh copy of the context, the ids of those tokens ``[B, T]``, and their mask, or that of all; None
+    where they are all real.
 
     Raises:
         ArgumentError: If the copy was used before, or rows or mask do not fit.
@@ -170,7 +167,8 @@ class Context:
             for call, part in enumerate((layer, *layer.others) if isinstance(layer, LinearAttentionCacheLayer) else ()):
                 if padded is not None:
                     part.state.padded = f"{index}.{call}" in padded
-        cache.context_mask = _mask(tensors["seen"], length).to(model.device)
+        # Texts are padded on the left.
+        cache.context_mask = (torch.arange(length) >= length - tensors["seen"][:, None]).long().to(model.device)
         return cls(cache, fingerprint)
 
 
@@ -348,8 +346,3 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
         if part is not None:
             # A step takes another way once it knows that every sink was read, as it does after the text itself.
             part.look_for_sinks(state, length)
-
-
-def _mask(seen: Tensor, length: int) -> Tensor:
-    """Return the mask ``[B, length]`` of texts padded on the left, from their numbers of tokens."""
-    return (torch.arange(length) >= length - seen[:, None]).long()

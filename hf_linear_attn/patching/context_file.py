@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_linear_attn.checks import check_path
 from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.files import sync
+from hf_linear_attn.ops.window import NOWHERE
 
 FORMAT = "hf_linear_attn.context"
 
@@ -31,10 +32,7 @@ UNFINISHED = ".unfinished"
 def write_context_file(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
     """Write a safetensors file in place of the one that is there, if any: whole, or not at all.
 
-    Args:
-        path: The file; its folder is made.
-        tensors: On the CPU, contiguous.
-        metadata: JSON values.
+    Tensors are contiguous, on the CPU, and metadata JSON values; the file's folder is made.
 
     Raises:
         ArgumentTypeError: If ``path`` is no path.
@@ -61,10 +59,7 @@ def write_context_file(path: str | Path, tensors: dict[str, Tensor], metadata: d
 
 
 def read_context_file(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what :func:`write_context_file` wrote, in this version or an earlier one.
-
-    Returns:
-        Tensors by name, and the metadata with ``format_version``.
+    """Read what :func:`write_context_file` wrote, in this version or an earlier one; metadata have ``format_version``.
 
     Raises:
         ArgumentTypeError: If ``path`` is no path.
@@ -113,3 +108,27 @@ def _checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
         digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def in_ring_buffers(tensors: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Return the tensors of a file of the first format, which held the window in order, as they are held now."""
+    found = {name: x for name, x in tensors.items() if name.split(".")[-1].split("_")[0] not in ("ring", "sink", "far")}
+    found |= {name: x for name, x in tensors.items() if name.endswith(".far_keys")}
+    for prefix in (name.removesuffix("ring_k") for name in tensors if name.endswith(".ring_k")):
+        mask = tensors[prefix + "ring_far"]
+        window = mask.shape[1]
+        sinks = tensors[prefix + "sink_slot"].shape[1] if prefix + "sink_slot" in tensors else 0
+        slots = sinks + (torch.arange(window) - window + length) % (window + 1)
+        for name in ("k", "v"):
+            x = tensors[f"{prefix}ring_{name}"]
+            ring = x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3])
+            ring[:, :, slots] = x
+            if sinks:
+                ring[:, :, :sinks] = tensors[f"{prefix}sink_{name}"]
+            found[f"{prefix}near_{name}"] = ring
+        held = mask.new_zeros(len(mask), sinks + window + 1)
+        held[:, slots] = mask
+        if sinks:
+            held[:, :sinks] = tensors[prefix + "sink_slot"] < NOWHERE
+        found[prefix + "near_mask"] = held
+    return found

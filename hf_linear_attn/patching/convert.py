@@ -351,11 +351,7 @@ _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
 def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
-    """Return the class of a patched ``base``, always the same: its name, its methods, built and saved patched.
-
-    Args:
-        base: A softmax model's class, or such a class already.
-    """
+    """Return the class of a patched ``base``, always the same: its name, its methods, built and saved patched."""
     if issubclass(base, PatchedModel):
         return base
     if base not in _CLASSES:

@@ -178,11 +178,7 @@ def refuse_split_sharing(model: nn.Module, chosen: Iterable[AttentionLayer]) -> 
 
 
 def choose_layers(model: nn.Module, layers: LayerChoice) -> list[AttentionLayer]:
-    """Resolve a choice of layers.
-
-    Args:
-        model: The model.
-        layers: As in :func:`patch_model`.
+    """Resolve a choice of layers, as of :func:`patch_model`.
 
     Raises:
         UnsupportedError: If the model, or its language part, has no layer to convert; says what was looked at.

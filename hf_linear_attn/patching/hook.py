@@ -73,19 +73,9 @@ def linear_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend in a patched layer, with the signature of Transformers' AttentionInterface.
 
-    Args:
-        module: The attention module.
-        query: ``[B, H, T, D]``.
-        key: ``[B, HKV, T, D]``.
-        value: ``[B, HKV, T, V]``.
-        attention_mask: As :func:`padding_of` reads it.
-        dropout: Not used: there are no attention weights to drop.
-        scaling: Factor on ``q.k`` in the exact branch.
-        is_causal: Whether a query sees only earlier keys; defaults to the module's own.
-        **kwargs: What other implementations read.
-
-    Returns:
-        ``o [B, T, H, V]`` and None in place of attention weights.
+    Tokens are ``query [B, H, T, D]``, ``key [B, HKV, T, D]`` and ``value [B, HKV, T, V]``, and :func:`padding_of` reads
+    the mask. ``scaling`` is the factor on ``q.k`` in the exact branch; ``is_causal`` defaults to the module's own.
+    There are no attention weights to drop: ``o [B, T, H, V]`` comes with None in their place.
 
     Raises:
         UnsupportedError: If the layer asks for something that linear attention does not have.
@@ -113,7 +103,9 @@ def linear_attention_forward(
         # Norms in fp32 under autocast or PEFT leave q and k wider than v.
         query, key = query.to(value.dtype), key.to(value.dtype)
     if scope is None and part.undoes:
-        raise _unhooked(part)
+        rule = "be 'keep' where an attention module is not called through its hooks"
+        remedy = "Call the module itself instead of its forward: the hooks see its rotation."
+        raise UnsupportedError("rotary", rule, "undo", remedy, where=part.name)
     if scope is not None and scope.looks:
         raise Seen(query, key)
     layer = None if scope is None else scope.next_layer()
@@ -122,8 +114,8 @@ def linear_attention_forward(
         start, strict = 0 if layer is None else layer.length, not part.settings.allow_approximate
         reader = Reader(query.shape[0], query.shape[2], start, causal, strict, part.name)
         key_mask, cu_seqlens = padding_of(attention_mask, reader)
-    if cu_seqlens is None:
-        cu_seqlens = _boundaries(kwargs.get("cu_seq_lens_q"), layer, part.name)
+    if cu_seqlens is None and kwargs.get("cu_seq_lens_q") is not None:
+        cu_seqlens = _boundaries(kwargs["cu_seq_lens_q"], layer, part.name)
     state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation
     call = Call(key_mask, cu_seqlens, causal, scaling, state, rotation=rotation)
     with own_precision(query.device):
@@ -179,15 +171,9 @@ def _cut(call: Call, a: int, b: int) -> Call:
     return call._replace(key_mask=key_mask, rotation=None if call.rotation is None else call.rotation.cut(a, b))
 
 
-def _unhooked(part: LinearAttention) -> UnsupportedError:
-    rule = "be 'keep' where an attention module is not called through its hooks"
-    remedy = "Call the module itself instead of its forward: the hooks see its rotation."
-    return UnsupportedError("rotary", rule, "undo", remedy, where=part.name)
-
-
-def _boundaries(bounds: Tensor | None, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
+def _boundaries(bounds: Tensor, layer: LinearAttentionCacheLayer | None, name: str) -> Tensor | None:
     """Return boundaries of packed texts that a trainer passes; a text alone needs none."""
-    if bounds is None or layer is None:
+    if layer is None:
         return bounds
     if len(bounds) > 2:
         raise UnsupportedError(

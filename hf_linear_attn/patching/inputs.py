@@ -7,11 +7,7 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 
 def check_ids(argument: str, ids: object) -> Tensor:
-    """Return ids of tokens, if a value is a tensor of such.
-
-    Raises:
-        ArgumentTypeError: If it is none.
-    """
+    """Return ids of tokens; raise ArgumentTypeError where a value is no tensor of such."""
     found = check_tensor(argument, ids)
     if found.dtype not in (torch.int64, torch.int32):
         raise ArgumentTypeError(argument, "be int64 or int32", found.dtype, "Pass the ids that a tokenizer gave.")
@@ -19,11 +15,7 @@ def check_ids(argument: str, ids: object) -> Tensor:
 
 
 def check_tensor(argument: str, value: object) -> Tensor:
-    """Return a value, if it is a tensor.
-
-    Raises:
-        ArgumentTypeError: If it is none.
-    """
+    """Return a value; raise ArgumentTypeError where it is no tensor."""
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(
             argument, "be a tensor", type(value).__name__, "Tokenise with return_tensors='pt', or use torch.tensor."
@@ -32,15 +24,11 @@ def check_tensor(argument: str, value: object) -> Tensor:
 
 
 def left_padded(mask: Tensor, ids: Tensor) -> Tensor:
-    """Return a mask of texts as int64, if it is padded on the left.
-
-    Args:
-        mask: ``[B, T]``, 1 = a real token.
-        ids: Those of the texts ``[B, T]``.
+    """Return the mask of texts ``[B, T]`` as int64, if it is padded on the left.
 
     Raises:
         ArgumentTypeError: If it is no tensor.
-        ArgumentError: If it has another shape, other values, or padding elsewhere.
+        ArgumentError: If it has another shape than the ids, other values than 0 and 1, or padding elsewhere.
     """
     if check_tensor("attention_mask", mask).shape != ids.shape:
         rule = f"have the shape [B, T] = {tuple(ids.shape)} of input_ids"

@@ -98,17 +98,9 @@ def linear_attention_mask(
 ) -> Tensor | None:
     """Return what is known of the new tokens: padding, or packed sequences.
 
-    Args:
-        batch_size: B.
-        q_length: Number T of new tokens.
-        kv_length: Not used: earlier tokens are in the state.
-        q_offset: Number of earlier tokens.
-        kv_offset: Not used.
-        mask_function: The model's mask pattern; causal and bidirectional ones are built in.
-        attention_mask: The caller's mask over earlier and new tokens, bool.
-        config: The model's config.
-        device: Where the mask belongs.
-        **kwargs: What other implementations read.
+    It has the signature of Transformers' mask functions. ``q_length`` is the number T of new tokens, ``q_offset`` that
+    of earlier ones, which are in the state; the caller's mask, bool, is over both. Of the model's patterns causal and
+    bidirectional ones are built in.
 
     Returns:
         ``[B, T]`` bool, True = a real token; or ``[B, T]`` int64, the number of the packed sequence that each token
@@ -165,16 +157,10 @@ def _pattern_of(
 
 
 def _read(real: Tensor, starts: Tensor, later: Tensor | None, where: str) -> tuple[Tensor, Tensor | None]:
-    """Number the packed sequences of each row, where there are several.
+    """Return ``real``, and the numbers ``[B, T]`` of packed sequences; None where each row is one.
 
-    Args:
-        real: ``[B, T]`` bool, True = a real token.
-        starts: ``[B, T - 1]`` bool, True where a sequence begins at the next token.
-        later: True where a query sees what it must not, as a later key; None where it may.
-        where: The layer or model concerned.
-
-    Returns:
-        ``real``, and the numbers ``[B, T]`` int64 or None for one sequence per row.
+    A sequence begins at the token after one of ``starts [B, T - 1]``. Where anything is ``later`` a query sees what it
+    must not; None where it may.
     """
     scope = current.model
     if scope is not None and scope.one_sequence and torch.compiler.is_compiling():
@@ -220,12 +206,9 @@ class Reader(NamedTuple):
 def padding_of(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
     """Read padding and packing of the new tokens off the mask that an attention layer was given.
 
-    Masks are 4-D, bool or additive, where softmax layers remain in a model, which they are built for, and where a
-    caller brings his own. Some encoders broadcast a padding mask over queries themselves, ``[B, 1, 1, T]``.
-
-    Args:
-        attention_mask: ``[B, T]`` from :func:`linear_attention_mask`, or a 4-D mask.
-        reader: The call.
+    It is ``[B, T]`` from :func:`linear_attention_mask`, or 4-D, bool or additive, where softmax layers remain in a
+    model, which they are built for, and where a caller brings his own. Some encoders broadcast a padding mask over
+    queries themselves, ``[B, 1, 1, T]``.
 
     Returns:
         The key mask ``[B, T]`` bool or None, and ``cu_seqlens [N + 1]`` of the rows laid end to end or None.

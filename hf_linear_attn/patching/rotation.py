@@ -70,11 +70,7 @@ def rotation_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def angles_of(name: str, told: Any) -> Angles:
-    """Return the cosines and sines ``[B or 1, T, *]`` that a module is told.
-
-    Args:
-        name: The layer's name, for messages.
-        told: What :func:`rotation_in` found.
+    """Return the cosines and sines ``[B or 1, T, *]`` that a layer is told, as :func:`rotation_in` found them.
 
     Raises:
         UnknownRotationError: If they have another form.
@@ -130,11 +126,8 @@ def with_angles(
 def find_layout(name: str, look: Look, angles: Angles, *, shares_keys: bool) -> Layout | None:
     """Find out how a module rotates, from what it makes of angles that are drawn and of none.
 
-    Args:
-        name: The layer's name, for messages.
-        look: Returns the module's queries and keys for cosines and sines; None where it does not show them.
-        angles: Cosines and sines of the tokens ``[B or 1, T, *]``, for their shape.
-        shares_keys: Whether the keys are another layer's.
+    ``look`` returns the module's queries and keys for cosines and sines, None where it does not show them; ``angles [B
+    or 1, T, *]`` are those of the tokens. Where the module ``shares_keys``, they are another layer's.
 
     Returns:
         The layout, with which the drawn rotation gives the module's queries and keys to rounding, and which undoes

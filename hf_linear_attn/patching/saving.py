@@ -62,24 +62,14 @@ or with `{auto}.from_pretrained("this/folder", trust_remote_code=True)`.
 
 
 def register_names_in_files(name: str) -> None:
-    """Let what looks by a converted class's name find what tensors of its softmax kin are called in files.
-
-    Args:
-        name: The softmax class's name.
-    """
+    """Let what looks by a converted class's name find what tensors of its softmax kin are called in files."""
     in_files = get_checkpoint_conversion_mapping(name)  # type: ignore[no-untyped-call]
     if in_files is not None:
         register_checkpoint_conversion_mapping(PREFIX + name, in_files, overwrite=True)
 
 
 def write_companions(config: PreTrainedConfig, name: str, folder: Path) -> None:
-    """Write the code file, and a model card where there is none, and name the classes in the config.
-
-    Args:
-        config: The model's config; its ``auto_map`` is set.
-        name: The softmax model's class.
-        folder: Where the model is saved.
-    """
+    """Write the code file, and a model card where there is none, and name the classes in the config's ``auto_map``."""
     folder.mkdir(parents=True, exist_ok=True)
     autos = auto_classes(config, name)
     config.auto_map = {auto: f"{Path(CODE_FILE).stem}.{loaded}" for auto, loaded in autos.items()}
@@ -90,12 +80,7 @@ def write_companions(config: PreTrainedConfig, name: str, folder: Path) -> None:
 
 
 def card(config: PreTrainedConfig, name: str) -> str:
-    """Return the model card of a folder.
-
-    Args:
-        config: The model's config.
-        name: The softmax model's class.
-    """
+    """Return the model card of a folder, of the softmax model's class of that name."""
     settings = json.dumps(config.linear_attention, indent=2, sort_keys=True)
     auto = next((auto for auto, loaded in auto_classes(config, name).items() if loaded == name), "AutoModel")
     return CARD.format(name=name, auto=auto, settings=settings)
@@ -119,8 +104,7 @@ def auto_classes(config: PreTrainedConfig, name: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for auto in modeling_auto.__all__:
-        mapping = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
-        names = [cls.__name__ for cls in _registered(mapping, config) if takes(cls, config)]
+        names = [cls.__name__ for cls in _registered(auto, config) if takes(cls, config)]
         if names:
             found[auto] = name if name in names else names[0]
     order = sorted(found, key=lambda auto: (found[auto] != name, auto in LESS_TELLING))
@@ -136,13 +120,13 @@ def takes(cls: type, config: PreTrainedConfig) -> bool:
     own = getattr(cls, "config_class", None)
     if own is None or isinstance(config, own):
         return own is not None
-    mappings = (getattr(getattr(modeling_auto, auto), "_model_mapping", None) for auto in modeling_auto.__all__)
-    registered = any(cls in _registered(mapping, config) for mapping in mappings)
+    registered = any(cls in _registered(auto, config) for auto in modeling_auto.__all__)
     return registered and own not in _parts(type(config))
 
 
-def _registered(mapping: Any, config: PreTrainedConfig) -> tuple[Any, ...]:
+def _registered(auto: str, config: PreTrainedConfig) -> tuple[Any, ...]:
     """Return the classes that an Auto class's mapping, if it has one, names for a config."""
+    mapping: Any = getattr(getattr(modeling_auto, auto), "_model_mapping", None)
     classes = None if mapping is None else mapping.get(type(config), None)
     return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 

@@ -61,8 +61,8 @@ class ModuleScope:
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
-        self.calls += 1
-        return None if self.layer is None else self.layer.of_call(self.calls - 1)
+        number, self.calls = self.calls, self.calls + 1
+        return self.layer.of_call(number) if number and self.layer is not None else self.layer
 
 
 class _Current(threading.local):
@@ -154,12 +154,7 @@ def _layout_of(
 
 
 class Seen(Exception):  # noqa: N818  # it tells of no error
-    """End a forward that runs only as far as an attention call.
-
-    Attributes:
-        q: The call's queries.
-        k: Its keys.
-    """
+    """End a forward that runs only as far as an attention call, with the call's queries and keys."""
 
     def __init__(self, q: Tensor, k: Tensor) -> None:
         super().__init__()

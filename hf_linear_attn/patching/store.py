@@ -37,13 +37,7 @@ ABANDONED_S = 3600.0
 
 
 class Held(NamedTuple):
-    """A file of the folder.
-
-    Attributes:
-        path: Where it is.
-        nbytes: Its size.
-        used_s: When it was last written or read, in seconds since the epoch.
-    """
+    """A file of the folder: its size, and when it was last written or read, in seconds since the epoch."""
 
     path: Path
     nbytes: int

@@ -93,11 +93,7 @@ def teacher_of(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch PEFT's adapters off within a ``with`` block, and leave which of them learn as it is.
-
-    Args:
-        model: A model, into which adapters may have been put.
-    """
+    """Switch PEFT's adapters off within a ``with`` block, and leave which of them learn as it is."""
     before = [(module, module._disable_adapters) for module in _adapted(model)]
     for module, _ in before:
         _switch(module, off=True)
@@ -136,11 +132,7 @@ def _converted(model: nn.Module) -> PreTrainedModel:
 
 
 class _Patch:
-    """What :func:`unpatch_model` takes out of a model, to be put back.
-
-    Args:
-        model: A patched model.
-    """
+    """What :func:`unpatch_model` takes out of a patched model, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: list[tuple[nn.Module, Any, Any, PreTrainedConfig, str | None]] = []

@@ -396,7 +396,7 @@ def test_a_step_goes_by_what_is_asked_of_it():
         elif change == "linear":
             layer.disabled = other.disabled = frozenset({"linear"})
         before, found = {name: x.clone() for name, x in state.tensors.items()}, []
-        snapshot = state.snapshot()
+        snapshot = dict(state.tensors)
         for part, held in ((layer, state), (other, wanted)):
             token = [x[:, :, 28:29].clone().requires_grad_(change == "gradients") for x in draw(40)]
             with torch.set_grad_enabled(change == "gradients"), torch.inference_mode(change == "inference"):

@@ -1,6 +1,7 @@
 """What distillation does with parts of sequences."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -91,18 +92,18 @@ def test_losses_of_parts_add_up(kind):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-class TestSettings:
-    def test_no_stage_that_splits(self):
-        with pytest.raises(ArgumentError, match="`context_parallel` must be 1 where no stage splits"):
-            DistillationSettings(stages=["transfer"], context_parallel=2)
-
-    def test_softmax_layers(self):
-        with pytest.raises(ArgumentError, match="`softmax_budget` must be 0 with context_parallel"):
-            DistillationSettings(softmax_budget=0.5, context_parallel=2)
-
-    def test_an_encoder(self):
-        with pytest.raises(ArgumentError, match="`context_parallel` must be 1 for an encoder"):
-            DistillationSettings.from_preset("encoder", context_parallel=2)
+@pytest.mark.parametrize(
+    ("preset", "changes", "match"),
+    [
+        (None, {"stages": ["transfer"]}, "`context_parallel` must be 1 where no stage splits"),
+        (None, {"softmax_budget": 0.5}, "`softmax_budget` must be 0 with context_parallel"),
+        ("encoder", {}, "`context_parallel` must be 1 for an encoder"),
+    ],
+)
+def test_settings_that_cannot_be_split_are_refused(preset, changes, match):
+    make = DistillationSettings if preset is None else partial(DistillationSettings.from_preset, preset)
+    with pytest.raises(ArgumentError, match=match):
+        make(context_parallel=2, **changes)
 
 
 class TestPlan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.distill.run import recompute_activations
@@ -111,38 +111,12 @@ def test_bfloat16_is_one_process_within_its_rounding():
     same(model_of(torch.bfloat16, **RECOMMENDED), batch_of(1, 30), 2, tol=0.1)
 
 
-def test_generation_goes_on_from_the_last_rank():
-    model, batch = model_of(torch.float64, **RECOMMENDED).eval(), batch_of(1, 37)
-    ids = batch["input_ids"]
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    models = copies(model, 3)
-
-    def work(ranks):
-        model = models[ranks.rank]
-        with torch.no_grad(), context_parallel(model, ranks) as context:
-            part = context.split({"input_ids": ids})
-            cache = returned_cache(model(**part, use_cache=True))
-        if ranks.rank < 2:
-            return None
-        assert cache.get_seq_length() == 37
-        # As after any prefill, the last token is read again: not here, so its logits begin the answer.
-        found = ids
-        logits = model(input_ids=ids, use_cache=False).logits[:, -1:]
-        for _ in range(5):
-            token = logits.argmax(-1)
-            found = torch.cat([found, token], 1)
-            logits = model(input_ids=token, **{NAME: cache}).logits
-        return found
-
-    assert torch.equal(on_ranks(3, work)[-1], expected)
-
-
-@pytest.mark.parametrize("left", [10, 24, 33])
-def test_a_padded_text_goes_on_from_the_last_rank(left):
-    """The last rank's part has no padding where it lies before it, and its window may be padding in part."""
-    model = model_of(torch.float64, **RECOMMENDED).eval()
-    batch = padded(batch_of(2, 36), [(left, 0), (0, 0)])
-    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+@pytest.mark.parametrize("left", [None, 10, 24, 33])
+def test_a_text_goes_on_from_the_last_rank(left):
+    """The last rank's part has no padding where that lies before it, and its window may be padding in part."""
+    model, batch = model_of(torch.float64, **RECOMMENDED).eval(), batch_of(2, 36)
+    batch = batch if left is None else padded(batch, [(left, 0), (0, 0)])
+    given = {name: x for name, x in batch.items() if name != "labels"}
     models, tokens = copies(model, 3), batch_of(2, 12, seed=1)["input_ids"].split(1, 1)
 
     def go_on(model, cache):
@@ -152,6 +126,7 @@ def test_a_padded_text_goes_on_from_the_last_rank(left):
         model = models[ranks.rank]
         with torch.no_grad(), context_parallel(model, ranks) as context:
             cache = returned_cache(model(**context.split(given), use_cache=True))
+        assert ranks.rank < 2 or cache.get_seq_length() == 36
         with torch.no_grad():
             return go_on(model, cache) if ranks.rank == 2 else None
 
@@ -224,10 +199,67 @@ def convolving():
     return Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=2, num_key_value_heads=1, full_attn_idxs=[0]))
 
 
+def locally_shifted(context, batch):
+    part = context.split(batch)
+    del part["shift_labels"]
+    return part
+
+
+def unshifted(context, batch):
+    part = context.split(batch)
+    return part | {"labels": part["input_ids"], "shift_labels": part["input_ids"]}
+
+
+def shorter(context, batch):
+    return context.split({"input_ids": batch["input_ids"][:, : 20 - 6 * context.rank]})
+
+
+def more_rows(context, batch):
+    return context.split({"input_ids": batch["input_ids"].repeat(1 + context.rank, 1)})
+
+
+def filled_cache(context, batch):
+    part = context.split({"input_ids": batch["input_ids"]})
+    cache = DynamicCache(config=context.model.config)
+    with torch.no_grad():
+        context.model(**part, **{NAME: cache})
+    return part | {NAME: cache}
+
+
+def split_with(**more):
+    return lambda context, batch: context.split(batch) | more
+
+
+CALLS = {
+    "labels not shifted": (locally_shifted, "`labels` must come shifted before the split"),
+    "labels shifted in name": (unshifted, "`shift_labels` must be shifted before the split.*ranks \\[0, 1\\]"),
+    "other lengths": (shorter, "`position_ids` must go on where the rank before ended.*ranks \\[1\\]"),
+    "other rows": (more_rows, "`input_ids` must have as many rows on every rank, got \\[1, 2\\]"),
+    "no positions": (split_with(position_ids=None), "`position_ids` must be those of the whole text"),
+    "a filled cache": (filled_cache, "`cache` must be empty", UnsupportedError),
+    "a square mask": (
+        split_with(attention_mask=torch.ones(1, 1, 10, 10).bool()),
+        "`attention_mask` must be a padding mask",
+        UnsupportedError,
+    ),
+    "boundaries": (
+        split_with(cu_seq_lens_q=torch.tensor([0, 4, 10])),
+        "`cu_seq_lens_q` must be left out",
+        UnsupportedError,
+    ),
+    "a cache of packed documents": (
+        lambda context, batch: context.split(packed(batch, [[8, 12]])) | {"use_cache": True},
+        "`cache` must be None for packed documents",
+        UnsupportedError,
+    ),
+}
+
+
 class TestRefused:
-    def refuse(self, change, match, error=ArgumentError, size=2, **patch):
-        models = copies(model_of(**(patch or RECOMMENDED)), size)
-        batch = batch_of(1, 20)
+    @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+    def test_calls(self, case):
+        change, match, error = (*case, ArgumentError)[:3]
+        models, batch = copies(model_of(**RECOMMENDED), 2), batch_of(1, 20)
 
         def work(ranks):
             with (
@@ -237,72 +269,7 @@ class TestRefused:
                 models[ranks.rank](**({"use_cache": False} | change(context, batch)))
             return True
 
-        assert on_ranks(size, work) == [True] * size
-
-    def test_labels_that_are_not_shifted(self):
-        def local(context, batch):
-            part = context.split(batch)
-            del part["shift_labels"]
-            return part
-
-        self.refuse(local, "`labels` must come shifted before the split")
-
-    def test_labels_that_are_shifted_in_name_only(self):
-        def unshifted(context, batch):
-            part = context.split(batch)
-            return part | {"labels": part["input_ids"], "shift_labels": part["input_ids"]}
-
-        self.refuse(unshifted, "`shift_labels` must be shifted before the split.*ranks \\[0, 1\\]")
-
-    def test_texts_of_different_lengths(self):
-        def other(context, batch):
-            return context.split({"input_ids": batch["input_ids"][:, : 20 - 6 * context.rank]})
-
-        self.refuse(other, "`position_ids` must go on where the rank before ended.*ranks \\[1\\]")
-
-    def test_different_rows(self):
-        def other(context, batch):
-            return context.split({"input_ids": batch["input_ids"].repeat(1 + context.rank, 1)})
-
-        self.refuse(other, "`input_ids` must have as many rows on every rank, got \\[1, 2\\]")
-
-    def test_no_positions(self):
-        self.refuse(
-            lambda context, batch: {"input_ids": context.split(batch)["input_ids"]},
-            "`position_ids` must be those of the whole text",
-        )
-
-    def test_a_cache_that_is_filled(self):
-        def filled(context, batch):
-            from transformers import DynamicCache
-
-            part = context.split({"input_ids": batch["input_ids"]})
-            cache = DynamicCache(config=context.model.config)
-            with torch.no_grad():
-                context.model(**part, **{NAME: cache})
-            return part | {NAME: cache}
-
-        self.refuse(filled, "`cache` must be empty", UnsupportedError)
-
-    def test_a_mask_of_four_dimensions(self):
-        self.refuse(
-            lambda context, batch: context.split(batch) | {"attention_mask": torch.ones(1, 1, 10, 10).bool()},
-            "`attention_mask` must be a padding mask",
-            UnsupportedError,
-        )
-
-    def test_boundaries_in_place_of_positions(self):
-        self.refuse(
-            lambda context, batch: context.split(batch) | {"cu_seq_lens_q": torch.tensor([0, 4, 10])},
-            "`cu_seq_lens_q` must be left out",
-            UnsupportedError,
-        )
-
-    def test_a_cache_for_packed_documents(self):
-        def packed_cache(context, batch):
-            return context.split(packed(batch, [[8, 12]])) | {"use_cache": True}
-
-        self.refuse(packed_cache, "`cache` must be None for packed documents", UnsupportedError)
+        assert on_ranks(2, work) == [True] * 2
 
     def test_a_module_inside_the_model(self):
         def work(ranks):

@@ -26,6 +26,28 @@ TOLERANCE = 2e-4
 
 LENGTH, SPLIT, NEW = 12, 7, 6
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"feature_map": "elu"},
+    "learned": {"feature_map": "hedgehog"},
+    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
+    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
+    "retained": {"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
+    "mixed": {"feature_map": "elu", "layers": [1]},
+    "decay": {"feature_map": "elu", "window": 3, "sinks": 2, "update_rule": "decay"},
+    "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta", "rotary": "undo"},
+}
+"""Conversions of a language model, by name."""
+
+
+def some(*names: str) -> dict[str, dict[str, Any]]:
+    """Return some of :data:`SETTINGS`."""
+    return {name: SETTINGS[name] for name in names}
+
+
+def prompt(tokens: int, seed: int = 0, rows: int = 1) -> Tensor:
+    """Draw token ids that are no special tokens."""
+    return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
 
 @dataclass
 class Subject:
@@ -35,8 +57,8 @@ class Subject:
     task: Task
 
     def tokens(self, length: int = LENGTH, seed: int = 0, rows: int = 2) -> Tensor:
-        """Draw token ids that are no special tokens."""
-        return torch.randint(5, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+        """Return what :func:`prompt` does."""
+        return prompt(length, seed, rows)
 
     def logits(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Run the decoder over ``ids`` (the encoder, for masked models)."""

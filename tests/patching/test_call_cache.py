@@ -5,14 +5,15 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.patching import convert_cache, encode_context, returned_cache
+from hf_linear_attn.patching import convert_cache, encode_context
 from hf_linear_attn.patching.call_cache import NAME
 
-from .zoo import VOCAB, tiny_model
+from .checks import prompt
+from .zoo import tiny_model
 
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
@@ -20,36 +21,6 @@ GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_tok
 @pytest.fixture
 def model():
     return patch_model(tiny_model("causal", "llama"), "hedgehog", window=3, sinks=2)
-
-
-def prompt(tokens, seed, rows=1):
-    return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("name", dict.fromkeys([NAME, "past_key_values", None]))
-@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
-def test_a_mask_that_hides_what_was_read_is_refused_however_the_cache_is_passed(model, name):
-    ids = prompt(10, 0)
-    with torch.no_grad():
-        cache = returned_cache(model(ids[:, :8], use_cache=True))
-    mask = torch.ones(1, 10, dtype=torch.long)
-    mask[:, 2:4] = 0
-    args, kwargs = ((mask, None, cache), {}) if name is None else ((mask,), {name: cache})
-    with torch.no_grad(), pytest.raises(ArgumentError, match=r"`attention_mask` must show"):
-        model(ids[:, 8:], *args, **kwargs)
-
-
-def test_a_decoders_cache_beside_an_encoders_is_looked_at_too():
-    model, ids = patch_model(tiny_model("seq2seq", "bart"), "elu"), prompt(6, 0)
-    decoder, mask = model.get_decoder(), torch.ones(1, 9, dtype=torch.long)
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with torch.no_grad():
-        hidden = model.get_encoder()(ids).last_hidden_state
-        more = {"encoder_hidden_states": hidden, "use_cache": True, NAME: cache}
-        decoder(input_ids=ids, attention_mask=mask[:, :6], **more)
-        mask[:, 2] = 0
-        with pytest.raises(ArgumentError, match=r"`attention_mask` must show the \[6\] real tokens"):
-            decoder(input_ids=ids[:, :3], attention_mask=mask, **more)
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
@@ -66,12 +37,6 @@ def test_a_context_in_place_of_a_cache_is_refused(model):
     for call in (model.generate, model):
         with torch.no_grad(), pytest.raises(ArgumentError, match=r"`cache` must be a cache, got 'a Context'.*copy\(\)"):
             call(prompt(4, 1), **{NAME: context})
-
-
-def test_a_patched_assistant_of_a_softmax_model(model):
-    teacher, ids = tiny_model("causal", "llama"), prompt(9, 2)
-    expected = teacher.generate(ids, **GREEDY)
-    assert torch.equal(teacher.generate(ids, assistant_model=model, **GREEDY), expected)
 
 
 def test_a_record_begins_once_the_cache_knows_its_model(model):

@@ -15,15 +15,10 @@ from hf_linear_attn.patching import cache as cache_module
 from hf_linear_attn.patching import convert_cache, hook
 from hf_linear_attn.patching.call_cache import NAME, cache_of
 
-from .checks import Subject, close, patched
-from .test_generation import SETTINGS
-from .zoo import VOCAB, tiny_model
+from .checks import SETTINGS, Subject, close, patched, prompt
+from .zoo import tiny_model
 
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-
-
-def prompt(tokens, seed=0):
-    return torch.randint(5, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def pair(name="llama", settings="window"):

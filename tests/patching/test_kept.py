@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionConfig, patch_model
-from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.export import ExportSettings, export_model
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.ops.dispatch import HAS_NUMBA
-from hf_linear_attn.patching.call_cache import returned_cache
 from tests.export.students import save, student
 from tests.patching.checks import close
 from tests.patching.zoo import VOCAB, tiny_model
@@ -65,31 +63,6 @@ def test_a_model_that_keeps_all_keys_is_its_teacher(mix):
     close(found, expected, "with all keys")
 
 
-@pytest.mark.parametrize("mix", ["window", "key"])
-def test_keys_that_are_kept_change_what_is_read(mix):
-    ids = torch.randint(5, VOCAB, (2, 30))
-    settings = {"feature_map": "elu", "window": WINDOW, "sinks": SINKS, "mix": mix}
-    none, some = (patch_model(tiny_model("causal", "llama"), **settings, kept=n)(ids).logits for n in (0, 4))
-    near = WINDOW + SINKS
-    close(some[:, :near], none[:, :near], "within the window")
-    assert (some - none)[:, near:].abs().max() > 0.01
-
-
-def test_memory_does_not_grow_with_the_text():
-    model = patch_model(tiny_model("causal", "llama"), "elu", window=WINDOW, sinks=SINKS, kept=4)
-    sizes = set()
-    for tokens in (1, 20, 50):
-        layers = returned_cache(model(torch.randint(5, VOCAB, (1, tokens)), use_cache=True)).layers
-        sizes.add(sum(x.nbytes for layer in layers for x in layer.tensors.values()))
-    assert len(sizes) == 1
-
-
-def test_older_settings_say_nothing_of_it():
-    assert "kept" not in LinearAttentionConfig(window=4).to_dict()
-    assert LinearAttentionConfig.from_dict(LinearAttentionConfig(window=4, kept=3).to_dict()).kept == 3
-    assert DistillationSettings(window=4, kept=3).conversion.kept == 3
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -107,11 +80,6 @@ def test_older_settings_say_nothing_of_it():
 def test_settings_are_refused_by_name(settings, message):
     with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         patch_model(tiny_model("causal", "llama"), **settings)
-
-
-def test_a_model_that_sees_both_ways_is_refused():
-    with pytest.raises((ArgumentError, UnsupportedError), match=r"`window` must be"):
-        patch_model(tiny_model("masked", "bert"), window=4, kept=2)
 
 
 def test_a_file_of_its_own_is_refused_by_name(tmp_path):

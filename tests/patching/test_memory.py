@@ -9,7 +9,9 @@ from hf_linear_attn.patching.call_cache import returned_cache
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"feature_map": "hedgehog", "window": 8, "sinks": 2}], ids=["linear", "hybrid"]
+    "settings",
+    [{}, {"feature_map": "hedgehog", "window": 8, "sinks": 2}, {"window": 8, "sinks": 2, "kept": 4}],
+    ids=str,
 )
 def test_memory_held_does_not_grow_with_the_text(settings):
     torch.manual_seed(0)

@@ -9,14 +9,14 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama import modeling_llama
 
-from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model, unpatch_model
+from hf_linear_attn import patch_model, unpatch_model
 from hf_linear_attn.distill import DistillationSettings
 from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, spans
 from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
-from hf_linear_attn.patching import attention_layers, encode_context, load_context, part_of
+from hf_linear_attn.patching import attention_layers, part_of
 from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from hf_linear_attn.patching.hook import linear_attention_forward
 from hf_linear_attn.patching.scope import current
@@ -155,23 +155,6 @@ def logits_of(model, ids, cache, pieces):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("pieces", [[14], [1] * 14, [5, 1, 1, 7], [9, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("static", [False, True])
-def test_pieces_are_the_whole(pieces, static):
-    model = model_of("llama", **SETTINGS)
-    ids = torch.randint(5, VOCAB, (2, 14))
-    whole = logits_of(model, ids, None, [14])
-    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    close(logits_of(model, ids, cache, pieces), whole, f"pieces {pieces}")
-
-
-def test_static_generation_is_dynamic_generation():
-    model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 9))
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    found = [model.generate(ids, cache_implementation=kind, **options) for kind in ("static", "dynamic")]
-    assert torch.equal(*found)
-
-
 def test_long_texts_are_read_span_by_span(monkeypatch):
     for name in ("SPAN", "CHUNK"):
         monkeypatch.setattr(spans, name, 64)
@@ -194,16 +177,7 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
 
 
 def test_packed_texts_are_texts_alone():
-    model = model_of("llama", **SETTINGS)
-    a, b = torch.randint(5, VOCAB, (1, 11)), torch.randint(5, VOCAB, (1, 8))
-    places = torch.cat([torch.arange(11), torch.arange(8)])[None]
-    with torch.no_grad():
-        both = model(torch.cat([a, b], 1), position_ids=places, use_cache=False).logits
-        for part, alone in zip(both.split([11, 8], 1), (a, b), strict=True):
-            close(part, model(alone, use_cache=False).logits, "a packed text")
-
-
-def test_rows_of_packed_texts_are_texts_alone():
+    """In a row alone, too, which is not laid end to end with others."""
     model = model_of("llama", **SETTINGS)
     rows = torch.randint(5, VOCAB, (2, 12))
     places = torch.stack([torch.cat([torch.arange(7), torch.arange(5)]), torch.arange(12)])
@@ -212,12 +186,12 @@ def test_rows_of_packed_texts_are_texts_alone():
         close(both[:1, :7], model(rows[:1, :7], use_cache=False).logits, "the first text")
         close(both[:1, 7:], model(rows[:1, 7:], use_cache=False).logits, "the second text")
         close(both[1:], model(rows[1:], use_cache=False).logits, "the second row")
+        close(model(rows[:1], position_ids=places[:1], use_cache=False).logits, both[:1], "a row alone")
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_tokens_after_a_rollback_are_read_with_their_own_angles(static):
+def test_tokens_after_a_rollback_of_a_static_cache_are_read_with_their_own_angles():
     model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 16))
-    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
+    cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():
         model(ids[:, :6], **{NAME: cache})
         cache.activate_past_recording()
@@ -229,43 +203,12 @@ def test_tokens_after_a_rollback_are_read_with_their_own_angles(static):
         close(after, model(ids, use_cache=False).logits[:, 9:], "after a rollback")
 
 
-def test_assisted_generation_is_greedy_generation():
-    model = model_of("llama", **SETTINGS)
-    draft, ids = copy.deepcopy(model), torch.randint(5, VOCAB, (1, 9))
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-    assert torch.equal(model.generate(ids, assistant_model=draft, **options), model.generate(ids, **options))
-
-
-def test_a_context_of_a_file_goes_on(tmp_path):
-    model = model_of("llama", **SETTINGS)
-    model.save_pretrained(tmp_path / "model")
-    ids = torch.randint(5, VOCAB, (2, 14))
-    encode_context(model, ids[:, :9], chunk_size=4).save(tmp_path / "context")
-    loaded = from_pretrained(tmp_path / "model").eval()
-    assert loaded.config.linear_attention["rotary"] == "undo"
-    cache = load_context(tmp_path / "context", loaded).copy()
-    with torch.no_grad():
-        after = loaded(ids[:, 9:], **{NAME: cache}).logits
-        close(after, model(ids, use_cache=False).logits[:, 9:], "after a context")
-
-
 def test_bf16_keeps_what_was_rounded_in_decoding():
     model = model_of("llama", **SETTINGS).bfloat16()
     ids = torch.randint(5, VOCAB, (2, 14))
     whole = logits_of(model, ids, None, [14])
     parts = logits_of(model, ids, DynamicCache(config=model.config), [1] * 14)
     assert (parts - whole).abs().max() < 0.05 * whole.abs().max()
-
-
-def test_it_changes_the_linear_branch_and_nothing_within_the_window():
-    ids = torch.randint(5, VOCAB, (1, 14))
-    keep, undo = (model_of("llama", **SETTINGS | {"rotary": x})(ids).logits for x in ("keep", "undo"))
-    near = SETTINGS["window"] + SETTINGS["sinks"]
-    close(undo[:, :near], keep[:, :near], "within the window")
-    assert (undo - keep)[:, near:].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("mix", ["key", "window"])
@@ -281,13 +224,6 @@ def test_angles_are_counted_in_the_cache(mix):
         assert equal_cache_window(keep) == 3 + math.ceil(linear / 32)
         # Two layers hold the angles together.
         assert equal_cache_window(undo) == 3 + math.ceil((2 * linear + 6 * 8) / 64)
-
-
-def test_the_default_says_nothing(tmp_path):
-    assert "rotary" not in LinearAttentionConfig().to_dict()
-    assert LinearAttentionConfig.from_dict(LinearAttentionConfig(rotary="undo").to_dict()).rotary == "undo"
-    with pytest.raises(ArgumentError, match=r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"):
-        LinearAttentionConfig(rotary="drop")
 
 
 def test_a_distillation_takes_it_with_the_rest_of_the_conversion():

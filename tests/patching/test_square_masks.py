@@ -10,15 +10,11 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.patching import returned_cache
 from hf_linear_attn.patching.call_cache import NAME
 
+from .checks import some
 from .zoo import VOCAB, tiny_model
 
 T = 10
-SETTINGS = {
-    "plain": {"feature_map": "elu"},
-    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
-    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
-    "mixed": {"feature_map": "elu", "layers": [1]},
-}
+SETTINGS = some("plain", "window", "kept", "mixed")
 
 
 @pytest.fixture(params=SETTINGS)
@@ -108,14 +104,18 @@ def other(kind):
         visible[0, 7, 2] = False
     elif kind == "both ways":
         visible[:] = True
-    elif kind == "tree":
+    elif kind == "shared prefix":
         visible[:, 6:, 4:6] = False
+    elif kind == "tree":
+        visible[:, 7, 6] = visible[:, 8, 7] = False
     elif kind == "strictly causal":
         visible &= ~torch.eye(T, dtype=torch.bool)
     return visible
 
 
-@pytest.mark.parametrize("kind", ["prefix", "window", "one query", "both ways", "tree", "strictly causal"])
+@pytest.mark.parametrize(
+    "kind", ["prefix", "window", "one query", "both ways", "shared prefix", "tree", "strictly causal"]
+)
 def test_any_other_pattern_is_refused_by_name(model, form, kind):
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .*another pattern"):
         logits(model, ids_of(), attention_mask=form(other(kind)), use_cache=False)

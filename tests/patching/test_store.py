@@ -14,16 +14,10 @@ from hf_linear_attn.patching import store as module
 from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.context_file import UNFINISHED
 
-from .checks import Subject
+from .checks import Subject, some
 from .zoo import tiny_model
 
-SETTINGS = {
-    "plain": {"feature_map": "elu"},
-    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
-    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
-    "learned": {"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
-    "mixed": {"feature_map": "elu", "window": 5, "layers": [1]},
-}
+SETTINGS = some("plain", "window", "kept", "retained") | {"mixed": {"feature_map": "elu", "window": 5, "layers": [1]}}
 BLOCK = 4
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.multiprocessing as mp
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
-from hf_linear_attn import from_pretrained, patch_model, unpatch_model
+from hf_linear_attn import from_pretrained, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.patching import LinearAttention, is_patched
+from hf_linear_attn.patching import is_patched
 from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
@@ -28,11 +28,12 @@ SETTINGS = {
     "mixed": {"feature_map": "hedgehog", "layers": [1]},
 }
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
+KERNELS = {"kernels": {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}}
 RULED = SETTINGS | {"gated_delta": SETTINGS["window"] | {"update_rule": "gated_delta"}}
 
 
 def build(setting="learned", name="llama"):
-    return patched(tiny_model("causal", name), **({"layers": "all"} | (COMPILED | RULED)[setting]))
+    return patched(tiny_model("causal", name), **({"layers": "all"} | (COMPILED | RULED | KERNELS)[setting]))
 
 
 def loss_and_gradients(model, ids, **kwargs):
@@ -102,27 +103,20 @@ class Graphs(list):
         return graph.forward
 
 
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "masked", "cached"),
-    spread(product(["llama", "mistral", "gemma3_text"], COMPILED, [False, True], [False, True]), 7),
+    [
+        *spread(product(["llama", "mistral", "gemma3_text"], COMPILED, [False, True], [False, True]), 7),
+        ("llama", "gated_delta", True, False),
+        pytest.param("llama", "kernels", True, False, marks=[SLOW, INTERPRETED]),
+    ],
 )
 def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
-    assert_one_graph(build(setting, name), masked, cached)
-
-
-def test_compiled_training_of_a_gated_rule_has_one_graph():
-    assert_one_graph(build("gated_delta"), masked=True, cached=False)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
-@SLOW
-def test_compiled_training_has_one_graph_through_the_kernels():
-    settings = {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}
-    assert_one_graph(patch_model(tiny_model("causal", "llama"), **settings), masked=True, cached=False)
-
-
-def assert_one_graph(model, masked, cached):
     torch.compiler.reset()
+    model = build(setting, name)
     ids = Subject(model, "causal").tokens()
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -138,18 +132,13 @@ def assert_one_graph(model, masked, cached):
 
 
 @pytest.mark.parametrize(
-    ("setting", "cache", "masked"), spread(product(COMPILED, [DynamicCache, StaticCache], [False, True]), 5)
+    ("setting", "cache", "masked"),
+    [
+        *spread(product(COMPILED, [DynamicCache, StaticCache], [False, True]), 5),
+        pytest.param("gated_delta", StaticCache, True, marks=SLOW),
+    ],
 )
 def test_compiled_steps_have_no_break(setting, cache, masked):
-    assert_no_break(setting, cache, masked)
-
-
-@pytest.mark.slow
-def test_compiled_steps_of_a_gated_rule_have_no_break():
-    assert_no_break("gated_delta", StaticCache, masked=True)
-
-
-def assert_no_break(setting, cache, masked):
     torch.compiler.reset()
     model = build(setting)
     subject = Subject(model, "causal")
@@ -361,21 +350,12 @@ def _two_processes(rank, port, expected, ids):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
+@SLOW
 def test_two_processes_give_the_gradients_of_one():
     model = build("window")
     ids = Subject(model, "causal").tokens()
     _, expected = loss_and_gradients(model, ids)
     mp.spawn(_two_processes, args=(_free_port(), expected, ids), nprocs=2)
-
-
-def test_a_device_map_places_what_is_learned(tmp_path):
-    model = build("window")
-    model.save_pretrained(tmp_path)
-    loaded = from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
-    parts = [m for m in loaded.modules() if isinstance(m, LinearAttention)]
-    assert {p.dtype for part in parts for p in part.parameters()} == {torch.bfloat16}
-    assert {p.device.type for part in parts for p in part.parameters()} == {"cpu"}
 
 
 @pytest.mark.filterwarnings("ignore:.*being on a device type different")  # what Transformers 5.17 says of offloading

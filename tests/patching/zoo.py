@@ -1,6 +1,5 @@
 """Tiny random models of every architecture that Transformers registers."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -293,8 +292,3 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
             parameter.normal_(0, 0.1)
     model.tie_weights()
     return model
-
-
-def parameters_of(modules: Iterator[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Name the parameters of several modules."""
-    return {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}

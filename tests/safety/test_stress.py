@@ -1,23 +1,17 @@
-"""Many threads on one model, and runs that are killed again and again: the same answers, the same figures."""
+"""Runs that are killed again and again: the same figures."""
 
 import json
 import multiprocessing
 import random
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from hf_linear_attn import patch_model
 from hf_linear_attn.evaluation import evaluate, read_results, without_times
-from tests.distill.tiny import tiny_teacher
 from tests.evaluation import workers
 from tests.evaluation.helpers import byte_tokenizer, tiny_linear
 from tests.safety.test_runs import run as distil
-
-THREADS, GENERATIONS = 8, 50
 
 pytestmark = pytest.mark.slow
 
@@ -29,33 +23,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "conversion",
-    [{"feature_map": "elu"}, {"feature_map": "hedgehog", "window": 5, "sinks": 2, "layers": [1]}],
-    ids=["plain", "window"],
-)
-def test_threads_generate_what_each_generates_alone(conversion):
-    model = patch_model(tiny_teacher(), **conversion).eval()
-    rng = random.Random(0)
-    prompts = [torch.tensor([[rng.randrange(3, 250) for _ in range(rng.randrange(1, 40))]]) for _ in range(40)]
-
-    def generate(prompt):
-        return model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0].tolist()
-
-    alone = [generate(prompt) for prompt in prompts]
-    barrier = threading.Barrier(THREADS)
-
-    def work(seed):
-        drawn = random.Random(seed)
-        barrier.wait()
-        numbers = [drawn.randrange(len(prompts)) for _ in range(GENERATIONS)]
-        return sum(generate(prompts[number]) != alone[number] for number in numbers)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        assert list(pool.map(work, range(THREADS))) == [0] * THREADS
 
 
 def distillation(folder):

@@ -126,12 +126,7 @@ class LastToken(NamedTuple):
 
 
 class Mix(ABC):
-    """A mixing rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        sizes: The layer's sizes.
-        eps: Added to normalisers, > 0.
-    """
+    """A mixing rule; a subclass is found by its :attr:`name`. To normalisers ``eps`` > 0 is added."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""
@@ -160,13 +155,7 @@ class Mix(ABC):
 
     @abstractmethod
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the layer's output ``[B, H, T, V]``.
-
-        Args:
-            near: The exact branch.
-            far: The linear branch.
-            weights: What :meth:`weights` began.
-        """
+        """Return the layer's output ``[B, H, T, V]``, by what :meth:`weights` began."""
 
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the layer's output ``[B, HKV, G, V]`` in a step, in the dtype of the values; see :meth:`join`."""

@@ -11,12 +11,7 @@ from hf_linear_attn.layers.window import Tokens
 
 
 class Retention(ABC):
-    """A rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        sizes: The layer's sizes.
-        window: W, tokens in sight.
-    """
+    """A rule for layers of some sizes, with W tokens in sight; a subclass is found by its :attr:`name`."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""
@@ -37,12 +32,7 @@ class Retention(ABC):
     def score(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
         """Return scores of the first keys of a call, which leave the window in it, ``[B, HKV, count, 6]``.
 
-        The key with the least score for its age goes; see :data:`hf_linear_attn.ops.kept.AGES`.
-
-        Args:
-            tokens: All keys and values; behind each of the first lie those of the window that it leaves.
-            count: Number of the first.
-            weights: What :meth:`weights` began.
-            backend: As in :func:`linear_attention`.
+        The key with the least score for its age goes; see :data:`hf_linear_attn.ops.kept.AGES`. Behind each of the
+        first tokens lie those of the window that it leaves.
         """
         raise NotImplementedError(f"{type(self).__name__} has no scores")

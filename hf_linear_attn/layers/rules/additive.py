@@ -49,16 +49,18 @@ class Additive(Rule):
             delay=call.delay,
             eps=self.eps,
             backend=self.backend,
+            log_decay=None if call.gates is None else call.gates.log_decay,
         )
-        mass = None
-        if call.with_mass:
-            read = max(call.phi_k.shape[2] - call.delay, 0)
-            keys = upcast(call.phi_k[:, :, :read])
-            if call.key_mask is not None:
-                keys = keys * call.key_mask[:, None, :read, None]
-            z = running_sum(keys, call.phi_q.shape[2] - read, None if state is None else state["z"])
-            mass = key_product(call.phi_q, z)
-        return Reading(o, {"kv": final.kv, "z": final.z}, mass)
+        return Reading(o, {"kv": final.kv, "z": final.z}, self.mass(call, state) if call.with_mass else None)
+
+    def mass(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Tensor:
+        """Return what outputs are divided by, but for eps, ``[B, H, T]``."""
+        read = max(call.phi_k.shape[2] - call.delay, 0)
+        keys = upcast(call.phi_k[:, :, :read])
+        if call.key_mask is not None:
+            keys = keys * call.key_mask[:, None, :read, None]
+        z = running_sum(keys, call.phi_q.shape[2] - read, None if state is None else state["z"])
+        return key_product(call.phi_q, z)
 
     @override
     def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:

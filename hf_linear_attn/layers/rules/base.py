@@ -101,12 +101,7 @@ class Reading(NamedTuple):
 
 
 class Rule(ABC):
-    """An update rule; a subclass is found by its :attr:`name`.
-
-    Args:
-        eps: Added to normalisers, > 0.
-        backend: As in :func:`linear_attention`.
-    """
+    """An update rule; a subclass is found by its :attr:`name`. To normalisers ``eps`` > 0 is added."""
 
     name: ClassVar[str]
     """The word by which users ask for it."""
@@ -148,21 +143,11 @@ class Rule(ABC):
 
     @abstractmethod
     def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
-        """Answer queries from a state and from keys, and take the keys in.
-
-        Args:
-            call: The queries and keys.
-            state: The rule's tensors before these keys; None where there were none.
-        """
+        """Answer queries from a state and from keys, and take the keys in; the state is None before the first key."""
 
     def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
         """Take in one key and answer one query of each head, in place.
 
-        Args:
-            step: The key and the queries.
-            state: The rule's tensors.
-
-        Returns:
-            ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
+        Returns ``o [B, HKV, G, V]``, in the dtype of the tokens or of the state.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")

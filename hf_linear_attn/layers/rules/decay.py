@@ -7,11 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.layers.rules.additive import Additive
-from hf_linear_attn.layers.rules.base import Reading, RuleCall, Sizes
+from hf_linear_attn.layers.rules.base import RuleCall, Sizes
 from hf_linear_attn.layers.rules.gates import DECAY_START, Gates, gate_weights, log_decays
-from hf_linear_attn.ops import LinearAttentionState, linear_attention
 
 HUGE = 1e30
 """An eps beside which a normaliser is nothing, so that outputs are numerators over it."""
@@ -25,7 +23,6 @@ class Decay(Additive):
     """
 
     name: ClassVar[str] = "decay"
-    provides: ClassVar[frozenset[str]] = frozenset({"mass"})
     ordered: ClassVar[bool] = True
 
     @override
@@ -37,30 +34,9 @@ class Decay(Additive):
         return Gates(log_decay=log_decays(k, v, weights))
 
     @override
-    def read(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Reading:
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, kv: Tensor | None, eps: float
-        ) -> tuple[Tensor, LinearAttentionState]:
-            return linear_attention(
-                q,
-                k,
-                v,
-                None if call.kernel is None else elementwise_map(call.kernel),
-                causal=call.causal,
-                key_mask=call.key_mask,
-                cu_seqlens=call.cu_seqlens,
-                state=None if state is None or kv is None else LinearAttentionState(kv, state["z"]),
-                delay=call.delay,
-                eps=eps,
-                backend=self.backend,
-                log_decay=None if call.gates is None else call.gates.log_decay,
-            )
-
-        o, final = attend(call.phi_q, call.phi_k, call.v, None if state is None else state["kv"], self.eps)
-        mass = None
-        if call.with_mass:
-            # What queries read of values of 1, not divided.
-            q, k = upcast(call.phi_q), upcast(call.phi_k)
-            z = None if state is None else state["z"][..., None]
-            mass = attend(q, k, k.new_ones(*k.shape[:3], 1), z, HUGE)[0][..., 0] * HUGE
-        return Reading(o, {"kv": final.kv, "z": final.z}, mass)
+    def mass(self, call: RuleCall, state: Mapping[str, Tensor] | None) -> Tensor:
+        # What queries read of values of 1, not divided.
+        q, k = upcast(call.phi_q), upcast(call.phi_k)
+        ones = call._replace(phi_q=q, phi_k=k, v=k.new_ones(*k.shape[:3], 1), with_mass=False)
+        before = None if state is None else {"kv": state["z"][..., None], "z": state["z"]}
+        return Decay(HUGE, self.backend).read(ones, before).o[..., 0] * HUGE

@@ -41,13 +41,7 @@ def gate_weights(name: str, bias: float, kv_heads: int, head_dim: int, value_dim
 
 
 def gate_scores(name: str, k: Tensor, v: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return ``a + u.k + w.v`` of each key, ``[B, HKV, S]`` fp32 (fp64 for fp64 input).
-
-    Args:
-        name: The gate's name, with which those of its weights begin.
-        k: Keys as the linear branch reads them ``[B, HKV, S, D]``.
-        v: Values ``[B, HKV, S, V]``.
-        weights: What :func:`gate_weights` began.
+    """Return ``a + u.k + w.v`` of each key ``[B, HKV, S, D]`` and value ``[B, HKV, S, V]``, fp32 (fp64 for fp64 input).
 
     Raises:
         UnsupportedError: If heads or values have other sizes than the gate's.

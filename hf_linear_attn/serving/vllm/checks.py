@@ -38,11 +38,7 @@ def check_version(version: str) -> None:
 
 
 def settings_of(config: Any, where: str) -> LinearAttentionConfig:
-    """Read how a folder was converted off its config.
-
-    Args:
-        config: The Transformers config.
-        where: The folder, for messages.
+    """Read off its config how a folder was converted.
 
     Raises:
         CheckpointError: If the folder is a plain softmax model, of a newer format, or does not say which layers.
@@ -67,9 +63,6 @@ def settings_of(config: Any, where: str) -> LinearAttentionConfig:
 
 def check_serving(vllm_config: Any) -> None:
     """Refuse what a converted model cannot be served with.
-
-    Args:
-        vllm_config: vLLM's configuration of all.
 
     Raises:
         UnsupportedError: Naming the option and its remedy.
@@ -111,11 +104,6 @@ def check_serving(vllm_config: Any) -> None:
 
 def check_attention(attention: Any, settings: LinearAttentionConfig, name: str) -> Sizes:
     """Refuse what a replaced attention honours and a linear one cannot, and return its sizes on this rank.
-
-    Args:
-        attention: vLLM's attention.
-        settings: How the folder was converted.
-        name: The layer.
 
     Raises:
         UnsupportedError: Naming the feature, unless the folder was converted with ``allow_approximate=True``.

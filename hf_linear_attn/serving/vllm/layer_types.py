@@ -11,12 +11,7 @@ KEPT = "layer_types_before_conversion"
 
 
 def mark_converted(config: Any, layers: Iterable[int]) -> None:
-    """Name converted layers as vLLM names those that keep a state.
-
-    Args:
-        config: The folder's config; it is changed, once.
-        layers: Which are converted.
-    """
+    """Name converted layers in a folder's config, once, as vLLM names those that keep a state."""
     before = getattr(config, "layer_types", None)
     types = list(before or ["full_attention"] * config.num_hidden_layers)
     # A model that has recurrent layers of its own says where they are, and vLLM builds them by that.

@@ -15,13 +15,7 @@ PADDING = "padding"
 
 
 class Part(NamedTuple):
-    """One tensor of a page.
-
-    Attributes:
-        name: Its name in the state.
-        shape: Of one request.
-        dtype: Of its items.
-    """
+    """One tensor of a page: its name in the state, its shape of one request, and the dtype of its items."""
 
     name: str
     shape: tuple[int, ...]

@@ -30,16 +30,9 @@ def key_of(name: str) -> tuple[int, str]:
 def take_own(
     weights: Iterable[tuple[str, Tensor]], own: Mapping[tuple[int, str], Tensor], rank: int, ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Load what belongs to converted layers, and pass on everything else.
+    """Load what belongs to converted layers, and pass on the weights of all other modules.
 
-    Args:
-        weights: Of the folder, by name.
-        own: Tensors to be filled, by layer and name; of this rank's heads.
-        rank: This rank.
-        ranks: Their number.
-
-    Yields:
-        The weights of all other modules.
+    ``own`` tensors are filled, by layer and name, with the heads of this one of the ranks.
 
     Raises:
         CheckpointError: If one is missing, has no place, or does not fit.

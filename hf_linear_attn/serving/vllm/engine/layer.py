@@ -113,11 +113,9 @@ class Metadata:
         return [Text(token, token + 1, length, place, [place]) for token, length, place in every]
 
     def rotation(self, rotary: Any, read: "Text | Several | None" = None) -> Rotation | None:
-        """Return how the new tokens of texts are turned, or the single ones, of a row each; of all layers alike.
+        """Return how new tokens of texts are turned, in all layers alike; without texts the single ones, of a row each.
 
-        Args:
-            rotary: What turns them; None where that is not to be undone.
-            read: The texts; None for the single tokens.
+        ``rotary`` is what turns them, None where that is not to be undone.
         """
         at = self.at if read is None else read.at if isinstance(read, Several) else slice(read.start, read.end)
         if rotary is None or self.positions is None or at is None:
@@ -204,14 +202,10 @@ class Backend(BailingLinearAttentionBackend):  # type: ignore[misc]
 
 
 class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
-    """Attend linearly where vLLM's attention did.
+    """Attend linearly, with a converted layer, where vLLM's attention did.
 
-    Args:
-        part: The converted layer; it belongs to the module around this one.
-        name: vLLM's name of the layer.
-        value_dim: Size ``V`` of a value.
-        dtype: Of keys and values.
-        rotary: The module by which vLLM turns queries and keys, where the layer undoes that.
+    ``value_dim`` is the size V of a value, ``dtype`` that of keys and values. ``rotary`` is the module by which vLLM
+    turns queries and keys, where the layer undoes that.
     """
 
     def __init__(
@@ -269,7 +263,8 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
         m: Metadata = metadata[self.layer_name]
         part, rotary = self._held
         pool = self._pool_of_cache()
-        q, k, v = (x.view(len(x), -1, d) for x, d in self._with_sizes(query, key, value))
+        q, k = (x.view(len(x), -1, part.sizes.head_dim) for x in (query, key))
+        v = value.view(len(value), -1, self.value_dim)
         out = out.view(len(out), -1, self.value_dim)
         with own_precision(q.device):
             if m.at is not None and can_step(part):
@@ -300,10 +295,6 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
             named = {part.name: x for part, x in tensors if part.name in self.slots}
             self._pool = self.kv_cache, Pool(self.slots, named)
         return self._pool[1]
-
-    def _with_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, int], ...]:
-        head_dim = self._held[0].sizes.head_dim
-        return (query, head_dim), (key, head_dim), (value, self.value_dim)
 
 
 def _pieces(text: Text) -> list[Text]:

@@ -22,12 +22,7 @@ from hf_linear_attn.serving.vllm.weights import MARK, key_of, take_own
 
 
 def convert(base: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return a vLLM model class whose converted layers attend linearly.
-
-    Args:
-        base: The class of its softmax kin.
-        name: Its name.
-    """
+    """Return a vLLM model class of that name, whose converted layers attend linearly; its softmax kin's is the base."""
 
     class Converted(base):  # type: ignore[misc, valid-type]
         """A model of vLLM's with converted layers."""
@@ -67,12 +62,7 @@ def convert(base: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def replace_attention(model: nn.Module, settings: LinearAttentionConfig, vllm_config: VllmConfig) -> None:
-    """Put converted layers in the place of a model's attention.
-
-    Args:
-        model: vLLM's model, without weights.
-        settings: How the folder was converted.
-        vllm_config: Of the model; its table of layers is changed.
+    """Put converted layers in the place of the attention of vLLM's model, and into its config's table of layers.
 
     Raises:
         CheckpointError: If there are fewer layers than the folder names.
