@@ -303,11 +303,6 @@ def feature_map_class(name: str) -> type[FeatureMap]:
     return _REGISTRY[name]
 
 
-def registered_as(name: str) -> type[FeatureMap] | None:
-    """Return the class registered under ``name``; None where there is none."""
-    return _REGISTRY.get(name)
-
-
 def get_feature_map(
     name: str,
     head_dim: int,

@@ -23,11 +23,8 @@ class CosFormer(FeatureMap):
     a shift of all positions (as left padding brings) changes nothing.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         max_length: ``M``, more than the largest position; cos would change sign beyond it.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If ``max_length`` is not positive.

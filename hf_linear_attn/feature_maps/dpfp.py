@@ -15,11 +15,8 @@ class DPFP(FeatureMap):
     """Compute ``r_i r_(i+j)`` for ``j = 1 ... nu`` with ``r = relu(cat[x, -x])``, indices modulo 2D.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         nu: Products per entry, in [1, 2 D - 1].
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a size does not fit.

@@ -1,28 +1,25 @@
 """Hedgehog: learned features that keep softmax's spikiness and monotonicity."""
 
 import math
-from typing import ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map
-from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
+from hf_linear_attn.feature_maps.base import Pair, register_feature_map
+from hf_linear_attn.feature_maps.learned import ProjectedMap, Side
 
 
 @register_feature_map
-class Hedgehog(LearnedMap):
+class Hedgehog(ProjectedMap):
     """Compute ``cat[softmax(yW), softmax(-yW)]`` with a learned ``W [D, F / 2]``.
 
     ``y`` is x scaled by the square root of the softmax scale.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         num_features: ``F``, even; defaults to ``2 * head_dim``.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a size does not fit.
@@ -38,25 +35,6 @@ class Hedgehog(LearnedMap):
     name: ClassVar[str] = "hedgehog"
     formula: ClassVar[str] = "cat[softmax(yW), softmax(-yW)], y = sqrt(scaling) x"
     paper: ClassVar[str] = "Zhang et al., 2024, arXiv:2402.04347"
-
-    def __init__(
-        self,
-        head_dim: int,
-        num_heads: int = 1,
-        num_kv_heads: int | None = None,
-        *,
-        num_features: int | None = None,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(head_dim, num_heads, num_kv_heads, **options)
-        self.num_features = 2 * head_dim if num_features is None else num_features
-        check_size("num_features", self.num_features, multiple_of=2)
-        self.add_weight("weight", identity_like(head_dim, self.num_features // 2))
-
-    @override
-    @property
-    def feature_dim(self) -> int:
-        return self.num_features
 
     @override
     def pair(self, side: Side) -> Pair:

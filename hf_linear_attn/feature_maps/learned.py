@@ -21,25 +21,10 @@ class LearnedMap(FeatureMap):
 
     A weight called ``weight`` is held as ``weight_q [H, ...]`` and ``weight_k [HKV, ...]``, or where q and k
     share it as ``weight [HKV, ...]``; the first size is 1 where heads share it.
-
-    Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
-        **options: As in :class:`FeatureMap`.
     """
 
     learned: ClassVar[bool] = True
     positional: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        head_dim: int,
-        num_heads: int = 1,
-        num_kv_heads: int | None = None,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(head_dim, num_heads, num_kv_heads, **options)
 
     def add_weight(self, name: str, start: Tensor) -> None:
         """Create the parameters called ``name``, every copy equal to ``start``."""
@@ -47,6 +32,10 @@ class LearnedMap(FeatureMap):
         for suffix, count in heads.items():
             copies = start.expand(count if self.per_head else 1, *start.shape).clone()
             self.register_parameter(name + suffix, nn.Parameter(copies))
+
+    def add_weights(self, columns: int) -> None:
+        """Create all parameters, the first of which projects to so many columns."""
+        self.add_weight("weight", identity_like(self.head_dim, columns))
 
     def weight_of(self, name: str, side: Side, x: Tensor | None = None) -> Tensor:
         """Return the weight of that name for one side, ``[heads or 1, ...]``, in the dtype of ``x`` if given."""
@@ -68,6 +57,40 @@ class LearnedMap(FeatureMap):
     @override
     def phi_k(self, k: Tensor, positions: Tensor | None = None) -> Tensor:
         return saturated(self.features(self.scaled(k), "k"), k.dtype)
+
+
+class ProjectedMap(LearnedMap):
+    """A learned map of ``xW``, which gives one feature for each column, or two: one of it and one of its negative.
+
+    Args:
+        num_features: ``F``; defaults to ``head_dim`` times the features of a column.
+        **options: Sizes and others as in :class:`FeatureMap`.
+
+    Raises:
+        ArgumentError: If a size does not fit.
+    """
+
+    halves: ClassVar[int] = 2
+    """Features of a column."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int = 1,
+        num_kv_heads: int | None = None,
+        *,
+        num_features: int | None = None,
+        **options: Unpack[CommonOptions],
+    ) -> None:
+        super().__init__(head_dim, num_heads, num_kv_heads, **options)
+        self.num_features = self.halves * head_dim if num_features is None else num_features
+        check_size("num_features", self.num_features, multiple_of=self.halves)
+        self.add_weights(self.num_features // self.halves)
+
+    @override
+    @property
+    def feature_dim(self) -> int:
+        return self.num_features
 
 
 def identity_like(head_dim: int, features: int) -> Tensor:

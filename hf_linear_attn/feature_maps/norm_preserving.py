@@ -2,14 +2,14 @@
 
 import math
 from functools import cache
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import CommonOptions, Pair, register_feature_map, saturated, second_gradients
-from hf_linear_attn.feature_maps.learned import LearnedMap, Side, check_size, identity_like
+from hf_linear_attn.feature_maps.base import Pair, register_feature_map, saturated, second_gradients
+from hf_linear_attn.feature_maps.learned import ProjectedMap, Side, identity_like
 from hf_linear_attn.tracing import needs_operations
 
 TINY = 1e-12
@@ -17,7 +17,7 @@ TINY = 1e-12
 
 
 @register_feature_map
-class NormPreserving(LearnedMap):
+class NormPreserving(ProjectedMap):
     """Compute ``|y| r^p / |r^p|`` with ``y = xW``, ``r = relu(cat[y, -y])`` and a learned power p.
 
     The length of the features is that of y, so long keys keep their weight; the power pulls features towards
@@ -27,11 +27,8 @@ class NormPreserving(LearnedMap):
     starts as the identity, beyond D columns with orthogonal directions beside it that keep lengths; ``a`` at 3.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         num_features: ``F``, even; defaults to ``2 * head_dim``.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Example:
         >>> x = torch.tensor([3.0, -4.0]).view(1, 1, 1, 2)
@@ -45,25 +42,10 @@ class NormPreserving(LearnedMap):
     paper: ClassVar[str] = "after Han et al., 2023, arXiv:2308.00442 and Meng et al., 2025, arXiv:2506.21137"
     joint: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        head_dim: int,
-        num_heads: int = 1,
-        num_kv_heads: int | None = None,
-        *,
-        num_features: int | None = None,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(head_dim, num_heads, num_kv_heads, **options)
-        self.num_features = 2 * head_dim if num_features is None else num_features
-        check_size("num_features", self.num_features, multiple_of=2)
-        self.add_weight("weight", _directions(head_dim, self.num_features // 2))
-        self.add_weight("power", torch.full((1, 1), 3.0))
-
     @override
-    @property
-    def feature_dim(self) -> int:
-        return self.num_features
+    def add_weights(self, columns: int) -> None:
+        self.add_weight("weight", _directions(self.head_dim, columns))
+        self.add_weight("power", torch.full((1, 1), 3.0))
 
     @override
     def pair(self, side: Side) -> Pair:

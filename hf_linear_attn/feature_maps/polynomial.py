@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, register_feature_map
-from hf_linear_attn.feature_maps.learned import MAX_FEATURES, LearnedMap, Side, check_size, identity_like
+from hf_linear_attn.feature_maps.learned import MAX_FEATURES, LearnedMap, Side, check_size
 
 MAX_CONSTANT = 1e30
 """Largest constant of the polynomial map: fp32 and bf16 hold it, and its root."""
@@ -61,12 +61,9 @@ class Polynomial(FeatureMap):
     ``[sqrt(scaling) x, sqrt(c)]``. With an even power the kernel is never negative, though features are.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         power: ``p``, >= 1.
         constant: ``c``, from 0 to 1e30.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a setting is out of range, or there would be more than 65536 features.
@@ -123,11 +120,8 @@ class ReducedMap(LearnedMap):
     """A learned projection of the head dimension to ``d``, for maps whose size grows with its square.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         reduced_dim: ``d``, at most D.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a size does not fit.
@@ -145,7 +139,7 @@ class ReducedMap(LearnedMap):
         super().__init__(head_dim, num_heads, num_kv_heads, **options)
         self.reduced_dim = min(16, head_dim) if reduced_dim is None else reduced_dim
         check_size("reduced_dim", self.reduced_dim, at_most=head_dim)
-        self.add_weight("weight", identity_like(head_dim, self.reduced_dim))
+        self.add_weights(self.reduced_dim)
         self._squares = Monomials(self.reduced_dim, 2)
 
     def reduced(self, x: Tensor, side: Side) -> Tensor:
@@ -161,11 +155,8 @@ class Taylor(ReducedMap):
     and s as softmax's own score.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         reduced_dim: ``d``, at most D; defaults to 16, or D where that is less.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a size does not fit.
@@ -200,11 +191,8 @@ class ReBased(ReducedMap):
     ``beta`` at 0.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         reduced_dim: ``d``, at most D; defaults to 16, or D where that is less.
-        **options: As in :class:`FeatureMap`.
+        **options: Sizes and others as in :class:`FeatureMap`.
 
     Raises:
         ArgumentError: If a size does not fit.
@@ -220,18 +208,11 @@ class ReBased(ReducedMap):
     formula: ClassVar[str] = "phi(q).phi(k) = (q'.k')^2 / d, x' = gamma norm(xW) + beta"
     paper: ClassVar[str] = "Aksenov et al., 2024, arXiv:2402.10644"
 
-    def __init__(
-        self,
-        head_dim: int,
-        num_heads: int = 1,
-        num_kv_heads: int | None = None,
-        *,
-        reduced_dim: int | None = None,
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(head_dim, num_heads, num_kv_heads, reduced_dim=reduced_dim, **options)
-        self.add_weight("gamma", torch.ones(1, self.reduced_dim))
-        self.add_weight("beta", torch.zeros(1, self.reduced_dim))
+    @override
+    def add_weights(self, columns: int) -> None:
+        super().add_weights(columns)
+        self.add_weight("gamma", torch.ones(1, columns))
+        self.add_weight("beta", torch.zeros(1, columns))
 
     @override
     @property

@@ -17,9 +17,6 @@ class RandomFeatures(FeatureMap):
     """A map with a fixed random projection, shared by q and k, saved with the model.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         num_features: ``F``.
         orthogonal: Whether directions are drawn orthogonal to each other in blocks of D (with Gaussian
             lengths, so that estimates stay unbiased), which lowers the variance.
@@ -102,12 +99,7 @@ class RFF(RandomFeatures):
     (a query's length cancels in the normaliser).
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         num_features: ``F``, even.
-        orthogonal: As in :class:`RandomFeatures`.
-        seed: As in :class:`RandomFeatures`.
         **options: As in :class:`RandomFeatures`.
 
     Raises:
@@ -144,12 +136,7 @@ class Performer(RandomFeatures):
     in the normaliser.
 
     Args:
-        head_dim: Size ``D`` of a query or key.
-        num_heads: Query heads ``H``.
-        num_kv_heads: Key heads ``HKV``; defaults to ``num_heads``.
         num_features: ``F``.
-        orthogonal: As in :class:`RandomFeatures`.
-        seed: As in :class:`RandomFeatures`.
         **options: As in :class:`RandomFeatures`.
 
     Raises:

@@ -1,7 +1,7 @@
 """What the ops registered with torch.library refuse alike."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -15,6 +15,27 @@ from hf_linear_attn.errors import BackendError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def operator(
+    name: str,
+    run: Callable[..., Any],
+    allocate: Callable[..., Any],
+    schema: str | None = None,
+    changes: Sequence[str] = (),
+) -> Any:
+    """Return what computes as an op of torch.library, one node of a graph.
+
+    Args:
+        name: The op's.
+        run: What it runs.
+        allocate: Takes the same; returns results of that shape, dtype and layout, not computed.
+        schema: What it takes and returns; None where annotations of ``run`` say so.
+        changes: What it changes in place.
+    """
+    op = torch.library.custom_op(f"hf_linear_attn::{name}", run, mutates_args=changes, schema=schema)
+    op.register_fake(allocate)
+    return op
 
 
 def refuse_transforms(backend: str, *ops: Any, backward: Any) -> None:

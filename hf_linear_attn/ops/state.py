@@ -1,6 +1,6 @@
 """The recurrent state of linear attention."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,3 +35,13 @@ def empty_like_tokens(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
     """Allocate ``[B, heads, T, dim]`` laid out as ``[B, T, heads, dim]``, as output projections read it."""
     b, h, t, _ = x.shape
     return torch.empty(b, t, h, dim, dtype=dtype or x.dtype, device=x.device).transpose(1, 2)
+
+
+def contiguous_like_values(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Allocate what queries read of values, ``[B, H, T, V]``."""
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def like_values(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
+    """Allocate what queries read of values, laid out as :func:`empty_like_tokens` does."""
+    return empty_like_tokens(q, v.shape[3])

@@ -1,7 +1,7 @@
 """Sums that fade: the recurrence, what is masked, what is refused; test_oracle.py has the drawn problems."""
 
-from collections.abc import Callable
-from itertools import product
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn import LinearAttentionState, linear_attention
+from hf_linear_attn import linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.ops.linear_attention import torch as chunked
-from hf_linear_attn.ops.linear_attention.triton import forward, gradients, op, steps, stored_gradients
-from tests.ops.oracle import DEVICE, Case, check, poison, run
-from tests.ops.test_library import positional
-from tests.spread import spread
-
-CASE = Case(B=2, H=4, HKV=2, T=37, D=5, V=3, dtype=torch.float64, masked=True, state=True, decay=0.3)
+from hf_linear_attn.ops.linear_attention.triton import forward, gradients, steps, stored_gradients
+from tests.ops import delta, oracle
+from tests.ops.oracle import DEVICE, Case, check, run
 
 
 def recurrence(x: dict[str, Tensor], delay: int = 0) -> dict[str, Tensor]:
@@ -40,64 +36,27 @@ def recurrence(x: dict[str, Tensor], delay: int = 0) -> dict[str, Tensor]:
     return {"o": torch.stack(outputs, 2), "kv": kv, "z": z}
 
 
-@pytest.mark.parametrize("delay", [0, 6, 100])
-@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
-@pytest.mark.usefixtures("short_chunks", "short_segments")
-def test_the_recurrence(backend: str, delay: int) -> None:
-    x = CASE.inputs()
-    dtype = torch.float32 if backend == "triton" else torch.float64
-    x |= {name: x[name].to(dtype) for name in ("q", "k", "v", "kv0", "z0")}
-    state = LinearAttentionState(x["kv0"], x["z0"])
-    o, final = linear_attention(
-        x["q"], x["k"], x["v"], key_mask=x["key_mask"], state=state, delay=delay, log_decay=x["log_decay"],
-        backend=backend,
-    )  # fmt: skip
-    for name, right in recurrence(x, delay).items():
-        tolerance = 1e-7 if dtype == torch.float64 else 1e-5
-        found = {"o": o, "kv": final.kv, "z": final.z}[name].double()
-        torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.usefixtures("stored_states")
-def test_pieces_and_packed_texts_are_the_whole(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch)
-    x = {name: y.detach() for name, y in Case(B=1, T=90, decay=0.2).inputs().items()}
-
-    def attend(a: int, b: int, **more: object) -> tuple[Tensor, LinearAttentionState]:
-        q, k, v, g = (x[name][:, :, a:b] for name in ("q", "k", "v", "log_decay"))
-        return linear_attention(q, k, v, log_decay=g, backend=backend, **more)
-
-    whole, final = attend(0, 90)
-    state, parts = None, []
-    for a, b in ((0, 64), (64, 65), (65, 90)):
-        o, state = attend(a, b, state=state)
-        parts.append(o)
-    torch.testing.assert_close(torch.cat(parts, 2), whole)
-    torch.testing.assert_close(state, final)
-    bounds = (0, 64, 64, 90)
-    packed, states = attend(0, 90, cu_seqlens=torch.tensor(bounds))
-    alone = [attend(a, b) for a, b in ((0, 64), (64, 90))]
-    torch.testing.assert_close(packed, torch.cat([o for o, _ in alone], 2))
-    torch.testing.assert_close(states.kv[[0, 2]], torch.cat([s.kv for _, s in alone]))
-    assert not states.kv[1].any()
-
-
 @pytest.mark.parametrize(
-    ("backend", "cut"),
+    ("rule", "backend", "cut"),
     [
-        ("torch", "whole_sequences"),
-        ("triton", "whole_sequences"),
-        ("triton", "short_segments"),
-        ("triton", "stored_states"),
+        (oracle, "torch", "whole_sequences"),
+        (oracle, "triton", "whole_sequences"),
+        (oracle, "triton", "short_segments"),
+        (oracle, "triton", "stored_states"),
+        # Of the delta rule chunks are all alike.
+        (delta, "torch", "whole_sequences"),
+        (delta, "triton", "whole_sequences"),
     ],
 )
-def test_nothing_is_lost_behind_strong_decays(backend: str, cut: str, request: pytest.FixtureRequest) -> None:
+def test_nothing_is_lost_behind_strong_decays(
+    rule: Any, backend: str, cut: str, request: pytest.FixtureRequest
+) -> None:
     """Sums of log decays grow to thousands, and differences of a hundredth still count."""
     request.getfixturevalue(cut)
-    x = Case(B=1, H=1, HKV=1, T=64, decay=0.05).inputs()
+    case = rule.Case(B=1, HKV=1, T=64, decay=0.05, **({"H": 1} if rule is oracle else {}))
+    x = case.inputs()
     x["log_decay"] = torch.where(torch.arange(64) % 4 == 0, -1000.0, -0.05).expand(1, 1, -1)
-    exact, found = run(Case(), "reference", x), run(Case(), backend, x)
+    exact, found = rule.run(case, "reference", x), rule.run(case, backend, x)
     for name in ("o", "kv", "dv", "dlog_decay"):
         error = (found[name].double() - exact[name]).norm() / exact[name].norm()
         # The kernels take a decay of less than exp(-80) for that.
@@ -108,13 +67,11 @@ RESETS = (0, 7, 8, 20, 33)
 """Tokens before which all is forgotten: the first one, two in a row, and others within chunks and segments."""
 
 
-def with_resets(case: Case, resets: tuple[int, ...] = RESETS) -> dict[str, Tensor]:
+def with_resets(case: Any, resets: tuple[int, ...] = RESETS) -> dict[str, Tensor]:
     """Draw a case; what is forgotten first is a state of large numbers."""
     x = {name: y.detach() for name, y in case.inputs().items()}
     x["log_decay"][:, :, list(resets)] = -torch.inf
-    for name in ("kv0", "z0"):
-        x[name] = x[name] * 1e30
-    return x
+    return x | {name: 1e30 * x[name] for name in ("kv0", "z0") if name in x}
 
 
 @pytest.mark.parametrize(
@@ -147,59 +104,56 @@ def test_minus_infinity_is_a_reset(backend: str, cut: str, delay: int, request: 
     assert x["log_decay"][:, :, list(RESETS)].isinf().all()
 
 
+OF_TOKENS = ("q", "k", "v", "beta", "log_decay", "do")
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [("reference", torch.float32), ("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32)],
 )
-@pytest.mark.parametrize("cut", ["whole_sequences", "stored_states"])
-def test_nothing_crosses_a_reset(backend: str, dtype: torch.dtype, cut: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("case", "cut"),
+    [
+        (Case(B=1, H=2, HKV=1, T=40, state=True, decay=0.3), "whole_sequences"),
+        (Case(B=1, H=2, HKV=1, T=40, state=True, decay=0.3), "stored_states"),
+        (delta.Case(B=1, HKV=1, group=2, T=40, state=True, decay=1), "whole_sequences"),
+    ],
+    ids=["linear", "linear-stored", "delta"],
+)
+def test_nothing_crosses_a_reset(
+    case: Any, cut: str, backend: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     """Neither values nor gradients, to the last bit; and in packed texts as in texts of their own."""
     request.getfixturevalue(cut)
-    case = Case(B=1, H=2, HKV=1, T=40, state=True, decay=0.3, dtype=dtype)
+    case, rule = replace(case, dtype=dtype), oracle if isinstance(case, Case) else delta
     x = with_resets(case, (21,))
-    x |= {name: x[name].to(torch.float64) for name in ("kv0", "z0") if dtype == torch.float64}
+    of_state = [name for name in ("kv0", "z0") if name in x]
+    x |= {name: x[name].double() for name in (*of_state, "log_decay") if dtype == torch.float64}
     past = torch.arange(40) < 21
-    huge = x | {name: torch.where(past[:, None], 1e4 * x[name], x[name]) for name in ("k", "v")}
-    clean, found = run(case, backend, x, gradients=False), run(case, backend, huge, gradients=False)
-    assert torch.equal(found["o"][:, :, 21:], clean["o"][:, :, 21:])
-    for name in ("kv", "z"):
-        assert torch.equal(found[name], clean[name])
-    later = run(case, backend, huge | {"do": x["do"] * ~past[:, None]})
-    for name in ("dq", "dk", "dv"):
+    changed = x | {name: torch.where(past[:, None], 1e4 * x[name], x[name]) for name in ("k", "v")}
+    changed |= {name: -x[name] for name in of_state}
+    clean, found = (rule.run(case, backend, y, gradients=False) for y in (x, changed))
+    assert torch.equal(found.pop("o")[:, :, 21:], clean["o"][:, :, 21:])
+    for name, y in found.items():
+        assert torch.equal(y, clean[name]), name
+    later = rule.run(case, backend, changed | {"do": x["do"] * ~past[:, None]})
+    for name in ("dq", "dk", "dv", *(("dbeta",) if rule is delta else ())):
         assert not later[name][:, :, :21].any(), name
         assert later[name].isfinite().all(), name
-    # The reference differentiates a sum over all tokens.
-    assert later["dlog_decay"][:, :, :21].abs().max() <= (1e-12 if backend == "reference" else 0)
+    # Linear attention's reference differentiates a sum over all tokens.
+    assert later["dlog_decay"][:, :, :21].abs().max() <= (1e-12 if (rule, backend) == (oracle, "reference") else 0)
     assert later["dlog_decay"][0, 0, 21] == 0
     assert not later["dkv0"].any()
-    bounds = (0, 10, 40)
-    x = {name: y for name, y in x.items() if name not in ("kv0", "z0")}
-    packed = Case(**(vars(case) | {"lengths": (10, 30), "state": False}))
-    alone = Case(**(vars(case) | {"state": False}))
-    whole = run(
-        packed,
-        backend,
-        x
-        | {"cu_seqlens": torch.tensor(bounds), "dkv": x["dkv"].expand(2, -1, -1, -1), "dz": x["dz"].expand(2, -1, -1)},
-    )
-    for n, (a, b) in enumerate(((0, 10), (10, 40))):
-        piece = {name: y[:, :, a:b] if name in ("q", "k", "v", "do", "log_decay") else y for name, y in x.items()}
-        for name, y in run(alone, backend, piece).items():
+    lengths, alone = (10, 0, 30), replace(case, state=False)
+    x = {name: y for name, y in x.items() if name not in of_state}
+    states = {name: y.expand(3, *y.shape[1:]) for name, y in x.items() if name in ("dkv", "dz")}
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    whole = rule.run(replace(alone, lengths=lengths), backend, x | states | {"cu_seqlens": bounds})
+    for n, (a, b) in ((0, (0, 10)), (2, (10, 40))):
+        piece = {name: y[:, :, a:b] if name in OF_TOKENS else y for name, y in x.items()}
+        for name, y in rule.run(alone, backend, piece).items():
             other = whole[name][n : n + 1] if name in ("kv", "z") else whole[name][:, :, a:b]
             torch.testing.assert_close(other, y, msg=name)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.usefixtures("short_chunks", "short_segments")
-def test_masked_content_matters_nowhere(backend: str) -> None:
-    x = Case(B=2, H=2, HKV=1, T=40, masked=True, decay=0.2).inputs()
-    clean = run(Case(), backend, x)
-    hidden = ~x["key_mask"][:, None]
-    for content in (torch.nan,) if backend == "triton" else (torch.nan, torch.inf, 3.0):
-        dirty = x | {"log_decay": x["log_decay"].masked_fill(hidden, content)}
-        for name, y in run(Case(), backend, dirty).items():
-            assert torch.equal(y, clean[name]), name
-    assert not clean["dlog_decay"][hidden.expand_as(clean["dlog_decay"])].any()
 
 
 @triton.jit
@@ -262,49 +216,10 @@ def test_a_decay_left_out_anywhere_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("leaves", "cut"),
-    spread(product([("log_decay",), ("q", "log_decay"), ("v",)], ["whole_sequences", "stored_states"]), 5),
-)
-def test_gradients_are_the_same_for_whoever_asks(
-    leaves: tuple[str, ...], cut: str, request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue(cut)
-    case = Case(B=1, H=2, HKV=1, T=40, delay=3, state=True, decay=0.5)
-    every, x = run(case, "triton"), case.inputs()
-    tensors = {name: x[name].requires_grad_(name in leaves) for name in ("q", "k", "v", "kv0", "z0", "log_decay")}
-    state = LinearAttentionState(tensors.pop("kv0"), tensors.pop("z0"))
-    o, final = linear_attention(**tensors, delay=3, state=state, backend="triton")
-    torch.autograd.backward([o, *final], [x["do"], x["dkv"], x["dz"]])
-    for name in leaves:
-        assert torch.equal(x[name].grad, every[f"d{name}"]), name
-
-
-@pytest.mark.parametrize("forward", [chunked.chunked_forward, op.triton_forward])
-def test_opcheck(forward: Callable[..., object]) -> None:
-    case = Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, decay=0.3)
-    log_decay = case.inputs()["log_decay"].requires_grad_()
-    *tensors, _, phi, causal, delay, eps = positional(case)
-    torch.library.opcheck(forward, (*tensors, log_decay, phi, causal, delay, eps))
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_compiles_without_graph_breaks(backend: str) -> None:
-    def loss(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
-        o, state = linear_attention(q, k, v, log_decay=-F.softplus(a), backend=backend)
-        return o.sum() + state.kv.square().sum() + state.z.sum()
-
-    leaves = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
-    leaves.append(torch.randn(1, 2, 19, requires_grad=True))
-    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
-    for x, y in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"log_decay": torch.ones(1, 2, 3)}, ArgumentError, r"`log_decay` must be <= 0, got 1\.0\..*-softplus"),
-        ({"log_decay": torch.zeros(1, 3)}, ArgumentError, r"`log_decay` must have shape \[B, HKV, S\] = \(1, 2, 3\)"),
+        ({"log_decay": torch.ones(1, 2, 3)}, ArgumentError, r"`log_decay` must be at most 0, got 1\.0\..*-softplus"),
+        ({"log_decay": torch.zeros(1, 3)}, ArgumentError, r"`log_decay` must have k's \[B, HKV, S\] = \(1, 2, 3\)"),
         ({"log_decay": torch.zeros(1, 2, 3, dtype=torch.int64)}, ArgumentTypeError, "`log_decay` must be bf16"),
         ({"log_decay": 0.5}, ArgumentTypeError, "`log_decay` must be a tensor or None, got 'float'"),
         ({"log_decay": torch.zeros(1, 2, 3, device="meta")}, ArgumentError, "`log_decay` must be on k's device"),

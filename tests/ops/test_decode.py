@@ -109,7 +109,7 @@ def test_a_step_refuses_sums_that_grow() -> None:
     # On a GPU nobody waits to see it: the device stops.
     q, k, v = (x.cpu() for x in draw(2, 2, 1, 8, 8, torch.float32))
     state = decode_state(2, 2, 8, 8, device="cpu")
-    with pytest.raises(ArgumentError, match="`log_decay` must be <= 0"):
+    with pytest.raises(ArgumentError, match="`log_decay` must be at most 0"):
         decode_step_(q, k, v, state, log_decay=torch.ones(2, 2, 1, device="cpu"), backend="torch")
 
 

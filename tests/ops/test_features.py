@@ -69,21 +69,21 @@ def test_features_and_gradients(name: str, side: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{"separate": False}, {"per_head": False}, {"separate": False, "per_head": False}, {"scale": 0.7, "scaling": 0.3}],
+    [
+        {"separate": False},
+        {"per_head": False},
+        {"separate": False, "per_head": False},
+        {"scale": 0.7, "scaling": 0.3},
+        {"num_features": 12},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", MAPS)
-def test_shared_weights_and_scales(name: str, options: dict[str, object]) -> None:
+def test_settings_of_maps(name: str, options: dict[str, object]) -> None:
     x, do = tokens(H, torch.float32, layout="bthd")
+    do = do[..., : options.get("num_features", 2 * D)]
     maps = (drawn(name, **options) for _ in range(2))
     assert_near(run(next(maps), x, do, "q", "triton"), run(next(maps), x, do, "q", "torch"), 2e-5)
-
-
-def test_fewer_features_than_dimensions() -> None:
-    x, do = tokens(HKV, torch.float32)
-    do = do[..., :12]
-    maps = (drawn("hedgehog", num_features=12) for _ in range(2))
-    assert_near(run(next(maps), x, do, "k", "triton"), run(next(maps), x, do, "k", "torch"), 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -1,9 +1,15 @@
+"""The ops of torch.library: graphs, transforms, memory, and what they are asked."""
+
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_linear_attn import LinearAttentionState, delta_rule, linear_attention
+from hf_linear_attn import DeltaRuleState, LinearAttentionState, delta_rule, linear_attention
 from hf_linear_attn.errors import BackendError, HFLinearAttnError
 from hf_linear_attn.ops.linear_attention import torch as chunked
 from hf_linear_attn.ops.linear_attention.triton import op
@@ -20,18 +26,9 @@ BACKWARD = {"torch": chunked.chunked_backward, "triton": op.triton_backward}
 
 def positional(case: Case) -> tuple[object, ...]:
     x = case.inputs()
-    leaves = [None if x.get(name) is None else x[name].requires_grad_() for name in ("q", "k", "v", "kv0", "z0")]
-    return (
-        *leaves[:3],
-        x.get("key_mask"),
-        x.get("cu_seqlens"),
-        *leaves[3:],
-        None,
-        case.phi,
-        case.causal,
-        case.delay,
-        case.eps,
-    )
+    names = ("q", "k", "v", "key_mask", "cu_seqlens", "kv0", "z0", "log_decay")
+    given = [x[name].requires_grad_(x[name].is_floating_point()) if name in x else None for name in names]
+    return *given, case.phi, case.causal, case.delay, case.eps
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -39,10 +36,11 @@ def positional(case: Case) -> tuple[object, ...]:
     "case",
     [
         Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, layout="bthd"),
+        Case(B=1, T=3, D=8, V=4, HKV=1, masked=True, state=True, decay=0.3),
         Case(H=1, HKV=1, T=4, D=8, V=4, lengths=(1, 3), dtype=torch.bfloat16),
         Case(B=1, H=1, HKV=1, T=3, S=4, D=8, V=4, causal=False),
     ],
-    ids=["dense", "packed", "bidirectional"],
+    ids=["dense", "faded", "packed", "bidirectional"],
 )
 def test_opcheck(backend: str, case: Case) -> None:
     torch.library.opcheck(FORWARD[backend], positional(case))
@@ -61,38 +59,60 @@ def test_opcheck_decode() -> None:
     torch.library.opcheck(triton_decode_, (*arguments, -torch.rand(1, 1, 2)))
 
 
+def linear(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, kv: Tensor, backend: str, *, fades: bool) -> Tensor:
+    """Attend from a state; return a sum over all results."""
+    log_decay = -F.softplus(gate) if fades else None
+    before = LinearAttentionState(kv, kv[..., 0].square())
+    o, state = linear_attention(q, k, v, state=before, log_decay=log_decay, backend=backend)
+    return o.sum() + state.kv.square().sum() + state.z.sum()
+
+
+def overwritten(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, kv: Tensor, backend: str) -> Tensor:
+    """Read by the delta rule likewise."""
+    gates = gate.sigmoid(), -F.softplus(gate)
+    o, state = delta_rule(q, k, v, *gates, state=DeltaRuleState(kv), backend=backend)
+    return o.sum() + state.kv.square().sum()
+
+
+OPERATIONS = {"linear": partial(linear, fades=False), "faded": partial(linear, fades=True), "delta": overwritten}
+
+
+def leaves() -> list[Tensor]:
+    torch.manual_seed(0)
+    sizes = [(1, 2, 19, 8)] * 3 + [(1, 2, 19), (1, 2, 8, 8)]
+    return [torch.randn(size, requires_grad=True) for size in sizes]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiles_without_graph_breaks(backend: str) -> None:
-    def loss(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor) -> Tensor:
-        o, state = linear_attention(q, k, v, state=LinearAttentionState(kv, z), backend=backend)
-        return o.sum() + state.kv.square().sum() + state.z.sum()
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiles_without_graph_breaks(name: str, backend: str) -> None:
+    def gradients(function: Callable[..., Tensor]) -> list[Tensor | None]:
+        given = leaves()
+        function(*given, backend).backward()
+        return [x.grad for x in given]
 
-    def gradients(function: object) -> list[Tensor]:
-        torch.manual_seed(0)
-        leaves = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
-        leaves += [torch.randn(1, 2, 8, 8, requires_grad=True), torch.rand(1, 2, 8, requires_grad=True)]
-        function(*leaves).backward()
-        return [x.grad for x in leaves]
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(gradients(compiled), gradients(loss), strict=True):
-        assert torch.equal(found, expected)
+    compiled = torch.compile(OPERATIONS[name], backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(compiled), gradients(OPERATIONS[name]), strict=True):
+        assert (found is None and expected is None) or torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_refuses_second_derivatives(backend: str) -> None:
-    q, k, v = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(3))
-    o = linear_attention(q, k, v, return_state=False, backend=backend)
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_refuses_second_derivatives_and_vmap(name: str, backend: str) -> None:
+    given = leaves()
+    (dq,) = torch.autograd.grad(OPERATIONS[name](*given, backend), given[0], create_graph=True)
     with pytest.raises(BackendError, match="must be 'reference' for second derivatives"):
         dq.sum().backward()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_refuses_vmap(backend: str) -> None:
-    x = torch.randn(3, 1, 1, 5, 4)
     with pytest.raises(BackendError, match="must be 'reference' under vmap"):
-        torch.vmap(lambda y: linear_attention(y, y, y, return_state=False, backend=backend))(x)
+        torch.vmap(lambda *x: OPERATIONS[name](*x, backend))(*(x.detach()[None] for x in given))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_reference_has_second_derivatives(name: str) -> None:
+    given = leaves()
+    (dq,) = torch.autograd.grad(OPERATIONS[name](*given, "reference"), given[0], create_graph=True)
+    dq.sum().backward()
+    assert given[0].grad.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -101,10 +121,11 @@ def test_refuses_vmap(backend: str) -> None:
     [
         Case(B=1, T=20, HKV=1, V=20, D=12, state=True),
         Case(B=1, H=1, HKV=1, T=20, delay=5, masked=True),
+        Case(B=1, H=1, HKV=1, T=40, decay=0.2),
         Case(H=1, HKV=1, T=25, lengths=(0, 18, 7), state=True),
         Case(B=1, H=1, HKV=1, T=7, S=20, causal=False),
     ],
-    ids=["dense", "delayed", "packed", "bidirectional"],
+    ids=["dense", "delayed", "faded", "packed", "bidirectional"],
 )
 @pytest.mark.parametrize("cut", ["short_segments", "stored_states"])
 def test_writes_all_it_allocates(

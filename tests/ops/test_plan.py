@@ -192,8 +192,8 @@ def test_precision_of_products(dtype: torch.dtype, D: int, setting: str, precisi
     p = Problem(H200, x, x, x, None, None, None, None, "elu", True, 0)
     try:
         torch.set_float32_matmul_precision(setting)
-        assert p.sizes()["PRECISION"] == precision
+        assert p.precision == precision
         # AMD has no tf32.
-        assert p._replace(target=Target("gfx942", 304)).sizes()["PRECISION"] == "ieee"
+        assert p._replace(target=Target("gfx942", 304)).precision == "ieee"
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -37,7 +37,7 @@ with torch.no_grad():
     layer(*(x[:, :, :1] for x in drawn()), Call(state=state))
 x = torch.empty(1, 1, 64, 64, device="meta")
 problem = Problem(Target("sm_90", 132), x, x, x, None, None, None, None, "elu", True, 0)
-print(problem.sizes()["PRECISION"])
+print(problem.precision)
 """
 
 NEW, NEW_OF_GPU = "torch.backends.fp32_precision = {!r}", "torch.backends.cuda.matmul.fp32_precision = {!r}"

@@ -44,6 +44,7 @@ def gradients(case: Case, leaves: tuple[str, ...]) -> dict[str, Tensor]:
         cu_seqlens=x.get("cu_seqlens"),
         state=state,
         backend="triton",
+        log_decay=x.get("log_decay"),
     )
     o.backward(x["do"])
     return {name: x[name].grad for name in leaves}
@@ -54,6 +55,7 @@ CASES = {
     "delayed": Case(B=1, HKV=1, T=20, delay=4, state=True),
     "packed": Case(H=2, HKV=1, T=25, lengths=(18, 7), state=True),
     "bidirectional": Case(B=1, HKV=1, T=7, S=20, causal=False, state=True),
+    "faded": Case(B=1, HKV=1, T=40, delay=3, state=True, decay=0.5),
 }
 
 
@@ -63,8 +65,11 @@ CASES = {
 def test_gradients_are_the_same_for_whoever_asks(cut: str, name: str, request: pytest.FixtureRequest) -> None:
     case = CASES[name]
     request.getfixturevalue(cut)
-    every = gradients(case, (*TOKENS, "kv0", "z0"))
-    for leaves in (("q",), ("k",), ("v",), ("q", "k"), ("kv0",), ("q", "z0")):
+    every = gradients(case, (*TOKENS, "kv0", "z0", *(() if case.decay is None else ("log_decay",))))
+    asked = [("q",), ("k",), ("v",), ("q", "k"), ("kv0",), ("q", "z0")]
+    if case.decay is not None:
+        asked += [("log_decay",), ("q", "log_decay")]
+    for leaves in asked:
         for name, x in gradients(case, leaves).items():
             # Whoever asks for dq alone may have it summed in other segments.
             same = torch.equal if case.causal or x.device.type == "cpu" else torch.allclose

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target
 from hf_linear_attn.ops.window import OwnKey, window_attention
-from hf_linear_attn.ops.window.triton import forward, op, problem
+from hf_linear_attn.ops.window.triton import op, problem
 from hf_linear_attn.ops.window.triton.backward import window_backward_launches
 from hf_linear_attn.ops.window.triton.forward import window_launches
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
@@ -174,8 +174,7 @@ def check(case: Case, backend: str) -> None:
 
 def let_blocks_hold(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sum keys over blocks of so many tokens."""
-    for module in (problem, forward):
-        monkeypatch.setattr(module, "BLOCK", tokens)
+    monkeypatch.setattr(problem, "BLOCK", tokens)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,9 @@ INPUTS = (
 )
 """The same as torch.library's operators take it, of every backend; see :meth:`DeltaCall.inputs`."""
 
+FORWARD = f"({INPUTS}) -> (Tensor, Tensor)"
+"""What operators take and return: o and the final ``kv``."""
+
 GRADIENTS = f"(Tensor do, Tensor? dkv, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 """What operators that compute gradients take, and return: of q, k, v, beta, log decay and the initial state."""
 

@@ -1,7 +1,5 @@
 """A step of the delta rule: a few new tokens against a state that is updated in place, at a fixed address."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,8 @@ from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.library import no_gradients
-from hf_linear_attn.ops.state import check_rows
+from hf_linear_attn.ops.library import no_gradients, operator
+from hf_linear_attn.ops.state import check_rows, contiguous_like_values
 
 
 @no_gradients
@@ -71,7 +69,7 @@ def delta_step_(
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.delta_rule.triton.op import delta_step_triton_
 
-        return delta_step_triton_(call, kv, rows)
+        return delta_step_triton_(q, k, v, beta, log_decay, key_mask, kv, l2norm, rows)
     if rows is not None:
         own = kv.index_select(0, rows)
         o = delta_plain_(q, k, v, beta, log_decay, own, key_mask, l2norm, "torch")
@@ -98,18 +96,9 @@ def overwrite_and_read_(
 ) -> Tensor:
     """Take one key into ``kv`` in place and read it, in the fewest operations of PyTorch.
 
-    Args:
-        q: Queries of each group ``[B, HKV, G, F]``.
-        k: The key ``[B, HKV, 1, F]``.
-        v: Its value ``[B, HKV, 1, V]``.
-        beta: ``[B, HKV, 1]``.
-        log_decay: ``[B, HKV, 1]``, or None.
-        kv: As of :func:`delta_step_`.
-        counts: ``[B, 1]`` bool, whether the key counts; None where all do.
-        l2norm: Whether queries and keys are divided by their lengths.
-
-    Returns:
-        ``o [B, HKV, G, V]`` in the state's dtype.
+    Queries are those of each group ``[B, HKV, G, F]``, the key is ``[B, HKV, 1, F]``, its value ``[B, HKV, 1, V]``, its
+    gates ``[B, HKV, 1]``; it counts in rows where ``counts [B, 1]`` says so, without that in all. Returns
+    ``o [B, HKV, G, V]`` in the state's dtype.
     """
     batch, kv_heads, group, dim = q.shape
     rows, dtype = batch * kv_heads, kv.dtype
@@ -149,10 +138,5 @@ def delta_plain_(
     return o.contiguous()
 
 
-delta_opaque_ = torch.library.custom_op("hf_linear_attn::delta_opaque_", delta_plain_, mutates_args=("kv",))
+delta_opaque_ = operator("delta_opaque_", delta_plain_, contiguous_like_values, changes=("kv",))
 """The same as one node of a graph: what chooses a backend does not belong into it."""
-
-
-@delta_opaque_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
-from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
+from hf_linear_attn.ops.delta_rule.problem import FORWARD, GRADIENTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.library import own_precision, refuse_functional, refuse_transforms
+from hf_linear_attn.ops.library import operator, own_precision, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.state import empty_like_tokens
 
 CHUNK = 32
@@ -59,14 +59,7 @@ def delta_rule_chunked(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
 class _Tokens(NamedTuple):
     """The tokens of one sequence, or of one padded batch, queries beside the last key that each sees.
 
-    Attributes:
-        q: ``[B, H, T, F]``.
-        k: ``[B, HKV, T, F]``.
-        v: ``[B, HKV, T, V]``.
-        beta: ``[B, HKV, T, 1]``.
-        log_decay: ``[B, HKV, T, 1]``, or None.
-        mask: ``[B, HKV, T, 1]``, whether a key counts, or None.
-        l2norm: Whether queries and keys are divided by their lengths.
+    Shapes are those of a :class:`DeltaCall`; gates and mask are ``[B, HKV, T, 1]``.
     """
 
     q: Tensor
@@ -174,8 +167,7 @@ def _tokens(call: DeltaCall, at: slice, lead: int) -> _Tokens:
     return _Tokens(q[:, :, later], k[:, :, near], v[:, :, near], beta[:, :, near, None], gate, mask, call.l2norm)
 
 
-@torch.library.custom_op("hf_linear_attn::delta_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
-def delta_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``o [B, H, T, V]`` and the final ``kv``."""
     call = DeltaCall.of(*inputs)
     q, kv0 = call.q, call.kv0
@@ -216,17 +208,14 @@ def _allocate(call: DeltaCall) -> tuple[Tensor, Tensor]:
     return empty_like_tokens(q, v.shape[3]), kv
 
 
-@delta_forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return _allocate(DeltaCall.of(*inputs))
+delta_forward = operator("delta_forward", _forward, lambda *inputs: _allocate(DeltaCall.of(*inputs)), schema=FORWARD)
 
 
-@torch.library.custom_op("hf_linear_attn::delta_backward", mutates_args=(), schema=GRADIENTS)
-def delta_backward(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _gradients(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log decay (of nothing where there is none) and of the initial ``kv``."""
     call = DeltaCall.of(*inputs)
     q, kv0 = call.q, call.kv0
-    dq, dk, dv, dbeta, dg, dkv0 = _gradients(dkv, call)
+    dq, dk, dv, dbeta, dg, dkv0 = _allocate_gradients(do, dkv, *inputs)
     for rows, at, _ in sequences(q.shape[2], q.shape[2], call.cu_seqlens):
         lead = min(call.delay, at.stop - at.start)
         tokens = _tokens(call, at, lead)
@@ -263,14 +252,9 @@ def delta_backward(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tenso
 def _span_backward(
     tokens: _Tokens, span: Span, before: Tensor, ds: Tensor, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of a span's q, k, v, beta and log decay, and carry that of the state back.
+    """Return the gradients of a span's q, k, v, beta and log decay, of those of its outputs ``do [n, rows, G C, V]``.
 
-    Args:
-        tokens: The sequence.
-        span: Which of its tokens.
-        before: The state before them ``[rows, F, V]``; spoilt.
-        ds: Gradient of the state after them, made that of ``before`` in place.
-        do: Gradients of outputs ``[n, rows, G C, V]``.
+    The state before it ``[rows, F, V]`` is spoilt; ``ds``, that of the state after it, becomes that of ``before``.
     """
     parts = _Span(tokens, span)
     q, q_scale = tokens.unit(tokens.rows(tokens.q, span))
@@ -319,15 +303,14 @@ def _span_backward(
     return _unit_gradient(dq, q, q_scale), dk, dv, dbeta, dg
 
 
-def _gradients(dkv: Tensor, call: DeltaCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate_gradients(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    call = DeltaCall.of(*inputs)
     dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in (call.q, call.k, call.v))
     dg = torch.zeros_like(call.beta) if call.log_decay is None else torch.empty_like(call.log_decay)
     return dq, dk, dv, torch.empty_like(call.beta), dg, torch.empty_like(dkv)
 
 
-@delta_backward.register_fake
-def _(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return _gradients(dkv, DeltaCall.of(*inputs))
+delta_backward = operator("delta_backward", _gradients, _allocate_gradients, schema=GRADIENTS)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

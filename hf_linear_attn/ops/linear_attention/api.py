@@ -6,12 +6,19 @@ from typing import Literal, overload
 from torch import Tensor
 
 from hf_linear_attn.checks import check_eps, check_type
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentTypeError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.linear_attention.checks import check_log_decay, check_masks, check_qkv, check_state, check_types
+from hf_linear_attn.ops.linear_attention.checks import (
+    check_log_decay,
+    check_masks,
+    check_positions,
+    check_qkv,
+    check_state,
+    check_tensors,
+)
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.linear_attention.reference import linear_attention_reference
 from hf_linear_attn.ops.linear_attention.torch import linear_attention_chunked
@@ -117,15 +124,19 @@ def linear_attention(
     """
     for name, flag in (("causal", causal), ("return_state", return_state)):
         check_type(name, flag, bool)
-    check_types(q, k, v, feature_map, key_mask, cu_seqlens, state, positions)
+    optional = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "positions": positions}
+    check_tensors({"q": q, "k": k, "v": v}, optional)
+    if feature_map is not None and not isinstance(feature_map, (FeatureMap, str)):
+        raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
+    if state is not None and not isinstance(state, LinearAttentionState):
+        kind, remedy = type(state).__name__, "Use LinearAttentionState(kv, z)."
+        raise ArgumentTypeError("state", "be a LinearAttentionState or None", kind, remedy)
     check_qkv(q, k, v, causal)
     check_masks(q, k, causal, key_mask, cu_seqlens, delay)
     if log_decay is not None:
         log_decay = check_log_decay(log_decay, k, causal, key_mask)
-    if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
-        raise ArgumentError(
-            "positions", f"have shape [B, T] = {(q.shape[0], q.shape[2])}", tuple(positions.shape), "Slice it."
-        )
+    if positions is not None:
+        check_positions(positions, q)
     eps = check_eps(eps)
     if isinstance(feature_map, str):
         feature_map = get_feature_map(feature_map, q.shape[-1], q.shape[1], k.shape[1])

@@ -1,43 +1,34 @@
 """What linear attention asks of its arguments."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.ops.state import LinearAttentionState
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_types(
-    q: object,
-    k: object,
-    v: object,
-    feature_map: object,
-    key_mask: object,
-    cu_seqlens: object,
-    state: object,
-    positions: object,
-) -> None:
-    """Check types."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentTypeError(name, "be a tensor", type(x).__name__, "Use torch.as_tensor.")
-    for name, x in (("key_mask", key_mask), ("cu_seqlens", cu_seqlens), ("positions", positions)):
-        if x is not None and not isinstance(x, Tensor):
-            raise ArgumentTypeError(name, "be a tensor or None", type(x).__name__, "Use torch.as_tensor.")
-    if isinstance(positions, Tensor) and positions.dtype not in (torch.int64, torch.int32):
+def check_tensors(required: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Check that what is asked for is a tensor, and what may be missing a tensor or None."""
+    for given, rule in ((required, "be a tensor"), (optional, "be a tensor or None")):
+        for name, x in given.items():
+            if not (isinstance(x, Tensor) or (x is None and given is optional)):
+                raise ArgumentTypeError(name, rule, type(x).__name__, "Use torch.as_tensor.")
+
+
+def check_positions(positions: Tensor, q: Tensor) -> None:
+    """Check the positions of tokens."""
+    if positions.dtype not in (torch.int64, torch.int32):
         raise ArgumentTypeError(
             "positions", "be int64 or int32", positions.dtype, "Count tokens: they are whole numbers."
         )
-    if feature_map is not None and not isinstance(feature_map, (FeatureMap, str)):
-        raise ArgumentTypeError("feature_map", "be a name, a FeatureMap or None", feature_map, 'The default is "elu".')
-    if state is not None and not isinstance(state, LinearAttentionState):
-        raise ArgumentTypeError(
-            "state", "be a LinearAttentionState or None", type(state).__name__, "Use LinearAttentionState(kv, z)."
-        )
+    shape = q.shape[0], q.shape[2]
+    if positions.shape != shape:
+        raise ArgumentError("positions", f"have shape [B, T] = {shape}", tuple(positions.shape), "Slice it.")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
@@ -79,22 +70,14 @@ def check_masks(
     """Check what says which keys count."""
     check_type("delay", delay, int)
     if not 0 <= delay <= 2**62 or (delay and not causal):
-        raise ArgumentError(
-            "delay",
-            "lie in 0..2**62, and be 0 where not causal",
-            delay,
-            "A delay only makes sense in causal attention.",
-        )
+        rule = "lie in 0..2**62, and be 0 where not causal"
+        raise ArgumentError("delay", rule, delay, "A delay only makes sense in causal attention.")
     if key_mask is not None:
+        shape = k.shape[0], k.shape[2]
         if key_mask.dtype != torch.bool:
             raise ArgumentTypeError("key_mask", "be bool, True = a real token", key_mask.dtype, "Use mask.bool().")
-        if key_mask.shape != (k.shape[0], k.shape[2]):
-            raise ArgumentError(
-                "key_mask",
-                f"have shape [B, S] = {(k.shape[0], k.shape[2])}",
-                tuple(key_mask.shape),
-                "Slice it.",
-            )
+        if key_mask.shape != shape:
+            raise ArgumentError("key_mask", f"have shape [B, S] = {shape}", tuple(key_mask.shape), "Slice it.")
         if key_mask.device != q.device:
             raise ArgumentError("key_mask", f"be on q's device {q.device}", str(key_mask.device), "Move it.")
     if cu_seqlens is not None:
@@ -103,12 +86,8 @@ def check_masks(
         if cu_seqlens.device != q.device:
             raise ArgumentError("cu_seqlens", f"be on q's device {q.device}", str(cu_seqlens.device), "Move it.")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-            raise ArgumentError(
-                "cu_seqlens",
-                "have shape [N + 1], N >= 1",
-                tuple(cu_seqlens.shape),
-                "Prepend 0 to the lengths' sum.",
-            )
+            rule, remedy = "have shape [N + 1], N >= 1", "Prepend 0 to the lengths' sum."
+            raise ArgumentError("cu_seqlens", rule, tuple(cu_seqlens.shape), remedy)
         if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
             raise ArgumentError(
                 "q", "have B = 1 and T = S with cu_seqlens", tuple(q.shape), "Pack the sequences along T."
@@ -117,41 +96,49 @@ def check_masks(
 
 
 def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
-    """Check by what sums fade; on a GPU without waiting for it, and not while a graph is built.
+    """Check by what sums fade.
 
     Returns:
         It, with 0 for masked keys: they fade nothing, whatever they hold.
     """
-    if not isinstance(log_decay, Tensor):
-        raise ArgumentTypeError("log_decay", "be a tensor or None", type(log_decay).__name__, "Use torch.as_tensor.")
+    check_tensors({}, {"log_decay": log_decay})
     if not causal:
         raise ArgumentError(
             "log_decay", "be None where not causal", tuple(log_decay.shape), "Sums fade from one token to the next."
         )
-    if log_decay.dtype not in FLOATING:
-        raise ArgumentTypeError("log_decay", "be bf16, fp16, fp32 or fp64", log_decay.dtype, "Cast it.")
-    if log_decay.shape != k.shape[:3]:
-        raise ArgumentError(
-            "log_decay",
-            f"have shape [B, HKV, S] = {tuple(k.shape[:3])}",
-            tuple(log_decay.shape),
-            "Pass one number per key head and token.",
-        )
-    if log_decay.device != k.device:
-        raise ArgumentError("log_decay", f"be on k's device {k.device}", str(log_decay.device), "Move it.")
-    if key_mask is not None:
-        log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
+    check_gate("log_decay", log_decay, k, None, 0, key_mask, "Sums may fade, not grow: use -softplus(x).")
+    return log_decay if key_mask is None else log_decay.masked_fill(~key_mask[:, None], 0)
+
+
+def check_gate(
+    name: str, x: Tensor, k: Tensor, low: float | None, high: float, key_mask: Tensor | None, remedy: str
+) -> None:
+    """Check that there is a number for each key, within bounds where keys count.
+
+    Numbers are looked at on a GPU without waiting for it, and not while a graph is built.
+    """
+    shape = k.shape[:3]
+    if x.shape != shape:
+        rule = f"have k's [B, HKV, S] = {tuple(shape)}"
+        raise ArgumentError(name, rule, tuple(x.shape), "Pass one number per key head and token.")
+    if x.dtype not in FLOATING:
+        raise ArgumentTypeError(name, "be bf16, fp16, fp32 or fp64", x.dtype, "Cast it.")
+    if x.device != k.device:
+        raise ArgumentError(name, f"be on k's device {k.device}", str(x.device), f"Move {name}.")
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return log_decay
-    growing = log_decay.detach() > 0
-    if log_decay.device.type == "cpu":
+        return
+    x = x.detach()
+    # NaN is not outside: whatever a model computed of NaN is to be seen, not refused.
+    wrong = x > high if low is None else (x > high) | (x < low)
+    if key_mask is not None:
+        wrong &= key_mask[:, None]
+    rule = f"be at most {high}" if low is None else f"lie in {low}..{high}"
+    if x.device.type == "cpu":
         # Asked this way round, a tensor without numbers is right.
-        if not (~growing).all():
-            largest = float(log_decay.detach()[growing].max())
-            raise ArgumentError("log_decay", "be <= 0", largest, "Sums may fade, not grow: use -softplus(x).")
-    elif log_decay.is_cuda:
-        torch._assert_async(~growing.any(), "`log_decay` must be <= 0")
-    return log_decay
+        if not (~wrong).all():
+            raise ArgumentError(name, rule, float(x[wrong][0]), remedy)
+    elif x.is_cuda:
+        torch._assert_async(~wrong.any(), f"`{name}` must {rule}. {remedy}")
 
 
 def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
@@ -172,13 +159,17 @@ def check_state(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, stat
     if state is None:
         return
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    sizes = rows, k.shape[1], k.shape[3]
+    check_sums("state.kv", state.kv, (*sizes, v.shape[3]), q)
+    check_sums("state.z", state.z, sizes, q)
+
+
+def check_sums(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    """Check a tensor of a state."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shapes = {"kv": (rows, k.shape[1], k.shape[3], v.shape[3]), "z": (rows, k.shape[1], k.shape[3])}
-    for name, shape in shapes.items():
-        x = getattr(state, name)
-        if x.shape != shape:
-            raise ArgumentError(f"state.{name}", f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
-        if x.dtype != dtype:
-            raise ArgumentTypeError(f"state.{name}", f"be {dtype}", x.dtype, "States are never kept in less.")
-        if x.device != q.device:
-            raise ArgumentError(f"state.{name}", f"be on q's device {q.device}", str(x.device), "Move it.")
+    if x.shape != shape:
+        raise ArgumentError(name, f"have shape {shape}", tuple(x.shape), "Pass this layer's state.")
+    if x.dtype != dtype:
+        raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
+    if x.device != q.device:
+        raise ArgumentError(name, f"be on q's device {q.device}", str(x.device), "Move it.")

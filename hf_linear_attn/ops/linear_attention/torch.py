@@ -32,7 +32,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
 from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
-from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
@@ -209,17 +209,9 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, whole: Tensor | None = None) -> Tensor:
-    """Return the state before each chunk of a span, and add the span's changes to ``state``.
+    """Return the state before each of a span's n chunks, ``[rows, F, V + 1]``, and add their changes to ``state``.
 
-    Args:
-        state: ``[B HKV, F, V + 1]``, updated in place.
-        changes: What each chunk adds, ``[rows, F, V + 1]``.
-        n: Chunks of the span.
-        reverse: Whether the walk comes from behind, so that a chunk follows the later ones.
-        whole: How the state fades over each chunk, ``[rows, 1, 1]``; None where it does not.
-
-    Returns:
-        ``[rows, F, V + 1]``.
+    In reverse a chunk follows the later ones; ``whole [rows, 1, 1]`` says how the state fades over each chunk.
     """
     before = torch.empty_like(changes)
     steps, added = (split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
@@ -236,8 +228,7 @@ def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, 
     return before
 
 
-@torch.library.custom_op("hf_linear_attn::chunked_forward", mutates_args=(), schema=FORWARD)
-def chunked_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
     call = LinearCall.of(*inputs)
     q, k, causal, eps, signed = call.q, call.k, call.causal, call.eps, not elementwise_map(call.phi).non_negative
@@ -284,17 +275,12 @@ def _allocate(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_like_tokens(q, call.v.shape[3]), den, kv, z
 
 
-@chunked_forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _allocate(LinearCall.of(*inputs))
-
-
-@torch.library.custom_op(
-    "hf_linear_attn::chunked_backward",
-    mutates_args=(),
-    schema=f"(Tensor do, Tensor dkv, Tensor dz, Tensor o, Tensor den, {INPUTS}) -> ({', '.join(['Tensor'] * 6)})",
+chunked_forward = operator(
+    "chunked_forward", _forward, lambda *inputs: _allocate(LinearCall.of(*inputs)), schema=FORWARD
 )
-def chunked_backward(
+
+
+def _gradients(
     do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, of the initial ``kv`` and ``z``, and of the log decays, if there are any.
@@ -308,10 +294,8 @@ def chunked_backward(
     fade, so does R, and every term has the factor that it has in the forward.
     """
     call = LinearCall.of(*inputs)
-    q, k, v, causal = call.q, call.k, call.v, call.causal
-    dq, dk, dv = empty_like_tokens(q, q.shape[3]), empty_like_tokens(k, k.shape[3]), empty_like_tokens(v, v.shape[3])
-    dkv0, dz0 = torch.empty_like(dkv), torch.empty_like(dz)
-    dlog_decay = _like_decay(q, call.log_decay)
+    q, k, causal = call.q, call.k, call.causal
+    dq, dk, dv, dkv0, dz0, dlog_decay = _allocate_gradients(do, dkv, dz, o, den, *inputs)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
     for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
@@ -396,16 +380,23 @@ def _until_reset(after: Tensor, log_decay: Tensor) -> Tensor:
     return after - F.pad(after, (0, 1)).gather(2, following)
 
 
-def _like_decay(q: Tensor, log_decay: Tensor | None) -> Tensor:
-    """Allocate the gradient of log decays, empty where there are none: an op of a graph returns tensors."""
-    return q.new_empty(0) if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
-
-
-@chunked_backward.register_fake
-def _(do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _allocate_gradients(
+    do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = LinearCall.of(*inputs)
-    tokens = (empty_like_tokens(x, x.shape[3]) for x in call[:3])
-    return *tokens, torch.empty_like(dkv), torch.empty_like(dz), _like_decay(call.q, call.log_decay)
+    dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in call[:3])
+    # Empty where there are no log decays: an op of a graph returns tensors.
+    g = call.log_decay
+    dg = call.q.new_empty(0) if g is None else torch.zeros_like(g, memory_format=torch.contiguous_format)
+    return dq, dk, dv, torch.empty_like(dkv), torch.empty_like(dz), dg
+
+
+chunked_backward = operator(
+    "chunked_backward",
+    _gradients,
+    _allocate_gradients,
+    schema=f"(Tensor do, Tensor dkv, Tensor dz, Tensor o, Tensor den, {INPUTS}) -> ({', '.join(['Tensor'] * 6)})",
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, readable, strides
+from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, planned, readable
 from hf_linear_attn.ops.triton.primitives import load_plain, store_tile
 from hf_linear_attn.ops.triton.run import directly, execute, target_for
 
@@ -56,30 +56,21 @@ def turn_launch(
     B, heads, T, D = x.shape
     o = empty_like_tokens(x, D)
     chosen = Tile(max(16, TILE // padded(D)), padded(D), 4, 1)
-    arguments = {
+    known = {
         **{"x": x, "turns": turns, "o": o, "T": T, "heads": heads},
-        **strides("x", x),
-        **strides("o", o),
         "t_b": 0 if len(turns) == 1 else turns.stride(0),
         **{"D": D, "BD": padded(D), "BT": chosen.tokens},
         **{"R": turns.shape[2], "PAIRS": pairs, "AT_END": at_end, "DERIVE": derive},
     }
-    return o, Launch("turn", turn_kernel, B * heads * -(-T // chosen.tokens), arguments, chosen, (x, turns), (o,))
-
-
-@torch.library.custom_op("hf_linear_attn::triton_turn", mutates_args=())
-def triton_turn(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool) -> Tensor:
-    """Turn queries or keys back, or derive that."""
-    return _turn(x, turns, pairs, at_end, derive)
+    return o, planned("turn", turn_kernel, B * heads * -(-T // chosen.tokens), known, chosen, (x, turns), (o,))
 
 
 def _turn(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool) -> Tensor:
+    """Turn queries or keys back, or derive that."""
     return execute(turn_launch, target_for(x.device), readable(x), turns.contiguous(), pairs, at_end, derive)
 
 
-@triton_turn.register_fake
-def _(x: Tensor, turns: Tensor, pairs: str, at_end: bool, derive: bool) -> Tensor:
-    return empty_like_tokens(readable(x), x.shape[3])
+triton_turn = operator("triton_turn", _turn, lambda x, *others: empty_like_tokens(readable(x), x.shape[3]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,14 +13,7 @@ from hf_linear_attn.ops.triton.plan import target_of, tile
 def copies_of(device: torch.device, role: Literal["decode", "hybrid"], feature_dim: int, value_dim: int) -> int | None:
     """Return how many programs share a head in a step; each keeps its own copy of the sums that all of them need.
 
-    Args:
-        device: Where the state lies.
-        role: The kernel: ``"decode"`` without a window, ``"hybrid"`` with one.
-        feature_dim: Features ``F``.
-        value_dim: Size ``V`` of a value.
-
-    Returns:
-        Their number, or None where no kernel runs, or only interpreted ones, which run one after another.
+    It is None where no kernel runs, or only interpreted ones, which run one after another.
     """
     target = target_of(device) if device.type == "cuda" else None
     if target is None or max(feature_dim, value_dim) > LARGEST_HEAD:

@@ -1,7 +1,6 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +8,11 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.library import no_gradients
+from hf_linear_attn.ops.library import no_gradients, operator
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
-from hf_linear_attn.ops.state import LinearAttentionState, check_rows
+from hf_linear_attn.ops.state import LinearAttentionState, check_rows, contiguous_like_values
 from hf_linear_attn.ops.step.checks import check_decode
 from hf_linear_attn.ops.step.copies import copies_of
 
@@ -96,7 +95,8 @@ def decode_step_(
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 
-        return decode_step_triton_(q, k, v, state, phi=phi, key_mask=key_mask, eps=eps, log_decay=log_decay, rows=rows)
+        z = state.z if state.z.ndim == 4 else state.z[:, :, None]
+        return decode_step_triton_(q, k, v, key_mask, state.kv, z, phi, eps, log_decay, rows)
     check_decode(q, k, v, *state, key_mask, rows)
     if rows is not None:
         own = LinearAttentionState(*(x.index_select(0, rows) for x in state))
@@ -145,13 +145,8 @@ def decode_plain_(
     return step(q, k, v, LinearAttentionState(kv, z)).contiguous()
 
 
-decode_opaque_ = torch.library.custom_op("hf_linear_attn::decode_opaque_", decode_plain_, mutates_args=("kv", "z"))
+decode_opaque_ = operator("decode_opaque_", decode_plain_, contiguous_like_values, changes=("kv", "z"))
 """The same as one node of a graph: what chooses a backend does not belong into it."""
-
-
-@decode_opaque_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def fold_and_read_(
@@ -166,18 +161,9 @@ def fold_and_read_(
 ) -> Tensor:
     """Fold one key into ``kv`` and ``z`` in place and read them, in the fewest operations of PyTorch.
 
-    Args:
-        phi_q: Features of the queries of each group ``[B, HKV, G, F]``.
-        phi_k: Features of the key ``[B, HKV, 1, F]``, finite.
-        v: Its value ``[B, HKV, 1, V]``.
-        kv: As of :func:`decode_step_`.
-        z: Likewise.
-        counts: ``[B, 1]`` bool, whether the key counts; None where all do.
-        eps: Added to the normaliser, away from 0.
-        signed: Whether features can be negative.
-
-    Returns:
-        ``o [B, HKV, G, V]`` in the state's dtype.
+    Features are those of the queries of each group ``[B, HKV, G, F]`` and of the key ``[B, HKV, 1, F]``, finite; its
+    value is ``[B, HKV, 1, V]``, and it counts in rows where ``counts [B, 1]`` says so, without that in all. Returns
+    ``o [B, HKV, G, V]`` in the state's dtype.
     """
     batch, kv_heads, group, dim = phi_q.shape
     phi_q, phi_k = phi_q.to(kv.dtype), phi_k.to(kv.dtype)

@@ -74,17 +74,11 @@ class Tile(NamedTuple):
 
 
 Key = tuple[str, str, str, int, int, int]
+"""Arch, dtype (``"bf16"``, ``"fp16"`` or ``"fp32"``), role, D, V and group; a group of 0 fits any."""
 
 
 def parse_table(text: str) -> dict[Key, Tile]:
-    """Read a tile table.
-
-    Args:
-        text: JSON with ``version`` and ``tiles``, a list of rows ``[arch, dtype, role, D, V, group, tokens, width,
-            warps, stages]``; ``dtype`` is ``"bf16"``, ``"fp16"`` or ``"fp32"``, and a group of 0 fits any.
-
-    Returns:
-        Tiles by ``(arch, dtype, role, D, V, group)``.
+    """Read a tile table: JSON with ``version`` and ``tiles``, rows of a :data:`Key` and a :class:`Tile`.
 
     Raises:
         ValueError: If the table has another version.
@@ -130,19 +124,9 @@ def bucket(dim: int) -> int:
 
 
 def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: int, *, faded: bool = False) -> Tile:
-    """Look up the tile of a kernel, cut down to the dimension that it tiles.
+    """Look up the tile of a kernel, for D features and values of size V, cut down to the dimension that it tiles.
 
-    Args:
-        target: The device.
-        dtype: Dtype of q, k and v.
-        role: Name of the kernel.
-        D: Features.
-        V: Size of a value.
-        group: Query heads per key head.
-        faded: Whether sums fade, for which a role of its own, ``"faded_forward"``, comes before the other.
-
-    Returns:
-        The tile.
+    Where sums fade a role of its own, ``"faded_forward"``, comes before the other.
     """
     table = tile_table()
     # Under torch.compile with dynamic shapes sizes are symbols; a head's size is worth a compilation of its own.
@@ -193,16 +177,9 @@ class Segments:
 
 
 def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segments:
-    """Cut sequences into segments.
+    """Cut ``rows`` sequences of so many tokens, or so many packed ones in all, into segments of a length.
 
-    Args:
-        tokens: Tokens of a sequence, or of all packed ones.
-        rows: Batch size, or number of packed sequences.
-        length: Tokens of a segment.
-        cu_seqlens: Boundaries of packed sequences, int64.
-
-    Returns:
-        The segments; tables are built on the device, without waiting for it.
+    Tables are built on the device, without waiting for it.
     """
     if cu_seqlens is None:
         per_row = -(-tokens // length)
@@ -213,12 +190,9 @@ def cut(tokens: int, rows: int, length: int, cu_seqlens: Tensor | None) -> Segme
 
 
 def packed_tables(cu_seqlens: Tensor, count: int, length: int | None) -> tuple[Tensor, Tensor | None]:
-    """Return the table of ``count`` segments of packed sequences and the first one of each.
+    """Return the table of at most ``count`` segments of packed sequences and the first one of each.
 
-    Args:
-        cu_seqlens: Boundaries, int64.
-        count: Segments in all, an upper bound.
-        length: Tokens of a segment; None for whole sequences, of which each is the one segment.
+    A length of None is whole sequences, of which each is the one segment.
     """
     first, last = cu_seqlens[:-1], cu_seqlens[1:]
     numbers = torch.arange(count, device=first.device)
@@ -270,9 +244,32 @@ class Launch:
         return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": True}
 
 
-def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Return batch, head and token strides as the kernels name them."""
-    return {f"{name}_b": x.stride(0), f"{name}_h": x.stride(1), f"{name}_t": x.stride(2)}
+def planned(
+    role: str,
+    kernel: Any,
+    programs: int,
+    known: Mapping[str, Any],
+    chosen: Tile,
+    reads: tuple[Tensor, ...] = (),
+    writes: tuple[Tensor, ...] = (),
+) -> Launch:
+    """Plan a launch with those of the known arguments that its kernel has, and the strides of its tensors.
+
+    Kernels call a tensor's batch, head and token strides ``x_b``, ``x_h`` and ``x_t``; they are 0 where there is none.
+    """
+
+    def argument(name: str) -> Any:
+        if name in known:
+            return known[name]
+        x = known[name[:-2]]
+        return 0 if x is None or x.ndim < 3 else x.stride("bht".index(name[-1]))
+
+    return Launch(role, kernel, programs, {name: argument(name) for name in kernel.arg_names}, chosen, reads, writes)
+
+
+def of_mask(mask: Tensor | None) -> dict[str, Any]:
+    """Return the arguments that say which tokens are real."""
+    return {"mask": mask, "m_b": 0 if mask is None else mask.stride(0), "MASKED": mask is not None}
 
 
 def readable(x: Tensor) -> Tensor:
@@ -301,21 +298,12 @@ def precision(target: Target, dtype: torch.dtype, dim: int) -> str:
 
 
 class Problem(NamedTuple):
-    """One call of the op, with inputs in the layout that kernels read.
+    """One :class:`LinearCall`, with inputs in the layout that kernels read.
 
     Attributes:
         target: The device.
-        q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, S, D]``.
-        v: Values ``[B, HKV, S, V]``.
         mask: Key mask ``[B, S]``, uint8, or None.
         cu_seqlens: Boundaries of packed sequences, int64, or None.
-        kv0: Initial state, or None.
-        z0: Its normaliser.
-        phi: Name of the elementwise map.
-        causal: Whether queries see only earlier keys.
-        delay: Tokens by which keys lag.
-        log_decay: By whose exponential sums fade when a key comes, ``[B, HKV, S]``; None where they do not.
     """
 
     target: Target
@@ -363,29 +351,21 @@ class Problem(NamedTuple):
         sizes = segments.count, self.k.shape[1], self.k.shape[3] * (self.v.shape[3] + 1)
         return torch.empty(sizes, dtype=torch.float32, device=self.q.device)
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the compile-time settings that all walks share."""
+    @property
+    def precision(self) -> str:
+        """How products are computed."""
+        return precision(self.target, self.q.dtype, max(self.k.shape[3], self.v.shape[3]))
+
+    def shared(self, segments: Segments) -> dict[str, Any]:
+        """Return what kernels are told of the problem and of its cut."""
+        q, k, v = self.q, self.k, self.v
         return {
-            "D": self.k.shape[3],
-            "V": self.v.shape[3],
-            "MAP": self.phi,
-            "VARLEN": self.cu_seqlens is not None,
-            "PRECISION": precision(self.target, self.q.dtype, max(self.k.shape[3], self.v.shape[3])),
+            **{"q": q, "k": k, "v": v, "T": q.shape[2], "S": k.shape[2]},
+            **{"H": q.shape[1], "HKV": k.shape[1], "G": self.group, "D": k.shape[3], "V": v.shape[3]},
+            **{"table": segments.table, "L": segments.length, "NSEG": segments.per_row},
+            **of_mask(self.mask),
+            **{"delay": self.delay, "DELAYED": self.delay > 0, "VARLEN": self.cu_seqlens is not None},
+            **{"MAP": self.phi, "CAUSAL": self.causal, "PRECISION": self.precision},
             # Inline assembly, see primitives.rounded.
             "PIN": self.target.arch.startswith("sm_"),
         }
-
-    def keys(self) -> dict[str, Any]:
-        """Return the arguments that concern which keys count."""
-        return {
-            "mask": self.mask,
-            "m_b": 0 if self.mask is None else self.mask.stride(0),
-            "delay": self.delay,
-            "MASKED": self.mask is not None,
-            "DELAYED": self.delay > 0,
-        }
-
-
-def walk(segments: Segments) -> dict[str, Any]:
-    """Return the arguments that describe a cut."""
-    return {"table": segments.table, "L": segments.length, "NSEG": segments.per_row}

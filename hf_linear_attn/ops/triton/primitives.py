@@ -295,6 +295,25 @@ def segment_bounds(table, i_s, T, L, NSEG, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def keys_of(x, row, head, x_b, x_h, x_t, delay, DELAYED: tl.constexpr):
+    """Return where what belongs to a head's keys begins; where they lag, so that row t is beside query t."""
+    x += row * x_b + head.to(tl.int64) * x_h
+    if DELAYED:
+        x -= delay.to(tl.int64) * x_t
+    return x
+
+
+@triton.jit
+def mask_of(mask, row, m_b, delay, MASKED: tl.constexpr, DELAYED: tl.constexpr):
+    """Return where the mask of a row's keys begins, likewise."""
+    if MASKED:
+        mask += row * m_b
+        if DELAYED:
+            mask -= delay
+    return mask
+
+
+@triton.jit
 def rows_before(end, c, ot):
     """Return which rows of the chunk at ``c`` lie before ``end``, told in 32 bits."""
     return ot < (end - c).to(tl.int32)

@@ -103,9 +103,25 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """Return a mask as kernels read it, contiguous and uint8, where there is one."""
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
 def has_changed(*tensors: Tensor | None) -> None:
     """Tell autograd that tensors have other values now: it does not see what kernels write."""
     _increment_version([x for x in tensors if x is not None and not x.is_inference()])
+
+
+def changing(run: Callable[..., R], *places: int) -> Callable[..., R]:
+    """Return what runs and tells autograd, as an op does, that the inputs at some places have changed."""
+
+    def call(*inputs: Any) -> R:
+        result = run(*inputs)
+        has_changed(*(inputs[place] for place in places))
+        return result
+
+    return call
 
 
 def execute(

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
-from hf_linear_attn.ops.window.opaque import window_attention_opaque, window_sums_opaque
+from hf_linear_attn.ops.window.opaque import sums_forward, window_forward
 from hf_linear_attn.ops.window.problem import KeptKeys, Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
 from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
@@ -132,8 +132,10 @@ def window_attention(
     if own_key is not None:
         score = own_key.score(q, k, window, scaling)
         call = call._replace(own=(score, own_key.number > 0, own_key.value))
-    plain = window_attention_opaque if opaque else window_attention_torch
-    return (window_attention_reference if chosen == "reference" else plain)(call)
+    if opaque:
+        o: Tensor = window_forward(*call.inputs())
+        return o
+    return (window_attention_reference if chosen == "reference" else window_attention_torch)(call)
 
 
 def window_sums(
@@ -153,7 +155,8 @@ def window_sums(
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
     call = WindowCall(q, k, v, key_mask, sinks, None, kept, window, scaling)
-    return (window_sums_opaque if torch.compiler.is_exporting() else window_sums_torch)(call)
+    num, den = sums_forward(*call.inputs()) if torch.compiler.is_exporting() else window_sums_torch(call)
+    return num, den
 
 
 def window_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -207,18 +207,10 @@ class Band:
 def _bands(
     x: Tensor, before: Tensor | None, block: int, blocks: int, window: int, first: int, lead: int, pad: int, own: bool
 ) -> Tensor:
-    """Cut keys or values into bands that overlap, ``[B, HKV, n, N + W - 1 + C, D]``, and one row more for an own key.
+    """Cut keys or values ``[B, HKV, P + T, D]`` into bands that overlap, ``[B, HKV, n, N + W - 1 + C, D]``.
 
-    Args:
-        x: ``[B, HKV, P + T, D]``.
-        before: ``[B, HKV, n, N, D]``, which stand before each band; None where nothing does.
-        block: C.
-        blocks: n.
-        window: W.
-        first: Which of the keys is the first that is seen.
-        lead: Zeros before the first one.
-        pad: Zeros behind the last one.
-        own: Whether a row of zeros follows each band.
+    Keys ``before`` each band are ``[B, HKV, n, N, D]``. Of the others the ``first`` is the first that is seen; they get
+    ``lead`` zeros before them and ``pad`` behind, and where queries have keys of their own each band one more row.
     """
     x = x[:, :, first:]
     if lead or pad:

@@ -35,11 +35,13 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     sequence_bounds,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, strides
+from hf_linear_attn.ops.triton.plan import Launch
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
+    keys_of,
     load_operand,
+    mask_of,
     operand,
     product,
     resets,
@@ -71,13 +73,8 @@ def local_kernel(
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, BT)
     at = (row * HKV + h) * T
-    k += row * k_b + h * k_h + c * k_t
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        if MASKED:
-            mask -= delay
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     sums, _after, _all = load_decay(b, at, c, end, ot, GATED)
@@ -133,17 +130,11 @@ def back_kernel(
     at = (row * HKV + h) * T
     q += row * q_b
     do += row * do_b
-    k += row * k_b + h * k_h
-    beta += row * beta_b + h * beta_h
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED)
+    beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED)
     w += at * F
     dn += at * V
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        beta -= delay.to(tl.int64) * beta_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV]
@@ -208,15 +199,9 @@ def dq_kernel(
     q += row * q_b + i_h * q_h + c * q_t
     do += row * do_b + i_h * do_h + c * do_t
     dq += row * dq_b + i_h * dq_h + c * dq_t
-    k += row * k_b + h * k_h + c * k_t
-    beta += row * beta_b + h * beta_h + c * beta_t
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        beta -= delay.to(tl.int64) * beta_t
-        if MASKED:
-            mask -= delay
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
+    beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     states += (i_s.to(tl.int64) * HKV + h) * (F * V)
@@ -417,47 +402,26 @@ def allocate_backward(p: DeltaProblem) -> Backward:
 
 
 def backward_launches(p: DeltaProblem, do: Tensor, dkv: Tensor | None) -> tuple[Backward, list[Launch]]:
-    """Plan the backward.
+    """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order.
 
-    Args:
-        p: The problem of the forward.
-        do: Gradient of o.
-        dkv: Gradient of the final state, fp32, contiguous, or None where the loss does not depend on it.
-
-    Returns:
-        The gradients, allocated but not computed, and the launches that compute them, in order.
+    That of the final state is fp32 and contiguous, or None where the loss does not depend on it.
     """
     chunks, out = p.chunks(), allocate_backward(p)
     found, launches = walk_launches(p, chunks, p.state())
-    F, V, HKV, H = p.k.shape[3], p.v.shape[3], p.k.shape[1], p.q.shape[1]
+    V, HKV, H = p.v.shape[3], p.k.shape[1], p.q.shape[1]
     dn, ends = p.of_keys(V), p.states(chunks)
     dg_q = None if p.log_decay is None else p.numbers(H)
-    # Without a decay no kernel reads it.
-    gate = p.beta if p.log_decay is None else p.log_decay
-    arguments = {
-        **p.shared(chunks),
-        **{"q": p.q, "do": do, "b": found.b, "r": found.r, "inverse": found.inverse, "w": found.w, "u": found.u},
-        **{"states": found.states, "ends": ends, "dn": dn, "dkv": dkv, "dkv0": out.dkv0, "dg_q": dg_q},
-        **{"dq": out.dq, "dk": out.dk, "dv": out.dv, "dbeta": out.dbeta, "g": gate, "dg": out.dg},
-        **{"G": H // HKV, "BK": min(64, p.padded(F)), "BD": p.padded(F), "FINAL": dkv is not None},
-        **strides("q", p.q),
-        **strides("do", do),
-        **strides("dq", out.dq),
-        **strides("dk", out.dk),
-        **strides("dv", out.dv),
-        **strides("dbeta", out.dbeta),
-        **strides("g", gate),
-        **strides("dg", p.beta if p.log_decay is None else out.dg),
-    }
+    known = p.shared(chunks) | found._asdict() | out._asdict()
+    known |= {"do": do, "dkv": dkv, "dn": dn, "ends": ends, "dg_q": dg_q, "FINAL": dkv is not None}
     q, k, u, states = p.q, p.k, found.u, found.states
     tiles = -(-V // p.tile("delta_local").width)
     programs = chunks.count * HKV
-    launches.append(p.launch("delta_local", local_kernel, programs * tiles, arguments, (q, k, do), (dn,)))
+    launches.append(p.launch("delta_local", local_kernel, programs * tiles, known, (q, k, do), (dn,)))
     tiles = -(-V // p.tile("delta_back").width)
     reads: tuple[Tensor, ...] = (q, k, do, found.w, dn)
     writes: tuple[Tensor, ...] = (dn, ends, out.dkv0)
-    launches.append(p.launch("delta_back", back_kernel, p.rows * HKV * tiles, arguments, reads, writes))
-    launches.append(p.launch("delta_dq", dq_kernel, chunks.count * H, arguments, (q, k, do, u, states), (out.dq,)))
+    launches.append(p.launch("delta_back", back_kernel, p.rows * HKV * tiles, known, reads, writes))
+    launches.append(p.launch("delta_dq", dq_kernel, chunks.count * H, known, (q, k, do, u, states), (out.dq,)))
     reads, writes = (q, k, do, u, found.inverse, states, ends, dn), (out.dk, out.dv, out.dbeta, out.dg)
-    launches.append(p.launch("delta_dk", dk_kernel, programs, arguments, reads, writes))
+    launches.append(p.launch("delta_dk", dk_kernel, programs, known, reads, writes))
     return out, launches

@@ -32,14 +32,16 @@ from hf_linear_attn.ops.delta_rule.triton.steps import (
     unit_inverse,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Segments, strides
+from hf_linear_attn.ops.triton.plan import Launch, Segments
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     exact,
     in_two,
     key_rows,
+    keys_of,
     load_operand,
     log2_decay,
+    mask_of,
     operand,
     product,
     rows_before,
@@ -68,17 +70,11 @@ def inverse_kernel(
         return
     oh = tl.arange(0, BH)
     at = (row * HKV + h) * T + c
-    k += row * k_b + h * k_h + c * k_t
-    beta += row * beta_b + h * beta_h + c * beta_t
-    g += row * g_b + h * g_h + c * g_t
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        beta -= delay.to(tl.int64) * beta_t
-        g -= delay.to(tl.int64) * g_t
-        if MASKED:
-            mask -= delay
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
+    beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
+    if GATED:
+        g = keys_of(g, row, h, g_b, g_h, g_t, delay, DELAYED) + c * g_t
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     # Of the first half and of the second; without one its rows do not count.
     rows_1 = rows_before(end, c, oh)
     _, counts_1 = key_rows(mask, c, rows_1, oh, first, delay, MASKED, DELAYED)
@@ -149,15 +145,9 @@ def prepare_kernel(
         return
     ot = tl.arange(0, BT)
     at = (row * HKV + h) * T
-    k += row * k_b + h * k_h + c * k_t
-    v += row * v_b + h * v_h + c * v_t
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        if MASKED:
-            mask -= delay
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
+    v = keys_of(v, row, h, v_b, v_h, v_t, delay, DELAYED) + c * v_t
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     sums, _after, _all = load_decay(b, at, c, end, ot, GATED)
@@ -203,17 +193,11 @@ def walk_kernel(
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, BT)
     at = (row * HKV + h) * T
-    k += row * k_b + h * k_h
-    beta += row * beta_b + h * beta_h
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED)
+    beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED)
     w += at * F
     u += at * V
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        beta -= delay.to(tl.int64) * beta_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV]
@@ -268,15 +252,9 @@ def read_kernel(
     h = i_h // G
     at = (row * HKV + h) * T
     q += row * q_b + i_h * q_h + c * q_t
-    k += row * k_b + h * k_h + c * k_t
-    beta += row * beta_b + h * beta_h + c * beta_t
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        beta -= delay.to(tl.int64) * beta_t
-        if MASKED:
-            mask -= delay
+    k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
+    beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     states += (i_s.to(tl.int64) * HKV + h) * (F * V)
@@ -341,38 +319,24 @@ def allocate_forward(p: DeltaProblem) -> Forward:
 
 
 def walk_launches(p: DeltaProblem, chunks: Segments, kv: Tensor) -> tuple[Walked, list[Launch]]:
-    """Plan the inverse of each chunk and the walk.
-
-    Args:
-        p: The problem.
-        chunks: Its chunks.
-        kv: Where the final state is written.
-
-    Returns:
-        What they leave, allocated, and both launches.
-    """
-    k, v, g = p.k, p.v, p.log_decay
+    """Plan the inverse of each chunk and the walk, which writes the final state to ``kv``; return what they leave."""
+    k, v = p.k, p.v
     F, V, HKV = k.shape[3], v.shape[3], k.shape[1]
     found = Walked(
         p.of_keys(p.tokens),
         p.of_keys(F),
         p.of_keys(V),
-        None if g is None else p.of_keys(2, torch.float32),
+        None if p.log_decay is None else p.of_keys(2, torch.float32),
         p.numbers(HKV) if p.l2norm else None,
         p.states(chunks),
     )
-    # Without a decay no kernel reads these.
-    gate = p.beta if g is None else g
-    shared = p.shared(chunks) | {"b": found.b, "r": found.r, "inverse": found.inverse, "w": found.w, "u": found.u}
-    shared |= {"v": v, "g": gate, "states": found.states, "kv0": p.kv0, "kv": kv, "BK": min(64, p.padded(F))}
-    shared |= {**strides("v", v), **strides("g", gate), "BH": min(32, p.tokens), "BD": p.padded(F)}
-    shared |= {"INITIAL": p.kv0 is not None}
+    known = p.shared(chunks) | found._asdict() | {"kv": kv}
     programs = chunks.count * HKV
-    inverse = p.launch("delta_inverse", inverse_kernel, programs, shared, (k,), (found.inverse,))
-    prepare = p.launch("delta_prepare", prepare_kernel, programs, shared, (k, v, found.inverse), (found.w, found.u))
+    inverse = p.launch("delta_inverse", inverse_kernel, programs, known, (k,), (found.inverse,))
+    prepare = p.launch("delta_prepare", prepare_kernel, programs, known, (k, v, found.inverse), (found.w, found.u))
     programs = p.rows * HKV * -(-V // p.tile("delta_walk").width)
     reads, writes = (k, found.w, found.u), (found.u, found.states, kv)
-    walk = p.launch("delta_walk", walk_kernel, programs, shared, reads, writes)
+    walk = p.launch("delta_walk", walk_kernel, programs, known, reads, writes)
     return found, [inverse, prepare, walk]
 
 
@@ -380,14 +344,7 @@ def forward_launches(p: DeltaProblem) -> tuple[Forward, list[Launch]]:
     """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     chunks, out = p.chunks(), allocate_forward(p)
     found, launches = walk_launches(p, chunks, out.kv)
-    q, k, F, V, HKV = p.q, p.k, p.k.shape[3], p.v.shape[3], p.k.shape[1]
-    arguments = {
-        **p.shared(chunks),
-        **{"q": q, "u": found.u, "b": found.b, "r": found.r, "states": found.states, "o": out.o},
-        **strides("q", q),
-        **strides("o", out.o),
-        **{"G": q.shape[1] // HKV, "BK": min(64, p.padded(F))},
-    }
-    programs = chunks.count * q.shape[1] * -(-V // p.tile("delta_read").width)
-    read = p.launch("delta_read", read_kernel, programs, arguments, (q, k, found.u, found.states), (out.o,))
+    known = p.shared(chunks) | found._asdict() | {"o": out.o}
+    programs = chunks.count * p.q.shape[1] * -(-p.v.shape[3] // p.tile("delta_read").width)
+    read = p.launch("delta_read", read_kernel, programs, known, (p.q, p.k, found.u, found.states), (out.o,))
     return out, [*launches, read]

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.delta_rule.problem import GRADIENTS, INPUTS, DeltaCall
+from hf_linear_attn.ops.delta_rule.problem import FORWARD, GRADIENTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 from hf_linear_attn.ops.delta_rule.triton.backward import Backward, allocate_backward, backward_launches
 from hf_linear_attn.ops.delta_rule.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
-from hf_linear_attn.ops.library import refuse_functional, refuse_transforms, refuse_vmap
-from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms, refuse_vmap
+from hf_linear_attn.ops.state import like_values
 from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, execute, has_changed, target_for
+from hf_linear_attn.ops.triton.run import as_bytes, changing, contiguous, directly, execute, target_for
 
 
 def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
@@ -24,66 +24,37 @@ def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
     return o, DeltaRuleState(kv)
 
 
-def delta_step_triton_(call: DeltaCall, kv: Tensor, rows: Tensor | None) -> Tensor:
-    """Run one step in place; see :func:`hf_linear_attn.ops.delta_rule.step.delta_step_`."""
-    tokens = call.q, call.k, call.v, call.beta, call.log_decay, call.key_mask
-    o: Tensor = _overwrite(*tokens, kv, call.l2norm, rows)
-    return o
-
-
 def _problem(*inputs: Any) -> DeltaProblem:
-    call = DeltaCall.of(*inputs)
-    mask, bounds = call.key_mask, call.cu_seqlens
-    return DeltaProblem(
-        target_for(call.q.device),
-        readable(call.q),
-        readable(call.k),
-        readable(call.v),
-        call.beta,
-        call.log_decay,
-        None if mask is None else mask.contiguous().view(torch.uint8),
-        None if bounds is None else bounds.to(torch.int64),
-        contiguous(call.kv0),
-        call.delay,
-        call.l2norm,
-    )
-
-
-@torch.library.custom_op(
-    "hf_linear_attn::triton_delta_forward", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)"
-)
-def triton_delta_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return o and the final ``kv``."""
-    return _forward(*inputs)
+    q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm = inputs
+    tokens, bounds = (readable(q), readable(k), readable(v)), None if cu_seqlens is None else cu_seqlens.long()
+    mask, target = as_bytes(key_mask), target_for(q.device)
+    return DeltaProblem(target, *tokens, beta, log_decay, mask, bounds, contiguous(kv0), delay, l2norm)
 
 
 def _forward(*inputs: Any) -> Forward:
+    """Return o and the final ``kv``."""
     return execute(forward_launches, _problem(*inputs))
 
 
-@triton_delta_forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return allocate_forward(_problem(*inputs))
-
-
-@torch.library.custom_op("hf_linear_attn::triton_delta_backward", mutates_args=(), schema=GRADIENTS)
-def triton_delta_backward(
-    do: Tensor, dkv: Tensor | None, *inputs: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, beta, the log decay and the initial ``kv``."""
-    return _gradients(do, dkv, *inputs)
+triton_delta_forward = operator(
+    "triton_delta_forward", _forward, lambda *inputs: allocate_forward(_problem(*inputs)), schema=FORWARD
+)
 
 
 def _gradients(do: Tensor, dkv: Tensor | None, *inputs: Any) -> Backward:
+    """Return the gradients of q, k, v, beta, the log decay and the initial ``kv``."""
     problem = _problem(*inputs)
     # Keys that no query sees, because they lag, are not written.
     zeros = ("dk", "dv", "dbeta", "dg") if problem.delay else ()
     return execute(backward_launches, problem, readable(do), contiguous(dkv), zeros=zeros)
 
 
-@triton_delta_backward.register_fake
-def _(do: Tensor, dkv: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return allocate_backward(_problem(*inputs))
+triton_delta_backward = operator(
+    "triton_delta_backward",
+    _gradients,
+    lambda do, dkv, *inputs: allocate_backward(_problem(*inputs)),
+    schema=GRADIENTS,
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -112,8 +83,7 @@ _derive = directly(triton_delta_backward, _gradients)
 refuse_transforms("triton", triton_delta_forward, backward=triton_delta_backward)
 
 
-@torch.library.custom_op("hf_linear_attn::triton_delta_step_", mutates_args=("kv",))
-def triton_delta_step_(
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -125,25 +95,10 @@ def triton_delta_step_(
     rows: Tensor | None = None,
 ) -> Tensor:
     """Return o of a few tokens and write them into ``kv`` in place."""
-    return _step(q, k, v, beta, log_decay, key_mask, kv, l2norm, rows)
+    problem = _problem(q, k, v, beta, log_decay, key_mask, None, None, 0, l2norm)
+    return execute(step_launch, problem, kv, rows)
 
 
-def _changing(*inputs: Any) -> Tensor:
-    """Run a step and tell autograd, as the op does, that the state has changed."""
-    o = _step(*inputs)
-    has_changed(inputs[6])
-    return o
-
-
-def _step(*inputs: Any) -> Tensor:
-    *tokens, kv, l2norm, rows = inputs
-    return execute(step_launch, _problem(*tokens, None, None, 0, l2norm), kv, rows)
-
-
-@triton_delta_step_.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-    return empty_like_tokens(q, v.shape[3])
-
-
+triton_delta_step_ = operator("triton_delta_step_", _step, like_values, changes=("kv",))
 refuse_vmap("triton", triton_delta_step_)
-_overwrite = directly(triton_delta_step_, _changing)
+delta_step_triton_ = directly(triton_delta_step_, changing(_step, 6))

@@ -13,10 +13,11 @@ from hf_linear_attn.ops.triton.plan import (
     Tile,
     bucket,
     cut,
+    of_mask,
     padded,
     padded_for,
+    planned,
     precision,
-    strides,
 )
 
 WALKS = ("delta_walk", "delta_back")
@@ -49,20 +50,12 @@ def tile(target: Target, dtype: torch.dtype, role: str, F: int, V: int) -> Tile:
 
 
 class DeltaProblem(NamedTuple):
-    """One call, with inputs in the layout that kernels read.
+    """One :class:`DeltaCall`, with inputs in the layout that kernels read.
 
     Attributes:
         target: The device.
-        q: Queries ``[B, H, T, F]``.
-        k: Keys ``[B, HKV, T, F]``.
-        v: Values ``[B, HKV, T, V]``.
-        beta: ``[B, HKV, T]``.
-        log_decay: ``[B, HKV, T]``, or None.
         mask: Key mask ``[B, T]``, uint8, or None.
         cu_seqlens: Boundaries of packed sequences, int64, or None.
-        kv0: Initial state, or None.
-        delay: Tokens by which keys lag.
-        l2norm: Whether queries and keys are divided by their lengths.
     """
 
     target: Target
@@ -124,18 +117,18 @@ class DeltaProblem(NamedTuple):
         return torch.empty(sizes, dtype=torch.float32, device=self.q.device)
 
     def shared(self, chunks: Segments) -> dict[str, Any]:
-        """Return the arguments that most kernels have."""
-        q, k, beta = self.q, self.k, self.beta
+        """Return what kernels are told of the problem and of its chunks."""
+        q, k, v, F = self.q, self.k, self.v, self.k.shape[3]
         return {
-            **{"k": k, "beta": beta, "mask": self.mask, "table": chunks.table, "T": q.shape[2], "NSEG": chunks.per_row},
-            **{"cu": self.cu_seqlens, "bounds": chunks.bounds, "BOUNDS": chunks.bounds is not None},
-            **{"delay": self.delay, "HKV": k.shape[1], "m_b": 0 if self.mask is None else self.mask.stride(0)},
-            **strides("k", k),
-            **strides("beta", beta),
-            **{"F": k.shape[3], "V": self.v.shape[3], "BT": self.tokens},
+            **{"q": q, "k": k, "v": v, "beta": self.beta, "g": self.log_decay, "kv0": self.kv0, "T": q.shape[2]},
+            **{"HKV": k.shape[1], "G": q.shape[1] // k.shape[1], "F": F, "V": v.shape[3]},
+            **{"table": chunks.table, "NSEG": chunks.per_row, "cu": self.cu_seqlens, "bounds": chunks.bounds},
+            **{"BT": self.tokens, "BH": min(32, self.tokens), "BK": min(64, self.padded(F)), "BD": self.padded(F)},
+            **of_mask(self.mask),
+            **{"delay": self.delay, "DELAYED": self.delay > 0, "INITIAL": self.kv0 is not None},
             **{"GATED": self.log_decay is not None, "NORM": self.l2norm, "VARLEN": self.cu_seqlens is not None},
-            **{"MASKED": self.mask is not None, "DELAYED": self.delay > 0},
-            "PRECISION": precision(self.target, q.dtype, max(k.shape[3], self.v.shape[3])),
+            "BOUNDS": chunks.bounds is not None,
+            "PRECISION": precision(self.target, q.dtype, max(F, v.shape[3])),
         }
 
     def launch(
@@ -143,11 +136,10 @@ class DeltaProblem(NamedTuple):
         role: str,
         kernel: Any,
         programs: int,
-        arguments: Mapping[str, Any],
+        known: Mapping[str, Any],
         reads: tuple[Tensor, ...],
         writes: tuple[Tensor, ...],
     ) -> Launch:
-        """Plan a launch with those of the arguments that its kernel has."""
+        """Plan a launch; arguments as of :func:`planned`."""
         chosen = self.tile(role)
-        known = {**arguments, "BV": chosen.width}
-        return Launch(role, kernel, programs, {x: known[x] for x in kernel.arg_names}, chosen, reads, writes)
+        return planned(role, kernel, programs, {**known, "BV": chosen.width}, chosen, reads, writes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.delta_rule.triton.steps import length_scale, overwrite, read
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, padded, strides, tile
+from hf_linear_attn.ops.triton.plan import Launch, of_mask, padded, planned, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay
 
 
@@ -64,31 +64,19 @@ def step_kernel(
 
 
 def step_launch(p: DeltaProblem, kv: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Launch]:
-    """Plan one step.
+    """Plan one step of tokens without a delay; return the output, allocated, and the launch.
 
-    Args:
-        p: Its tokens; they are one sequence per row, without a delay.
-        kv: State ``[B, HKV, F, V]``, contiguous, changed in place; in a pool P of them, each contiguous.
-        rows: Where in a pool the rows' states lie ``[B]`` int64; None where row b's is the b-th.
-
-    Returns:
-        The output, allocated, and the launch.
+    State and rows are those of :func:`delta_step_`.
     """
-    q, k, v, beta, log_decay, mask = p.q, p.k, p.v, p.beta, p.log_decay, p.mask
+    q, k, v = p.q, p.k, p.v
     (_, HKV, F, V), B, o = kv.shape, len(q), empty_like_tokens(q, v.shape[3])
     chosen = tile(p.target, q.dtype, "decode", F, V, q.shape[1] // HKV)
-    arguments = {
-        **{"q": q, "k": k, "v": v, "beta": beta, "g": log_decay, "mask": mask, "o": o, "kv": kv, "T": q.shape[2]},
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
-        **strides("beta", beta),
-        **strides("g", beta if log_decay is None else log_decay),
-        **strides("o", o),
+    known = {
+        **{"q": q, "k": k, "v": v, "beta": p.beta, "g": p.log_decay, "o": o, "kv": kv, "rows": rows, "T": q.shape[2]},
         **{"HKV": HKV, "G": q.shape[1] // HKV, "F": F, "V": V, "BD": padded(F), "BV": chosen.width},
-        **{"m_b": 0 if mask is None else mask.stride(0), "GATED": log_decay is not None, "NORM": p.l2norm},
-        **{"MASKED": mask is not None, "POOL": rows is not None, "rows": rows, "kv_p": kv.stride(0)},
+        **of_mask(p.mask),
+        **{"GATED": p.log_decay is not None, "NORM": p.l2norm, "POOL": rows is not None, "kv_p": kv.stride(0)},
     }
     role = "delta_step" if rows is None else "delta_step_rows"
     programs = B * HKV * -(-V // chosen.width)
-    return o, Launch(role, step_kernel, programs, arguments, chosen, (q, k, v, beta, kv), (o, kv))
+    return o, planned(role, step_kernel, programs, known, chosen, (q, k, v, p.beta, kv), (o, kv))

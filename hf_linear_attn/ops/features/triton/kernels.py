@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, precision, strides, tile
+from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_plain, load_tile, operand, product, store_tile
 
 TINY = tl.constexpr(_TINY)
@@ -207,13 +207,9 @@ class FeatureProblem(NamedTuple):
         x: Queries or keys ``[B, heads, T, D]``.
         turns: Cosines and then sines by which they are turned ``[B or 1, T, R]``, contiguous, or None; see
             :class:`Rotation`. The features are of what they were before.
-        weight: ``W [heads or 1, D, M]``, contiguous.
-        power: ``[heads or 1]`` of the norm-preserving map, contiguous, or None.
-        name: ``"hedgehog"`` or ``"norm_preserving"``.
-        factor: On ``x W``.
-        sharpness: By which a query's power grows with its length; 0 for keys.
-        pairs: Which entries are turned together, ``"half"`` or ``"next"``.
-        at_end: Whether the last R entries are turned, rather than the first.
+        weight: ``W [heads or 1, D, M]``, contiguous; this and what follows is of a :class:`Pair`.
+        pairs: Of the rotation's :class:`Layout`.
+        at_end: Likewise.
     """
 
     target: Target
@@ -234,7 +230,7 @@ class FeatureProblem(NamedTuple):
         copies, D, M = self.weight.shape
         B, heads, T, _ = self.x.shape
         chosen = self.tile(role)
-        arguments = {
+        known = {
             **{"turns": self.turns, "weight": self.weight, "power": self.power, **reads, **writes, **others},
             **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
             **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
@@ -247,11 +243,9 @@ class FeatureProblem(NamedTuple):
             "PRECISION": precision(self.target, self.x.dtype, 2 * max(D, M)),
             "SPLIT": self.x.dtype == torch.bfloat16,
         }
-        for name, x in {**reads, **writes}.items():
-            arguments |= strides(name, x)
         programs = B * heads * self.pieces(role)
         read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
-        return Launch(role, kernel, programs, arguments, chosen, read, tuple(writes.values()))
+        return planned(role, kernel, programs, known, chosen, read, tuple(writes.values()))
 
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched; its width is the number of tokens that a program walks."""

@@ -13,7 +13,7 @@ from hf_linear_attn.ops.features.triton.kernels import (
     features_backward_launch,
     features_launch,
 )
-from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.rotation.triton import turn
 from hf_linear_attn.ops.triton.plan import readable
@@ -41,36 +41,30 @@ def _feature_problem(*inputs: Any) -> FeatureProblem:
     return FeatureProblem(target_for(x.device), readable(x), turns, weight, power, *settings)
 
 
-@torch.library.custom_op("hf_linear_attn::triton_features", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
-def triton_features(*inputs: Any) -> Tensor:
-    """Return the features of a pair of halves."""
-    return _features(*inputs)
-
-
 def _features(*inputs: Any) -> Tensor:
+    """Return the features of a pair of halves."""
     return execute(features_launch, _feature_problem(*inputs))
 
 
-@triton_features.register_fake
-def _(*inputs: Any) -> Tensor:
-    return allocate_features(_feature_problem(*inputs))
-
-
-@torch.library.custom_op(
-    "hf_linear_attn::triton_features_backward", mutates_args=(), schema=f"(Tensor do, {INPUTS}) -> (Tensor, Tensor)"
+triton_features = operator(
+    "triton_features",
+    _features,
+    lambda *inputs: allocate_features(_feature_problem(*inputs)),
+    schema=f"({INPUTS}) -> Tensor",
 )
-def triton_features_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x W`` and, by piece, of the power."""
-    return _gradients(*inputs)
 
 
 def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``x W`` and, by piece, of the power."""
     return execute(features_backward_launch, _feature_problem(*inputs), readable(do))
 
 
-@triton_features_backward.register_fake
-def _(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    return allocate_features_backward(_feature_problem(*inputs))
+triton_features_backward = operator(
+    "triton_features_backward",
+    _gradients,
+    lambda do, *inputs: allocate_features_backward(_feature_problem(*inputs)),
+    schema=f"(Tensor do, {INPUTS}) -> (Tensor, Tensor)",
+)
 
 
 def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -22,7 +22,7 @@ from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, precision, strides, tile, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
     dot,
     key_rows,
@@ -240,7 +240,6 @@ def key_launches(target: Target, p: Prefill, total: Tensor) -> tuple[Tensor, lis
     width = min(scanning.width, padded(D))
     of_blocks = {
         **{"k": p.k, "codes": p.key_mask, "sums": sums, "S": gone, "N": blocks, "HKV": HKV, "c_b": S},
-        **strides("k", p.k),
         **{"D": D, "BD": padded(D), "BLOCK": BLOCK, "MASKED": p.key_mask is not None},
     }
     before = {
@@ -248,8 +247,8 @@ def key_launches(target: Target, p: Prefill, total: Tensor) -> tuple[Tensor, lis
         **{"D": D, "BD": width, "BN": scanning.tokens, "INITIAL": p.far_keys is not None, "REVERSE": False},
     }
     return prefix, [
-        Launch("key_sums", key_sums_kernel, B * HKV * blocks, of_blocks, adding, (p.k,), (sums,)),
-        Launch("key_scan", key_scan_kernel, B * HKV * -(-D // width), before, scanning, (sums,), (prefix,)),
+        planned("key_sums", key_sums_kernel, B * HKV * blocks, of_blocks, adding, (p.k,), (sums,)),
+        planned("key_scan", key_scan_kernel, B * HKV * -(-D // width), before, scanning, (sums,), (prefix,)),
     ]
 
 
@@ -274,20 +273,14 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
     starts, launches = summed(linear, sums, segments, (p.kv, p.z), (out.kv, out.z), reverse=False, stored=True)
     prefix, of_keys = key_launches(target, p, out.far_keys)
     sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
-    arguments: dict[str, Any] = {
-        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "o": out.o},
+    known: dict[str, Any] = {
+        **linear.shared(segments),
+        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "f": p.features, "o": out.o},
         **{"sink_k": p.sink_k, "sink_v": p.sink_v, "seen": p.seen, "number": p.number, "prefix": prefix},
         **{"starts": starts.states, "parts": starts.parts, "weight": p.weight_q, "power": p.power_q},
         **{"bias": p.bias, "direction": p.weight, "codes": p.key_mask, "CODED": p.key_mask is not None},
         **{"T": T, "S": S, "P": S - T, "W": p.window, "NB": prefix.shape[2], "eps": p.eps, "scaling": p.scaling},
         **{"factor": p.factor, "sharpness": p.sharpness, "H": H, "G": linear.group},
-        **linear.keys(),
-        **walk(segments),
-        **strides("q", p.q),
-        **strides("k", p.k),
-        **strides("v", p.v),
-        **strides("f", p.features),
-        **strides("o", out.o),
         **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
         **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power_q is None or len(p.power_q) == 1 else 1},
         **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": linear.padded(V)},
@@ -298,5 +291,5 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
     reads = (p.q, p.k, p.v, p.features, *(() if p.turns is None else (p.turns,)))
-    last = Launch("prefill", prefill_kernel, programs, arguments, chosen, reads, (out.o,))
+    last = planned("prefill", prefill_kernel, programs, known, chosen, reads, (out.o,))
     return out, [*launches, *of_keys, last]

@@ -34,7 +34,7 @@ from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.features.triton.kernels import halves
 from hf_linear_attn.ops.hybrid.records import HybridStep
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, padded, precision, tile
+from hf_linear_attn.ops.triton.plan import Launch, Target, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
     ALL,
     LOG2E,
@@ -389,11 +389,6 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
         **{"length": step.length if step.place is None else step.place, "HKV": HKV, "N": step.sinks},
         **{"W": slots - step.sinks - 1, "scaling": step.scaling, "eps": step.eps},
         **{"factor": step.factor, "sharpness": step.sharpness},
-        **{
-            f"{name}_{dim}": x.stride(n)
-            for name, x in (("q", q), ("k", k), ("v", v), ("o", o))
-            for n, dim in enumerate("bh")
-        },
         "m_b": 0 if step.key_mask is None else step.key_mask.stride(0),
         "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
         **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
@@ -415,9 +410,8 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
     written = (o, step.kv, z, step.far_keys, step.near_turns)
     role = "hybrid_kept" if step.kept is not None else "hybrid" if step.rows is None else "hybrid_rows"
-    return o, Launch(
-        role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, tuple(x for x in written if x is not None)
-    )
+    writes = tuple(x for x in written if x is not None)
+    return o, planned(role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, writes)
 
 
 def of_rows(x: Tensor | None) -> int:

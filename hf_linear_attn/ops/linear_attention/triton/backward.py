@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.fade import Fades, Starts, fade_back_launch, fade_launches
-from hf_linear_attn.ops.linear_attention.triton.forward import (
-    Forward,
-    allocate_state,
-    state_launch,
-    summed,
-)
+from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_state, state_launch, summed
 from hf_linear_attn.ops.linear_attention.triton.gradients import (
     delta_kernel,
     dk_kernel,
@@ -22,7 +17,7 @@ from hf_linear_attn.ops.linear_attention.triton.gradients import (
 from hf_linear_attn.ops.linear_attention.triton.model import Cut, choose
 from hf_linear_attn.ops.linear_attention.triton.stored_gradients import stored_dkv_kernel, stored_dq_kernel
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, planned
 
 
 class Saved(NamedTuple):
@@ -96,33 +91,9 @@ def allocate_backward(p: Problem, wanted: Wanted) -> Backward:
 def delta_launch(chosen: Tile, o: Tensor, do: Tensor, delta: Tensor) -> Launch:
     """Plan ``delta = do . o``."""
     (_, H, T, V), rows = o.shape, delta.numel()
-    arguments = {
-        **{"o": o, "do": do, "delta": delta, "rows": rows, "T": T, "H": H},
-        **strides("o", o),
-        **strides("do", do),
-        **{"V": V, "BV": padded(V), "BT": chosen.tokens},
-    }
-    return Launch("delta", delta_kernel, -(-rows // chosen.tokens), arguments, chosen, (o, do), (delta,))
-
-
-def reverse_state_launch(
-    p: Problem, saved: Saved, do: Tensor, delta: Tensor, segments: Segments, fades: Fades
-) -> Launch:
-    """Plan the sums over each segment's queries, and delta."""
-    q, o, den, chosen = p.q, saved.o, saved.den, p.tile("reverse_state")
-    arguments = {
-        **{"q": q, "o": o, "do": do, "den": den, "delta": delta, "states": p.states(segments)},
-        **{"T": q.shape[2], "HKV": p.k.shape[1], "d_b": den.stride(0), "G": p.group},
-        **strides("q", q),
-        **strides("o", o),
-        **strides("do", do),
-        **{"BD": chosen.width, "BV": p.padded(p.v.shape[3]), "BT": chosen.tokens},
-        **p.sizes(),
-        **walk(segments),
-        **fades.arguments(),
-    }
-    programs = segments.count * p.k.shape[1] * -(-p.k.shape[3] // chosen.width)
-    return Launch("reverse_state", reverse_state_kernel, programs, arguments, chosen, (q, o, do, den), (delta,))
+    known = {"o": o, "do": do, "delta": delta, "rows": rows, "T": T, "H": H}
+    known |= {"V": V, "BV": padded(V), "BT": chosen.tokens}
+    return planned("delta", delta_kernel, -(-rows // chosen.tokens), known, chosen, (o, do), (delta,))
 
 
 def backward_launches(
@@ -133,18 +104,9 @@ def backward_launches(
     dz: Tensor | None,
     wanted: Wanted = EVERY,
 ) -> tuple[Backward, list[Launch]]:
-    """Plan the backward.
+    """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order.
 
-    Args:
-        p: The problem of the forward.
-        saved: What :func:`save` kept of its results.
-        do: Gradient of o.
-        dkv: Gradient of the final state, fp32, contiguous, or None where the loss does not depend on it.
-        dz: Gradient of its normaliser, or None likewise.
-        wanted: Which gradients are asked for.
-
-    Returns:
-        The gradients, allocated but not computed, and the launches that compute them, in order.
+    Those of the final state are fp32 and contiguous, or None where the loss does not depend on it.
     """
     out = allocate_backward(p, wanted)
     delta = torch.empty_like(saved.den)
@@ -154,51 +116,50 @@ def backward_launches(
     cut = choose(p, "dk") if p.log_decay is None else choose(p, "dq", "dk")
     segments = p.segments(p.k.shape[2], cut.length)
     fades, launches = fade_launches(p, segments)
+    known = p.shared(segments) | fades.arguments() | out._asdict()
+    known |= {"o": saved.o, "do": do, "den": saved.den, "delta": delta, "d_b": saved.den.stride(0)}
     ends = Starts()
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz
     if of_keys and (cut.stored or segments.split or not p.causal):
         summing = segments if p.causal else p.segments(p.q.shape[2], choose(p, "reverse_state").length)
-        sums = reverse_state_launch(p, saved, do, delta, summing, fades)
+        sums = reverse_state_launch(p, known, summing)
         initial = out.dkv0, out.dz0
         ends, before = summed(p, sums, summing, seed, initial, reverse=True, stored=cut.stored, fades=fades)
         launches += before
         if not p.causal:
-            seed = out.dkv0, out.dz0
+            seed = initial
     elif wanted.q or wanted.k or wanted.state or of_decay:
         launches.append(delta_launch(p.tile("delta"), saved.o, do, delta))
-    shared = {
-        **{"q": p.q, "k": p.k, "do": do, "den": saved.den, "T": p.q.shape[2], "d_b": saved.den.stride(0)},
-        **strides("q", p.q),
-        **strides("k", p.k),
-        **strides("do", do),
-        **p.sizes(),
-        **p.keys(),
-        **fades.arguments(),
-    }
-    errors = do, saved.den, delta
     starts, asked = Starts(), None
     if wanted.q or of_decay:
         of_queries = choose(p, "dq") if p.log_decay is None else cut
         starts, before = starts_launches(p, of_queries, fades)
         launches += before
         asked = _rows_of(p, "dq", p.q, of_queries)
-        launches.append(dq_launch(p, saved, errors, out, shared, of_queries, starts, asked))
-    shared |= {"S": p.k.shape[2], "HKV": p.k.shape[1], "G": p.group, **walk(segments)}
+        launches.append(dq_launch(p, saved, known | {"asked": asked}, of_queries, starts))
     drawn = _rows_of(p, "dk", p.k, cut)
+    known |= {"drawn": drawn, "kv1": seed[0], "z1": seed[1], "SOURCE": ends.source(seed[0])}
     if of_keys and cut.stored:
-        launches += stored_key_launches(p, errors, out, wanted, shared, ends, drawn)
+        launches += stored_key_launches(p, wanted, known, ends, segments)
     elif of_keys:
-        shared["SOURCE"] = "segment" if ends.states is not None else "none" if seed[0] is None else "sequence"
-        shared |= {"kv1": seed[0], "states": ends.states, "CAUSAL": p.causal}
-        launches += key_launches(p, errors, out, wanted, shared, seed[1], segments, drawn)
+        launches += key_launches(p, wanted, known | {"states": ends.states}, segments)
     if of_decay and p.log_decay is not None and drawn is not None and asked is not None:
         initial = out.dkv0, out.dz0
         launches.append(fade_back_launch(p, p.log_decay, segments, drawn, asked, out.dlog_decay, initial, starts, ends))
     return out, launches
 
 
-Errors = tuple[Tensor, Tensor, Tensor]
-"""The gradient of o, the normalisers, and delta."""
+Known = dict[str, Any]
+"""What kernels of the backward are told alike, by name."""
+
+
+def reverse_state_launch(p: Problem, known: Known, segments: Segments) -> Launch:
+    """Plan the sums over each segment's queries, and delta."""
+    chosen, (o, do, den, delta) = p.tile("reverse_state"), (known[name] for name in ("o", "do", "den", "delta"))
+    known = known | p.shared(segments) | {"states": p.states(segments)}
+    known |= {"BD": chosen.width, "BV": p.padded(p.v.shape[3]), "BT": chosen.tokens}
+    programs = segments.count * p.k.shape[1] * -(-p.k.shape[3] // chosen.width)
+    return planned("reverse_state", reverse_state_kernel, programs, known, chosen, (p.q, o, do, den), (delta,))
 
 
 def _rows_of(p: Problem, role: str, x: Tensor, cut: Cut) -> Tensor | None:
@@ -219,120 +180,63 @@ def starts_launches(p: Problem, cut: Cut, fades: Fades) -> tuple[Starts, list[La
     return summed(p, sums, segments, initial, unread, reverse=False, stored=cut.stored, fades=fades)
 
 
-def dq_launch(
-    p: Problem,
-    saved: Saved,
-    errors: Errors,
-    out: Backward,
-    shared: dict[str, Any],
-    cut: Cut,
-    starts: Starts,
-    asked: Tensor | None,
-) -> Launch:
+def dq_launch(p: Problem, saved: Saved, known: Known, cut: Cut, starts: Starts) -> Launch:
     """Plan dq."""
-    q, k, v = p.q, p.k, p.v
-    (_, H, T, D), V = q.shape, v.shape[3]
+    (_, H, T, D), V = p.q.shape, p.v.shape[3]
     segments = p.segments(T, cut.length)
-    arguments = {
-        **shared,
-        **{"v": v, "delta": errors[2], "dq": out.dq, "H": H, "G": p.group, "BV": p.padded(V)},
-        "asked": asked,
-        **strides("v", v),
-        **strides("dq", out.dq),
-        **walk(segments),
-    }
-    reads: tuple[Tensor, ...] = (q, *errors, k, v) if p.causal else (q, *errors)
+    known = known | p.shared(segments) | {"BV": p.padded(V)}
+    errors, writes = (known["do"], known["den"], known["delta"]), (known["dq"],)
+    reads: tuple[Tensor, ...] = (p.q, *errors, p.k, p.v) if p.causal else (p.q, *errors)
     if cut.stored:
         chosen = p.tile("stored_dq")
-        arguments |= {"starts": starts.states, "parts": starts.parts}
-        arguments |= {"BD": p.padded(D), "BT": chosen.tokens, "BN": chosen.width}
+        known |= {"starts": starts.states, "parts": starts.parts}
+        known |= {"BD": p.padded(D), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * H
-        return Launch("stored_dq", stored_dq_kernel, programs, arguments, chosen, reads, (out.dq,))
+        return planned("stored_dq", stored_dq_kernel, programs, known, chosen, reads, writes)
     chosen = p.tile("dq")
     kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
-    arguments |= {
-        **{"kv0": kv0, "z0": z0, "states": starts.states, "BD": chosen.width, "BT": chosen.tokens},
-        **{"CAUSAL": p.causal},
-        "SOURCE": "segment" if starts.states is not None else "none" if kv0 is None else "sequence",
-    }
+    known |= {"kv0": kv0, "z0": z0, "states": starts.states, "SOURCE": starts.source(kv0)}
+    known |= {"BD": chosen.width, "BT": chosen.tokens}
     programs = segments.count * H * -(-D // chosen.width)
-    return Launch("dq", dq_kernel, programs, arguments, chosen, reads, (out.dq,))
+    return planned("dq", dq_kernel, programs, known, chosen, reads, writes)
 
 
-def stored_key_launches(
-    p: Problem,
-    errors: Errors,
-    out: Backward,
-    wanted: Wanted,
-    shared: dict[str, Any],
-    ends: Starts,
-    drawn: Tensor | None,
-) -> list[Launch]:
+def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, segments: Segments) -> list[Launch]:
     """Plan dk and dv from stored states: in one launch where the table says that they fit into one."""
-    q, k, v = p.q, p.k, p.v
-    of_k = wanted.k or (wanted.log_decay and drawn is not None)
+    k, v, do, den, delta = (known[name] for name in ("k", "v", "do", "den", "delta"))
+    of_k = wanted.k or (wanted.log_decay and known["drawn"] is not None)
     roles = [role for role, asked in (("stored_dk", of_k), ("stored_dv", wanted.v)) if asked]
     if len(roles) == 2 and p.has("stored_dkv"):
         roles = ["stored_dkv"]
     launches: list[Launch] = []
     for role in roles:
         chosen, of_k, of_v = p.tile(role), "k" in role[7:], "v" in role[7:]
-        arguments = {
-            **shared,
-            **{"v": v, "delta": errors[2], "dk": out.dk, "dv": out.dv, "starts": ends.states, "parts": ends.parts},
-            "drawn": drawn,
-            **strides("v", v),
-            **strides("dk", out.dk if of_k else k),
-            **strides("dv", out.dv if of_v else v),
-            **{"BD": p.padded(k.shape[3]), "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width},
-            **{"OF_K": of_k, "OF_V": of_v},
-        }
-        programs = shared["table"].shape[0] if p.cu_seqlens is not None else p.rows * shared["NSEG"]
-        programs *= -(-shared["L"] // chosen.tokens) * k.shape[1]
-        writes = (*((out.dk,) if of_k else ()), *((out.dv,) if of_v else ()))
-        reads: tuple[Tensor, ...] = (q, k, v, *errors) if of_k else (q, k, *errors[:2])
-        launches.append(Launch(role, stored_dkv_kernel, programs, arguments, chosen, reads, writes))
+        own: Known = {"starts": ends.states, "parts": ends.parts, "OF_K": of_k, "OF_V": of_v}
+        own |= {"BD": p.padded(k.shape[3]), "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
+        programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1]
+        writes = (*((known["dk"],) if of_k else ()), *((known["dv"],) if of_v else ()))
+        reads = (p.q, k, v, do, den, delta) if of_k else (p.q, k, do, den)
+        launches.append(planned(role, stored_dkv_kernel, programs, known | own, chosen, reads, writes))
     return launches
 
 
-def key_launches(
-    p: Problem,
-    errors: Errors,
-    out: Backward,
-    wanted: Wanted,
-    shared: dict[str, Any],
-    dz: Tensor | None,
-    segments: Segments,
-    drawn: Tensor | None,
-) -> list[Launch]:
+def key_launches(p: Problem, wanted: Wanted, known: Known, segments: Segments) -> list[Launch]:
     """Plan dk and dv with states in registers; where sequences are whole, dk ends with the initial state's gradient."""
-    q, k, v = p.q, p.k, p.v
-    D, V = k.shape[3], v.shape[3]
+    k, v, do, den, delta = (known[name] for name in ("k", "v", "do", "den", "delta"))
+    D, V, programs = k.shape[3], v.shape[3], segments.count * k.shape[1]
     launches: list[Launch] = []
-    of_decay = wanted.log_decay and drawn is not None
+    of_decay = wanted.log_decay and known["drawn"] is not None
     final = p.causal and not segments.split and (wanted.state or (of_decay and p.kv0 is not None))
     if wanted.k or final or of_decay:
         chosen = p.tile("dk")
-        arguments = {
-            **shared,
-            **{"v": v, "delta": errors[2], "dk": out.dk, "z1": dz, "dkv0": out.dkv0, "dz0": out.dz0},
-            "drawn": drawn,
-            **strides("v", v),
-            **strides("dk", out.dk),
-            **{"BD": chosen.width, "BV": p.padded(V), "BT": chosen.tokens, "FINAL": final},
-        }
-        reads: tuple[Tensor, ...] = (k, v, q, *errors) if p.causal else (k, v)
-        programs = segments.count * k.shape[1] * -(-D // chosen.width)
-        launches.append(Launch("dk", dk_kernel, programs, arguments, chosen, reads, (out.dk,)))
+        own = {"BD": chosen.width, "BV": p.padded(V), "BT": chosen.tokens, "FINAL": final}
+        reads: tuple[Tensor, ...] = (k, v, p.q, do, den, delta) if p.causal else (k, v)
+        tiles = -(-D // chosen.width)
+        launches.append(planned("dk", dk_kernel, programs * tiles, known | own, chosen, reads, (known["dk"],)))
     if wanted.v:
         chosen = p.tile("dv")
-        arguments = {
-            **shared,
-            "dv": out.dv,
-            **strides("dv", out.dv),
-            **{"BD": p.padded(D), "BV": chosen.width, "BT": chosen.tokens},
-        }
-        reads = (k, q, *errors[:2]) if p.causal else (k,)
-        programs = segments.count * k.shape[1] * -(-V // chosen.width)
-        launches.append(Launch("dv", dv_kernel, programs, arguments, chosen, reads, (out.dv,)))
+        own = {"BD": p.padded(D), "BV": chosen.width, "BT": chosen.tokens}
+        reads = (k, p.q, do, den) if p.causal else (k,)
+        tiles = -(-V // chosen.width)
+        launches.append(planned("dv", dv_kernel, programs * tiles, known | own, chosen, reads, (known["dv"],)))
     return launches

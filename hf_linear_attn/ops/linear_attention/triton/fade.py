@@ -20,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.steps import whole_z
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, planned
 from hf_linear_attn.ops.triton.primitives import (
     in_two,
     key_rows,
+    keys_of,
     log2_decay,
+    mask_of,
     phi,
     resets,
     rows_before,
@@ -49,14 +51,9 @@ def fade_kernel(
     i_s = pid // HKV
     _n, row, first, start, end = segment_bounds(table, i_s, T, L, NSEG, VARLEN)
     ot = tl.arange(0, BT)
-    g += row * g_b + i_hk * g_h
+    g = keys_of(g, row, i_hk, g_b, g_h, g_t, delay, DELAYED)
     b += (row * HKV + i_hk) * 2 * T
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        g -= delay.to(tl.int64) * g_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     total = tl.zeros([], tl.float64)
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
@@ -123,17 +120,11 @@ def fade_back_kernel(
         w = tl.load(z0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
         of_z += w * tl.load(dz0 + nh * D + od, mask=od < (1 - inner) * D, other=0.0)
     total = (tl.sum(acc) + tl.sum(of_z)).to(tl.float64)
-    g += row * g_b + i_hk * g_h
-    dg += row * dg_b + i_hk * dg_h
+    g = keys_of(g, row, i_hk, g_b, g_h, g_t, delay, DELAYED)
+    dg = keys_of(dg, row, i_hk, dg_b, dg_h, dg_t, delay, DELAYED)
     drawn += (row * HKV + i_hk) * OF_K * T
     asked += (row * HKV + i_hk) * OF_Q * T
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        g -= delay.to(tl.int64) * g_t
-        dg -= delay.to(tl.int64) * dg_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
@@ -163,6 +154,10 @@ class Starts(NamedTuple):
     states: Tensor | None = None
     parts: Tensor | None = None
 
+    def source(self, initial: Tensor | None) -> str:
+        """Return where a walk that carries its state gets it from, where sequences begin with ``initial``."""
+        return "segment" if self.states is not None else "none" if initial is None else "sequence"
+
 
 class Fades(NamedTuple):
     """Sums of log decays, to base 2; without members where nothing fades.
@@ -176,8 +171,8 @@ class Fades(NamedTuple):
     totals: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that walks take of it."""
-        return {"b": self.b, "FADED": self.b is not None}
+        """Return the arguments that kernels take of it."""
+        return {"b": self.b, "totals": self.totals, "FADED": self.b is not None}
 
 
 def fade_launches(p: Problem, segments: Segments) -> tuple[Fades, list[Launch]]:
@@ -188,14 +183,9 @@ def fade_launches(p: Problem, segments: Segments) -> tuple[Fades, list[Launch]]:
     (B, HKV, _), T, device = g.shape, p.q.shape[2], g.device
     b = torch.empty(B, HKV, 2, T, dtype=torch.float32, device=device)
     totals = torch.empty(segments.count, HKV, dtype=torch.float32, device=device)
-    arguments = {
-        **{"g": g, "b": b, "totals": totals, "T": T, "HKV": HKV, "BT": TILE.tokens},
-        **strides("g", g),
-        **{"VARLEN": p.cu_seqlens is not None},
-        **p.keys(),
-        **walk(segments),
-    }
-    return Fades(b, totals), [Launch("fade", fade_kernel, segments.count * HKV, arguments, TILE, (g,), (b,))]
+    fades = Fades(b, totals)
+    known = p.shared(segments) | fades.arguments() | {"g": g, "BT": TILE.tokens}
+    return fades, [planned("fade", fade_kernel, segments.count * HKV, known, TILE, (g,), (b,))]
 
 
 def fade_back_launch(
@@ -209,32 +199,19 @@ def fade_back_launch(
     starts: Starts,
     ends: Starts,
 ) -> Launch:
-    """Plan the gradients of log decays.
+    """Plan the gradients of log decays ``g``, written to ``dlog_decay``.
 
-    Args:
-        p: The problem.
-        g: Its log decays.
-        segments: The segments for which the others hold.
-        drawn: What queries draw from each key ``[B, HKV, tiles of features, T]``, whose sum over tiles is meant.
-        asked: What each query draws ``[B, H, tiles of features, T]``, likewise.
-        dlog_decay: Where the gradients are written.
-        initial: Gradient of the state before the first token, where there is one.
-        starts: What segments start from, of keys; nothing where they are whole sequences.
-        ends: What they start from in reverse, of queries.
+    What queries draw from each key, ``drawn [B, HKV, tiles of features, T]``, and what each query draws, ``asked`` with
+    H heads, are meant as sums over tiles; ``initial`` is the gradient of the state before the first token.
     """
-    D, V = p.k.shape[3], p.v.shape[3]
     stored = "carried" if starts.parts is None else "stored"
-    arguments = {
+    known = {
+        **p.shared(segments),
         **{"drawn": drawn, "asked": asked, "OF_K": drawn.shape[2], "OF_Q": p.group * asked.shape[2]},
         **{"kv0": p.kv0, "z0": p.z0, "dkv0": initial[0], "dz0": initial[1], "INITIAL": p.kv0 is not None},
         **{"starts": starts.states, "start_parts": starts.parts, "ends": ends.states, "end_parts": ends.parts},
         "STARTS": "none" if starts.states is None else stored,
-        **{"T": p.q.shape[2], "HKV": p.k.shape[1], "D": D, "V": V, "g": g, "dg": dlog_decay},
-        **strides("g", g),
-        **strides("dg", dlog_decay),
-        **{"BD": padded(D), "BE": 1024, "BT": TILE.tokens, "VARLEN": p.cu_seqlens is not None},
-        **p.keys(),
-        **walk(segments),
+        **{"g": g, "dg": dlog_decay, "BD": padded(p.k.shape[3]), "BE": 1024, "BT": TILE.tokens},
     }
     programs = segments.count * p.k.shape[1]
-    return Launch("fade_back", fade_back_kernel, programs, arguments, TILE, (g, drawn, asked), (dlog_decay,))
+    return planned("fade_back", fade_back_kernel, programs, known, TILE, (g, drawn, asked), (dlog_decay,))

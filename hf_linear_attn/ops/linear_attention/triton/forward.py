@@ -32,19 +32,22 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     fold,
     guarded,
     kept_by_chunk,
+    load_sums,
     read,
     sums_at,
     sums_since,
     sums_until,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, strides, walk
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, planned
 from hf_linear_attn.ops.triton.primitives import (
     exact,
     key_rows,
+    keys_of,
     load_features,
     load_operand,
     load_tile,
+    mask_of,
     operand,
     phi,
     product,
@@ -76,17 +79,11 @@ def segment_state_kernel(
     od = i_d * BD + tl.arange(0, BD)
     ov = i_v * BV + tl.arange(0, BV)
     ot = tl.arange(0, BT)
-    k += row * k_b + i_h.to(tl.int64) * k_h
-    v += row * v_b + i_h.to(tl.int64) * v_h
+    k = keys_of(k, row, i_h, k_b, k_h, k_t, delay, DELAYED)
+    v = keys_of(v, row, i_h, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * HKV + i_h) * 2 * T
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     s = tl.zeros([BD, BV], tl.float32)
     z = tl.zeros([BD], tl.float32)
     BY_PRODUCT: tl.constexpr = k.dtype.element_ty == tl.bfloat16 and not FADED
@@ -222,30 +219,16 @@ def forward_kernel(
     o += row * o_b + i_h.to(tl.int64) * o_h
     den += row * d_b + i_h.to(tl.int64) * T
     if CAUSAL:
-        k += row * k_b + i_hk.to(tl.int64) * k_h
-        v += row * v_b + i_hk.to(tl.int64) * v_h
+        k = keys_of(k, row, i_hk, k_b, k_h, k_t, delay, DELAYED)
+        v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
         if FADED:
             b += (row * (H // G) + i_hk) * 2 * T
-        if MASKED:
-            mask += row * m_b
-        if DELAYED:
-            k -= delay.to(tl.int64) * k_t
-            v -= delay.to(tl.int64) * v_t
-            if MASKED:
-                mask -= delay
+        mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     in_state = (od < D)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
+    sh, nh = i_s.to(tl.int64) * (H // G) + i_hk, n * (H // G) + i_hk
     # [BD, BV] and [BD]
-    if SOURCE == "segment":
-        begins = states + (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
-        s = tl.load(begins + o_state, mask=in_state, other=0.0)
-        z = tl.load(begins + D * V + od, mask=od < D, other=0.0)
-    elif SOURCE == "sequence":
-        s = tl.load(kv0 + (n * (H // G) + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
-        z = tl.load(z0 + (n * (H // G) + i_hk) * D + od, mask=od < D, other=0.0)
-    else:
-        s = tl.zeros([BD, BV], tl.float32)
-        z = tl.zeros([BD], tl.float32)
+    s, z = load_sums(states, kv0, z0, sh, nh, o_state, in_state, od, D, V, SOURCE)
     BY_PRODUCT: tl.constexpr = APART and CAUSAL and k.dtype.element_ty == tl.bfloat16 and not FADED
     if BY_PRODUCT:
         counted = z[:, None] + tl.zeros([BD, 16], tl.float32)
@@ -294,9 +277,9 @@ def forward_kernel(
         z = tl.max(counted, 1)
     if FINAL:  # noqa: SIM102 - known when compiling; the other is not
         if i_h % G == 0:
-            tl.store(kv + (n * (H // G) + i_hk) * (D * V) + o_state, s, mask=in_state)
+            tl.store(kv + nh * (D * V) + o_state, s, mask=in_state)
             if i_v == 0:
-                tl.store(z_out + (n * (H // G) + i_hk) * D + od, z, mask=od < D)
+                tl.store(z_out + nh * D + od, z, mask=od < D)
 
 
 @triton.jit(do_not_specialize=["T", "L", "NSEG", "delay", "eps", "d_b", "m_b"])
@@ -327,17 +310,11 @@ def stored_forward_kernel(
     q += row * q_b + i_h.to(tl.int64) * q_h + c * q_t
     o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
     den += row * d_b + i_h.to(tl.int64) * T + c
-    k += row * k_b + i_hk.to(tl.int64) * k_h
-    v += row * v_b + i_hk.to(tl.int64) * v_h
+    k = keys_of(k, row, i_hk, k_b, k_h, k_t, delay, DELAYED)
+    v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * (H // G) + i_hk) * 2 * T
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     # [BT, BD]
     fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
@@ -362,11 +339,10 @@ def stored_forward_kernel(
         # [BN, BV]
         vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
+        before = None
         if FADED:
             before = sums_at(b, T, j, end, on)
-            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, at, before, FADED)
-        else:
-            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN)
+        acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, at, before, FADED)
         total += tl.sum(p, 1)
     total = guarded(total, eps, SIGNED)
     acc = acc * (1.0 / total)[:, None]
@@ -421,20 +397,9 @@ def summed(
     stored: bool,
     fades: Fades = NOTHING,
 ) -> tuple[Starts, list[Launch]]:
-    """Plan the scan over segments.
+    """Plan the scan over segments, after the launch that sums each: what each starts from, and both launches.
 
-    Args:
-        p: The problem.
-        sums: The launch that sums each segment.
-        segments: The segments.
-        initial: State before the first segment, or None.
-        final: Where the state after the last is written.
-        reverse: Whether the last segment is the first.
-        stored: Whether walks read their states from memory.
-        fades: How sums fade over these segments.
-
-    Returns:
-        What each segment starts from, nothing where attention is not causal, and both launches.
+    Where attention is not causal nothing starts from them. Walks read their states from memory where they are stored.
     """
     D, V = p.k.shape[3], p.v.shape[3]
     chosen = p.tile("scan")
@@ -452,38 +417,29 @@ def summed(
             starts = Starts(states, parts)
         else:
             starts = Starts(p.states(segments))
-    arguments = {
+    known = {
+        **p.shared(segments),
+        **fades.arguments(),
         **{"sums": sums.arguments["states"], "kv0": initial[0], "z0": initial[1], "kv": final[0], "z": final[1]},
-        **{"starts": starts.states, "parts": starts.parts, "bounds": segments.bounds, "NSEG": segments.per_row},
-        **{"HKV": p.k.shape[1], "DV": D * V, "D": D, "BN": chosen.tokens, "BE": block},
+        **{"starts": starts.states, "parts": starts.parts, "bounds": segments.bounds},
+        **{"DV": D * V, "BN": chosen.tokens, "BE": block},
         # A table of whole sequences has one segment each, as dense rows do.
         "VARLEN": segments.bounds is not None,
-        "REVERSE": reverse,
-        "INITIAL": initial[0] is not None,
+        **{"REVERSE": reverse, "INITIAL": initial[0] is not None},
         "STARTS": "none" if not p.causal else "stored" if stored else "carried",
-        **{"PRECISION": p.sizes()["PRECISION"], "totals": fades.totals, "FADED": fades.totals is not None},
     }
     programs = p.rows * p.k.shape[1] * -(-(D * V + D) // block)
-    return starts, [sums, Launch("scan", segment_scan_kernel, programs, arguments, chosen)]
+    return starts, [sums, planned("scan", segment_scan_kernel, programs, known, chosen)]
 
 
 def state_launch(p: Problem, segments: Segments, fades: Fades = NOTHING) -> Launch:
     """Plan the sums over each segment's keys."""
     k, v, chosen = p.k, p.v, p.tile("state")
     wide = min(chosen.width, p.padded(v.shape[3]))
-    arguments = {
-        **{"k": k, "v": v, "states": p.states(segments), "T": k.shape[2], "HKV": k.shape[1]},
-        **strides("k", k),
-        **strides("v", v),
-        **p.sizes(),
-        **p.keys(),
-        **walk(segments),
-        **fades.arguments(),
-        **{"BD": chosen.width, "BV": wide, "BT": chosen.tokens},
-    }
+    known = p.shared(segments) | fades.arguments() | {"states": p.states(segments), "T": k.shape[2]}
+    known |= {"BD": chosen.width, "BV": wide, "BT": chosen.tokens}
     tiles = -(-k.shape[3] // chosen.width) * -(-v.shape[3] // wide)
-    programs = segments.count * k.shape[1] * tiles
-    return Launch("state", segment_state_kernel, programs, arguments, chosen, (k, v))
+    return planned("state", segment_state_kernel, segments.count * k.shape[1] * tiles, known, chosen, (k, v))
 
 
 def takes_apart(p: Problem, chosen: Tile) -> bool:
@@ -493,15 +449,7 @@ def takes_apart(p: Problem, chosen: Tile) -> bool:
 
 
 def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
-    """Plan the forward.
-
-    Args:
-        p: The problem.
-        eps: Added to the normaliser, away from 0.
-
-    Returns:
-        The results, allocated but not computed, and the launches that compute them, in order.
-    """
+    """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
     cut = choose(p, "forward")
     segments = p.segments(q.shape[2], cut.length)
@@ -519,35 +467,23 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
             p, state_launch(p, of_keys), of_keys, (kv0, z0), (out.kv, out.z), reverse=False, stored=False
         )
         kv0, z0 = out.kv, out.z
-    arguments = {
-        **{"q": q, "k": k, "v": v, "o": out.o, "den": out.den},
-        **{"T": q.shape[2], "H": q.shape[1], "G": p.group, "eps": eps, "d_b": out.den.stride(0)},
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
-        **strides("o", out.o),
-        **p.sizes(),
-        **p.keys(),
-        **walk(segments),
+    known = {
+        **p.shared(segments),
         **fades.arguments(),
-        **{"BD": p.padded(k.shape[3]), "SIGNED": not elementwise_map(p.phi).non_negative},
+        **{"o": out.o, "den": out.den, "d_b": out.den.stride(0), "eps": eps, "BD": p.padded(k.shape[3])},
+        **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
+        **{"starts": starts.states, "parts": starts.parts, "SIGNED": not elementwise_map(p.phi).non_negative},
     }
-    reads = (q, k, v) if p.causal else (q,)
+    reads, writes = (q, k, v) if p.causal else (q,), (out.o, out.den)
     if cut.stored:
         chosen = p.tile("stored_forward")
-        arguments |= {"starts": starts.states, "parts": starts.parts}
-        arguments |= {"BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
+        known |= {"BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
-        last = Launch("stored_forward", stored_forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
-        return out, [*launches, last]
-    chosen = p.tile("forward")
-    source = "segment" if starts.states is not None else "none" if kv0 is None else "sequence"
-    arguments |= {
-        **{"kv0": kv0, "z0": z0, "kv": out.kv, "z_out": out.z, "states": starts.states},
-        **{"BV": chosen.width, "BT": chosen.tokens, "CAUSAL": p.causal},
-        **{"SOURCE": source, "FINAL": p.causal and not segments.split},
-        "APART": takes_apart(p, chosen),
-    }
-    programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
-    walked = Launch("forward", forward_kernel, programs, arguments, chosen, reads, (out.o, out.den))
-    return out, [*launches, walked]
+        last = planned("stored_forward", stored_forward_kernel, programs, known, chosen, reads, writes)
+    else:
+        chosen = p.tile("forward")
+        known |= {"BV": chosen.width, "BT": chosen.tokens, "FINAL": p.causal and not segments.split}
+        known |= {"SOURCE": starts.source(kv0), "APART": takes_apart(p, chosen)}
+        programs = segments.count * q.shape[1] * -(-v.shape[3] // chosen.width)
+        last = planned("forward", forward_kernel, programs, known, chosen, reads, writes)
+    return out, [*launches, last]

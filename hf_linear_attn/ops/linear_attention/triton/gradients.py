@@ -24,6 +24,7 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     fold,
     in_parts,
     kept_by_chunk,
+    load_sums,
     read,
     sums_at,
     sums_since,
@@ -34,9 +35,11 @@ from hf_linear_attn.ops.triton.primitives import (
     back,
     derivative,
     key_rows,
+    keys_of,
     load_features,
     load_operand,
     load_tile,
+    mask_of,
     rows_before,
     segment_bounds,
     store_tile,
@@ -154,31 +157,17 @@ def dq_kernel(
     den += row * d_b + i_h.to(tl.int64) * T
     delta += row * d_b + i_h.to(tl.int64) * T
     if CAUSAL:
-        k += row * k_b + i_hk.to(tl.int64) * k_h
-        v += row * v_b + i_hk.to(tl.int64) * v_h
+        k = keys_of(k, row, i_hk, k_b, k_h, k_t, delay, DELAYED)
+        v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
         if FADED:
             b += (row * (H // G) + i_hk) * 2 * T
             asked += ((row * H + i_h) * ND + i_d) * T
-        if MASKED:
-            mask += row * m_b
-        if DELAYED:
-            k -= delay.to(tl.int64) * k_t
-            v -= delay.to(tl.int64) * v_t
-            if MASKED:
-                mask -= delay
+        mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     # [BV, BD]: the state, transposed
     in_state = (ov < V)[:, None] & (od < D)[None, :]
     o_state = od[None, :] * V + ov[:, None]
-    if SOURCE == "segment":
-        states += (i_s.to(tl.int64) * (H // G) + i_hk) * (D * V + D)
-        s = tl.load(states + o_state, mask=in_state, other=0.0)
-        z = tl.load(states + D * V + od, mask=od < D, other=0.0)
-    elif SOURCE == "sequence":
-        s = tl.load(kv0 + (n * (H // G) + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
-        z = tl.load(z0 + (n * (H // G) + i_hk) * D + od, mask=od < D, other=0.0)
-    else:
-        s = tl.zeros([BV, BD], tl.float32)
-        z = tl.zeros([BD], tl.float32)
+    sh, nh = i_s.to(tl.int64) * (H // G) + i_hk, n * (H // G) + i_hk
+    s, z = load_sums(states, kv0, z0, sh, nh, o_state, in_state, od, D, V, SOURCE)
     causal = ot[:, None] >= ot[None, :]
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
@@ -239,20 +228,13 @@ def dk_kernel(
     od = i_d * BD + tl.arange(0, BD)
     ov = tl.arange(0, BV)
     ot = tl.arange(0, BT)
-    k += row * k_b + i_hk.to(tl.int64) * k_h
-    v += row * v_b + i_hk.to(tl.int64) * v_h
-    dk += row * dk_b + i_hk.to(tl.int64) * dk_h
+    k = keys_of(k, row, i_hk, k_b, k_h, k_t, delay, DELAYED)
+    v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
+    dk = keys_of(dk, row, i_hk, dk_b, dk_h, dk_t, delay, DELAYED)
     if FADED:
         b += (row * HKV + i_hk) * 2 * T
         drawn += ((row * HKV + i_hk) * ND + i_d) * T
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        dk -= delay.to(tl.int64) * dk_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     q += row * q_b
     do += row * do_b
     den += row * d_b
@@ -260,16 +242,8 @@ def dk_kernel(
     # [BV, BD]: the reverse state, transposed
     in_state = (ov < V)[:, None] & (od < D)[None, :]
     o_state = od[None, :] * V + ov[:, None]
-    if SOURCE == "segment":
-        states += (i_s.to(tl.int64) * HKV + i_hk) * (D * V + D)
-        r = tl.load(states + o_state, mask=in_state, other=0.0)
-        rz = tl.load(states + D * V + od, mask=od < D, other=0.0)
-    elif SOURCE == "sequence":
-        r = tl.load(kv1 + (n * HKV + i_hk) * (D * V) + o_state, mask=in_state, other=0.0)
-        rz = tl.load(z1 + (n * HKV + i_hk) * D + od, mask=od < D, other=0.0)
-    else:
-        r = tl.zeros([BV, BD], tl.float32)
-        rz = tl.zeros([BD], tl.float32)
+    sh, nh = i_s.to(tl.int64) * HKV + i_hk, n * HKV + i_hk
+    r, rz = load_sums(states, kv1, z1, sh, nh, o_state, in_state, od, D, V, SOURCE)
     causal = ot[:, None] <= ot[None, :]
     chunks = tl.cdiv(end - start, BT)
     for i in range(0, chunks):
@@ -302,14 +276,11 @@ def dk_kernel(
                     EXACT_D, MAP, PRECISION, PIN,
                 )  # fmt: skip
                 dl = tl.load(delta + i_h * T + c + ot, mask=rows, other=0.0)
+                acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, at, at, FADED, LAST=True)
+                r = fold(dd, faded(fq, left, PRECISION, FADED), r, PRECISION)
                 if FADED:
-                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, at, at, FADED, LAST=True)
-                    r = fold(dd, faded(fq, left, PRECISION), r, PRECISION)
-                    rz -= tl.sum(fq.to(tl.float32) * (dl * left)[:, None], 0)
-                else:
-                    acc, _p = attend(vv, dd, fq, dl[None, :], causal, acc, PRECISION, PIN, LAST=True)
-                    r = fold(dd, fq, r, PRECISION)
-                    rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
+                    dl *= left
+                rz -= tl.sum(fq.to(tl.float32) * dl[:, None], 0)
         # [BT, BD]
         x = load_tile(k + c * k_t, ot[:, None] * k_t + od[None, :], there, od < D, EXACT_D)
         if FADED:
@@ -319,8 +290,8 @@ def dk_kernel(
             acc = tl.where(counts[:, None], acc, 0.0)
         store_tile(dk + c * dk_t, ot[:, None] * dk_t + od[None, :], acc, there, od < D, EXACT_D)
     if FINAL:
-        tl.store(dkv0 + (n * HKV + i_hk) * (D * V) + o_state, r, mask=in_state)
-        tl.store(dz0 + (n * HKV + i_hk) * D + od, rz, mask=od < D)
+        tl.store(dkv0 + nh * (D * V) + o_state, r, mask=in_state)
+        tl.store(dz0 + nh * D + od, rz, mask=od < D)
 
 
 @triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])

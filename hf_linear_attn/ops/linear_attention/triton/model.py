@@ -123,13 +123,7 @@ def microseconds(target: Target, works: list[Work]) -> float:
 
 
 class Costs:
-    """What the launches of a problem cost when they are cut in one way.
-
-    Args:
-        p: The problem; only its shapes matter.
-        tokens: Tokens of a sequence, or of all packed ones.
-        cut: The cut.
-    """
+    """What the launches of a problem cost, of which shapes alone matter, when its tokens are cut in one way."""
 
     def __init__(self, p: Problem, tokens: int, cut: Cut) -> None:
         self.p, self.tokens, self.cut = p, tokens, cut
@@ -141,14 +135,9 @@ class Costs:
             self.segments = int(p.rows) + pieces * self.split
 
     def work(self, role: str, programs: int, numbers: float, crossing: tuple[float, float], states: int) -> Work:
-        """Return a launch.
+        """Return a launch of so many programs per segment, each of which touches so many numbers.
 
-        Args:
-            role: Name of the kernel.
-            programs: Of a segment.
-            numbers: That a program touches.
-            crossing: Numbers of queries and of keys that cross memory, per head and token.
-            states: Bytes of states per segment and key head.
+        Numbers of queries and of keys cross memory per head and token; states are bytes per segment and key head.
         """
         clocks = CLOCKS[role] * numbers * (IDENTITY if self.p.phi == "identity" else 1.0)
         tokens = self.tokens * (1 if self.p.cu_seqlens is not None else int(self.p.rows))
@@ -212,13 +201,7 @@ class Costs:
 
 
 def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
-    """List the cuts that are considered for a walk, whole sequences first.
-
-    Args:
-        p: The problem.
-        tokens: Tokens of a sequence, or of all packed ones.
-        role: The walk that carries its state, or ``"state"`` or ``"reverse_state"``.
-    """
+    """List the cuts that are considered for a walk, or for its sums, whole sequences first."""
     stored = p.causal and p.has("stored_" + role)
     # A walk that carries a state that fades does not fit into registers.
     if not stored or p.log_decay is None:

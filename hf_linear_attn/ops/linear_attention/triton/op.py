@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.triton.backward import (
     Backward,
@@ -18,7 +18,7 @@ from hf_linear_attn.ops.linear_attention.triton.backward import (
 from hf_linear_attn.ops.linear_attention.triton.forward import Forward, allocate_forward, forward_launches
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.triton.plan import Problem, readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
+from hf_linear_attn.ops.triton.run import as_bytes, contiguous, directly, execute, target_for
 
 
 def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
@@ -28,51 +28,25 @@ def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionSt
     return o, LinearAttentionState(kv, z)
 
 
-def _problem(call: LinearCall) -> Problem:
-    return Problem(
-        target_for(call.q.device),
-        readable(call.q),
-        readable(call.k),
-        readable(call.v),
-        None if call.key_mask is None else call.key_mask.contiguous().view(torch.uint8),
-        None if call.cu_seqlens is None else call.cu_seqlens.to(torch.int64),
-        contiguous(call.kv0),
-        contiguous(call.z0),
-        call.phi,
-        call.causal,
-        call.delay,
-        call.log_decay,
-    )
-
-
-@torch.library.custom_op("hf_linear_attn::triton_forward", mutates_args=(), schema=FORWARD)
-def triton_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
-    return _forward(*inputs)
+def _problem(*inputs: Any) -> Problem:
+    q, k, v, key_mask, cu_seqlens, kv0, z0, log_decay, phi, causal, delay, _ = inputs
+    tokens, bounds = (readable(q), readable(k), readable(v)), None if cu_seqlens is None else cu_seqlens.long()
+    state = contiguous(kv0), contiguous(z0)
+    return Problem(target_for(q.device), *tokens, as_bytes(key_mask), bounds, *state, phi, causal, delay, log_decay)
 
 
 def _forward(*inputs: Any) -> Forward:
-    call = LinearCall.of(*inputs)
-    return execute(forward_launches, _problem(call), call.eps)
+    """Return o, the guarded normaliser, and the final ``kv`` and ``z``."""
+    return execute(forward_launches, _problem(*inputs), inputs[-1])
 
 
-@triton_forward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return allocate_forward(_problem(LinearCall.of(*inputs)))
-
-
-@torch.library.custom_op(
-    "hf_linear_attn::triton_backward",
-    mutates_args=(),
-    schema=f"(Tensor do, Tensor? dkv, Tensor? dz, Tensor o, Tensor den, Tensor? kv, Tensor? z, {INPUTS}, bool of_q, "
-    f"bool of_k, bool of_v, bool of_state, bool of_decay) -> ({', '.join(['Tensor'] * 6)})",
+triton_forward = operator(
+    "triton_forward", _forward, lambda *inputs: allocate_forward(_problem(*inputs)), schema=FORWARD
 )
-def triton_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, the initial ``kv`` and ``z``, and log decays; empty if not asked for."""
-    return _gradients(*inputs)
 
 
 def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> Backward:
+    """Return the gradients of q, k, v, the initial ``kv`` and ``z``, and log decays; empty if not asked for."""
     problem, wanted = _derived(*inputs)
     gradients = readable(do), contiguous(dkv), contiguous(dz)
     # Keys that no query sees, because they lag, are not written.
@@ -82,12 +56,16 @@ def _gradients(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) 
 
 def _derived(*inputs: Any) -> tuple[Problem, Wanted]:
     """Return what the backward is of, and what it is asked for."""
-    return _problem(LinearCall.of(*inputs[4:-5])), Wanted(*inputs[-5:])
+    return _problem(*inputs[4:-5]), Wanted(*inputs[-5:])
 
 
-@triton_backward.register_fake
-def _(do: Tensor, dkv: Tensor | None, dz: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
-    return allocate_backward(*_derived(*inputs))
+triton_backward = operator(
+    "triton_backward",
+    _gradients,
+    lambda do, dkv, dz, *inputs: allocate_backward(*_derived(*inputs)),
+    schema=f"(Tensor do, Tensor? dkv, Tensor? dz, Tensor o, Tensor den, Tensor? kv, Tensor? z, {INPUTS}, bool of_q, "
+    f"bool of_k, bool of_v, bool of_state, bool of_decay) -> ({', '.join(['Tensor'] * 6)})",
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -100,11 +78,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(
-    ctx: Any,
-    do: Tensor | None,
-    dden: Tensor | None,
-    dkv: Tensor | None,
-    dz: Tensor | None,
+    ctx: Any, do: Tensor | None, dden: Tensor | None, dkv: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     o, v, has_decay, needs = saved[0], saved[6], saved[-1] is not None, ctx.needs_input_grad

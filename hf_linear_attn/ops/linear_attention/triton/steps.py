@@ -73,6 +73,25 @@ def read(a, state, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_sums(
+    states, kv0, z0, segment, sequence, o_state, in_state, od,
+    D: tl.constexpr, V: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums that a walk of a head starts from, and their normaliser: by segment or sequence and head."""
+    if SOURCE == "segment":
+        states += segment * (D * V + D)
+        s = tl.load(states + o_state, mask=in_state, other=0.0)
+        z = tl.load(states + D * V + od, mask=od < D, other=0.0)
+    elif SOURCE == "sequence":
+        s = tl.load(kv0 + sequence * (D * V) + o_state, mask=in_state, other=0.0)
+        z = tl.load(z0 + sequence * D + od, mask=od < D, other=0.0)
+    else:
+        s = tl.zeros(o_state.shape, tl.float32)
+        z = tl.zeros(od.shape, tl.float32)
+    return s, z
+
+
+@triton.jit
 def guarded(total, eps, SIGNED: tl.constexpr):
     """Move normalisers away from 0 without changing their sign."""
     if SIGNED:
@@ -104,17 +123,10 @@ def sums_at(b, T, c, end, ot):
 
 @triton.jit
 def sums_since(b, T, base, start, c, end, ot):
-    """Return what log decays sum up to from row ``base`` to the rows from ``c`` on, as powers of 2.
+    """Return what log decays sum up to from row ``base`` of a segment, or its end, to the rows from ``c`` on.
 
-    Args:
-        b: The sums since the segment's ``start``, as two numbers whose sum they are, T apart: a difference of long sums
-            is as exact as one of short ones.
-        T: Rows of the sequence.
-        base: Any row of the segment, or its end.
-        start: Its first row.
-        c: The first row asked for, before its end.
-        end: The segment's end; rows beyond it get what its last row has.
-        ot: Rows asked for, from c on.
+    They are powers of 2. Sums since the segment's ``start`` are two numbers whose sum they are, T apart, so that a
+    difference of long ones is as exact as one of short ones. Rows beyond the segment's end get what its last row has.
     """
     high, low = sums_at(b, T, c, end, ot)
     known = base > start
@@ -138,9 +150,11 @@ def kept_by_chunk(b, T, c, start, end, ot, BT: tl.constexpr):
 
 
 @triton.jit
-def faded(x, left, PRECISION: tl.constexpr):
-    """Return rows times what is left of them, as products take them."""
-    return operand(x.to(tl.float32) * left[:, None], x.dtype, PRECISION)
+def faded(x, left, PRECISION: tl.constexpr, FADED: tl.constexpr = True):
+    """Return rows times what is left of them, as products take them; where nothing fades, as they are."""
+    if FADED:
+        x = operand(x.to(tl.float32) * left[:, None], x.dtype, PRECISION)
+    return x
 
 
 @triton.jit

@@ -22,9 +22,11 @@ from hf_linear_attn.ops.triton.primitives import (
     back,
     derivative,
     key_rows,
+    keys_of,
     load_features,
     load_operand,
     load_tile,
+    mask_of,
     product,
     rows_before,
     segment_bounds,
@@ -62,18 +64,12 @@ def stored_dq_kernel(
     do += row * do_b + i_h.to(tl.int64) * do_h + c * do_t
     den += row * d_b + i_h.to(tl.int64) * T + c
     delta += row * d_b + i_h.to(tl.int64) * T + c
-    k += row * k_b + i_hk.to(tl.int64) * k_h
-    v += row * v_b + i_hk.to(tl.int64) * v_h
+    k = keys_of(k, row, i_hk, k_b, k_h, k_t, delay, DELAYED)
+    v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * (H // G) + i_hk) * 2 * T
         asked += (row * H + i_h) * T + c
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        if MASKED:
-            mask -= delay
+    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     # [BT, BV]
     dd = load_operand(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
@@ -94,11 +90,10 @@ def stored_dq_kernel(
         # [BN, BD]
         fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
+        before = None
         if FADED:
             before = sums_at(b, T, j, end, on)
-            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, at, before, FADED, LAST=True)
-        else:
-            acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, LAST=True)
+        acc, _p = attend(dd, vv, fk, dl[:, None], visible, acc, PRECISION, PIN, at, before, FADED, LAST=True)
     # [BT, BD]
     x = load_tile(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D)
     w = 1.0 / tl.load(den + ot, mask=rows, other=1.0)

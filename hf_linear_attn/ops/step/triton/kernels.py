@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, padded, strides, tile
+from hf_linear_attn.ops.triton.plan import Launch, Target, of_mask, padded, planned, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay, phi
 
 
@@ -99,23 +99,9 @@ def decode_launch(
     log_decay: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Launch]:
-    """Plan one decode step.
+    """Plan one decode step; return the output, allocated, and the launch.
 
-    Args:
-        target: The device.
-        q: Queries ``[B, H, T, D]``.
-        k: Keys ``[B, HKV, T, D]``.
-        v: Values ``[B, HKV, T, V]``.
-        kv: State ``[B, HKV, D, V]``, contiguous; in a pool P of them, each contiguous.
-        z: Normaliser ``[B, HKV, C, D]``, likewise.
-        mask: ``[B, T]`` uint8, or None.
-        phi: Name of the elementwise map.
-        eps: Added to the normaliser, away from 0.
-        log_decay: By whose exponential sums fade when a key comes ``[B, HKV, T]``; None where they do not.
-        rows: Where in a pool the rows' states lie ``[B]`` int64; None where row b's is the b-th.
-
-    Returns:
-        The output, allocated, and the launch.
+    Arguments are those of :func:`decode_step_`, tokens as kernels read them, the mask as uint8, and ``z`` with copies.
     """
     (_, HKV, C, D), B, V, G = z.shape, len(q), v.shape[3], q.shape[1] // k.shape[1]
     o = empty_like_tokens(q, V)
@@ -124,17 +110,12 @@ def decode_launch(
     # A program without a tile would leave its copy of z behind.
     while -(-V // width) < C:
         width //= 2
-    gate = [0, 0, 0] if log_decay is None else log_decay.stride()
-    arguments = {
-        **{"g": log_decay, "g_b": gate[0], "g_h": gate[1], "g_t": gate[2], "FADED": log_decay is not None},
-        **{"q": q, "k": k, "v": v, "mask": mask, "o": o, "kv": kv, "z": z, "T": q.shape[2], "eps": eps, "HKV": HKV},
-        **strides("q", q),
-        **strides("k", k),
-        **strides("v", v),
-        **strides("o", o),
-        **{"m_b": 0 if mask is None else mask.stride(0), "G": G, "C": C, "D": D, "V": V, "BD": padded(D), "BV": width},
-        **{"MAP": phi, "SIGNED": not elementwise_map(phi).non_negative, "MASKED": mask is not None},
-        **{"rows": rows, "POOL": rows is not None, "kv_p": kv.stride(0), "z_p": z.stride(0)},
+    known = {
+        **{"q": q, "k": k, "v": v, "o": o, "kv": kv, "z": z, "g": log_decay, "rows": rows, "T": q.shape[2], "eps": eps},
+        **{"HKV": HKV, "G": G, "C": C, "D": D, "V": V, "BD": padded(D), "BV": width},
+        **of_mask(mask),
+        **{"MAP": phi, "SIGNED": not elementwise_map(phi).non_negative, "FADED": log_decay is not None},
+        **{"POOL": rows is not None, "kv_p": kv.stride(0), "z_p": z.stride(0)},
     }
     role = "decode" if rows is None else "decode_rows"
-    return o, Launch(role, decode_kernel, B * HKV * C, arguments, chosen, (q, k, v, kv, z), (o, kv, z))
+    return o, planned(role, decode_kernel, B * HKV * C, known, chosen, (q, k, v, kv, z), (o, kv, z))

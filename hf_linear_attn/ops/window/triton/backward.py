@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, strides
+from hf_linear_attn.ops.triton.plan import Launch, planned
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
 from hf_linear_attn.ops.window.triton.forward import WindowForward
 from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
-from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, near, sees_sink
+from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import scan_launch
 
 
@@ -93,16 +93,10 @@ def window_dq_kernel(
             acc = dot(operand(ds, x.dtype, PRECISION), kk, acc, PRECISION)
     if SINKS > 0 and (OF_Q or OF_SINKS):
         os = tl.arange(0, BS)
-        visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
-        # Nothing else is read, since 0 times a NaN is one.
-        seen_here = tl.max(visible.to(tl.int32), 0) != 0
-        # [BS, BD] and [BS, BV]
-        kk = load_operand(
-            sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
-        )
-        vv = load_operand(
-            sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
-        )
+        visible, kk, vv = load_sinks(
+            sink_k, sink_v, seen, i_b * T + c + ot, rows, kv_head, os, od, ov,
+            D, V, EXACT_D, EXACT_V, SINKS, PRECISION,
+        )  # fmt: skip
         p = tl.where(visible, tl.exp2(product(x, tl.trans(kk), PRECISION) * base2 - z[:, None]), 0.0)
         ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
         ds = operand(ds, x.dtype, PRECISION)
@@ -267,17 +261,7 @@ def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBa
 def window_backward_launches(
     p: WindowProblem, saved: WindowForward, do: Tensor, wanted: WindowWanted = EVERY
 ) -> tuple[WindowBackward, list[Launch]]:
-    """Plan the backward.
-
-    Args:
-        p: The problem of the forward.
-        saved: Its results.
-        do: Gradient of o.
-        wanted: Which gradients are asked for.
-
-    Returns:
-        The gradients, allocated but not computed, and the launches that compute them, in order.
-    """
+    """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
     (B, H, T, D), (_, HKV, S, _) = q.shape, v.shape
     own = p.f is not None
@@ -287,41 +271,23 @@ def window_backward_launches(
     delta = torch.empty_like(saved.lse)
     dsums = torch.empty_like(out.dweight)
     launches = [delta_launch(p.tile("delta"), saved.o, do, delta)]
-    rows = {"lse": saved.lse, "do": do, "delta": delta, "dscore": out.dscore}
-    arguments = {
-        **p.shared(of_queries),
-        **p.of_queries(),
-        **rows,
-        **{"prefix": saved.prefix, "score": saved.score, "dq": out.dq, "df": out.df, "dsums": dsums},
-        **{"dweight": out.dweight, "dsink_k": out.dsink_k, "dsink_v": out.dsink_v},
-        **strides("do", do),
-        **strides("dq", out.dq if wanted.q else q),
-        **strides("df", out.df if own else q),
-        **{"OF_Q": wanted.q, "OF_SINKS": wanted.sinks},
-    }
+    given = {**saved._asdict(), "do": do, "delta": delta, **out._asdict()}
+    known = p.shared(of_queries) | given | {"dsums": dsums, "OF_Q": wanted.q, "OF_SINKS": wanted.sinks}
     reads: tuple[Tensor, ...] = (q, do, saved.lse, delta)
     writes: tuple[Tensor, ...] = ()
     if wanted.q:
         reads, writes = (*reads, k, v), (out.dq,)
     if p.f is not None:
         reads, writes = (*reads, p.f, saved.score), (*writes, out.df, out.dscore)
-    launches.append(Launch("window_dq", window_dq_kernel, B * H * tiles, arguments, of_queries, reads, writes))
+    launches.append(planned("window_dq", window_dq_kernel, B * H * tiles, known, of_queries, reads, writes))
     if not wanted.kv:
         return out, launches
     later = out.dweight
     if own:
         later = fp32(p, B, HKV, tiles, D)
         launches.append(scan_launch(p, dsums, None, later, out.dbefore, reverse=True))
-    arguments = {
-        **p.shared(of_keys),
-        **rows,
-        **{"later": later, "dk": out.dk, "dv": out.dv, "NT": tiles, "HKV": HKV, "G": H // HKV},
-        **strides("do", do),
-        **strides("dk", out.dk),
-        **strides("dv", out.dv),
-        "PART": of_queries.tokens,
-    }
+    known = p.shared(of_keys) | given | {"later": later, "NT": tiles, "PART": of_queries.tokens}
     reads = (q, k, v, do, saved.lse, delta, *((out.dscore,) if own else ()))
     programs = B * HKV * -(-S // of_keys.width)
-    launches.append(Launch("window_dkv", window_dkv_kernel, programs, arguments, of_keys, reads, (out.dk, out.dv)))
+    launches.append(planned("window_dkv", window_dkv_kernel, programs, known, of_keys, reads, (out.dk, out.dv)))
     return out, launches

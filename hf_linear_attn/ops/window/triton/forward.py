@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, padded, strides
+from hf_linear_attn.ops.triton.plan import Launch, planned
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
-from hf_linear_attn.ops.window.triton.problem import BLOCK, WindowProblem, fp32
-from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, near, sees_sink
+from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
+from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
 
 
@@ -73,16 +73,10 @@ def attend_near(
         m = largest
     if SINKS > 0:
         os = tl.arange(0, BS)
-        visible = sees_sink(seen, i_b * T + c + ot, os, rows, SINKS)
-        # Nothing else is read, since 0 times a NaN is one.
-        seen_here = tl.max(visible.to(tl.int32), 0) != 0
-        # [BS, BD] and [BS, BV]
-        kk = load_operand(
-            sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
-        )
-        vv = load_operand(
-            sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
-        )
+        visible, kk, vv = load_sinks(
+            sink_k, sink_v, seen, i_b * T + c + ot, rows, kv_head, os, od, ov,
+            D, V, EXACT_D, EXACT_V, SINKS, PRECISION,
+        )  # fmt: skip
         s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
         largest = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - largest[:, None])
@@ -190,34 +184,20 @@ def allocate_window(p: WindowProblem) -> WindowForward:
 
 
 def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
-    """Plan the forward.
-
-    Returns:
-        The results, allocated but not computed, and the launches that compute them, in order.
-    """
+    """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
-    (B, H, T, _), (_, HKV, S, D) = q.shape, k.shape
+    (B, H, T, _), (_, HKV, _, D) = q.shape, k.shape
     out = allocate_window(p)
     launches = []
     if p.f is not None:
         # The last block of keys is before no tile, but all of them have one.
         chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
-        arguments = {
-            **{"k": k, "codes": p.codes, "sums": sums, "S": S, "N": p.blocks, "HKV": HKV},
-            **strides("k", k),
-            **{"c_b": S, "D": D, "BD": padded(D), "BLOCK": BLOCK, "MASKED": p.codes is not None},
-        }
-        launches.append(Launch("key_sums", key_sums_kernel, B * HKV * p.blocks, arguments, chosen, (k,), (sums,)))
+        known = p.shared(chosen) | {"sums": sums, "N": p.blocks}
+        launches.append(planned("key_sums", key_sums_kernel, B * HKV * p.blocks, known, chosen, (k,), (sums,)))
         launches.append(scan_launch(p, sums, p.before, out.prefix, fp32(p, B, HKV, D), reverse=False))
     chosen = p.tile("window")
-    arguments = {
-        **p.shared(chosen),
-        **p.of_queries(),
-        **{"bias": p.bias, "prefix": out.prefix, "o": out.o, "lse": out.lse, "score": out.score},
-        **strides("o", out.o),
-    }
     own: tuple[Tensor, ...] = () if p.f is None else (p.f,)
     writes = (out.o, out.lse) if p.f is None else (out.o, out.lse, out.score)
-    programs = B * H * -(-T // chosen.tokens)
-    launches.append(Launch("window", window_kernel, programs, arguments, chosen, (q, k, v, *own), writes))
+    known, programs = p.shared(chosen) | out._asdict(), B * H * -(-T // chosen.tokens)
+    launches.append(planned("window", window_kernel, programs, known, chosen, (q, k, v, *own), writes))
     return out, launches

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.library import refuse_functional, refuse_transforms
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import contiguous, directly, execute, target_for
+from hf_linear_attn.ops.triton.run import as_bytes, contiguous, directly, execute, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.problem import WindowCall
 from hf_linear_attn.ops.window.triton.backward import (
@@ -43,66 +43,42 @@ def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
 
 def _window_problem(*inputs: Any) -> WindowProblem:
     q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight, window, scaling = inputs
-    return WindowProblem(
-        target_for(q.device),
-        readable(q),
-        readable(k),
-        readable(v),
-        contiguous(codes),
-        contiguous(sink_k),
-        contiguous(sink_v),
-        None if seen is None else seen.contiguous().view(torch.uint8),
-        None if f is None else readable(f),
-        contiguous(number),
-        contiguous(before),
-        contiguous(bias),
-        contiguous(weight),
-        window,
-        scaling,
-    )
-
-
-@torch.library.custom_op(
-    "hf_linear_attn::triton_window", mutates_args=(), schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 4)})"
-)
-def triton_window(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
-    return _forward(*inputs)
+    tokens, f = (readable(q), readable(k), readable(v)), None if f is None else readable(f)
+    sinks = contiguous(codes), contiguous(sink_k), contiguous(sink_v), as_bytes(seen)
+    own = f, contiguous(number), contiguous(before), contiguous(bias), contiguous(weight)
+    return WindowProblem(target_for(q.device), *tokens, *sinks, *own, window, scaling)
 
 
 def _forward(*inputs: Any) -> WindowForward:
+    """Return o, the log-sum-exp of all scores, those of own keys, and the sums of keys before tiles."""
     return execute(window_launches, _window_problem(*inputs))
 
 
-@triton_window.register_fake
-def _(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return allocate_window(_window_problem(q, *inputs))
+triton_window = operator(
+    "triton_window",
+    _forward,
+    lambda *inputs: allocate_window(_window_problem(*inputs)),
+    schema=f"({INPUTS}) -> ({', '.join(['Tensor'] * 4)})",
+)
 
 
-@torch.library.custom_op(
-    "hf_linear_attn::triton_window_backward",
-    mutates_args=(),
+def _gradients(do: Tensor, *inputs: Any) -> WindowBackward:
+    saved, (problem, wanted) = WindowForward(*inputs[:4]), _derived(*inputs)
+    return execute(window_backward_launches, problem, saved, readable(do), wanted)
+
+
+def _derived(*inputs: Any) -> tuple[WindowProblem, WindowWanted]:
+    """Return what the backward is of, and what it is asked for."""
+    return _window_problem(*inputs[4:-3]), WindowWanted(*inputs[-3:])
+
+
+triton_window_backward = operator(
+    "triton_window_backward",
+    _gradients,
+    lambda do, *inputs: allocate_window_backward(*_derived(*inputs)),
     schema=f"(Tensor do, Tensor o, Tensor lse, Tensor score, Tensor prefix, {INPUTS}, bool of_q, bool of_kv, "
     f"bool of_sinks) -> ({', '.join(['Tensor'] * 9)})",
 )
-def triton_window_backward(
-    *inputs: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what :class:`WindowBackward` holds."""
-    return _gradients(*inputs)
-
-
-def _gradients(do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any) -> WindowBackward:
-    problem, wanted = _window_problem(*inputs[:14]), WindowWanted(*inputs[14:])
-    return execute(window_backward_launches, problem, WindowForward(o, lse, score, prefix), readable(do), wanted)
-
-
-@triton_window_backward.register_fake
-def _(
-    do: Tensor, o: Tensor, lse: Tensor, score: Tensor, prefix: Tensor, *inputs: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *of_problem, of_q, of_kv, of_sinks = inputs
-    return allocate_window_backward(_window_problem(*of_problem), WindowWanted(of_q, of_kv, of_sinks))
 
 
 def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -123,7 +99,7 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
     dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
     # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
-        dx.unflatten(1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype) if asked else None
+        torch.unflatten(dx, 1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype) if asked else None
         for x, dx, asked in ((sink_k, dsink_k, of_sink_k), (sink_v, dsink_v, of_sink_v))
     )
     db = dscore.sum((0, 2)).to(bias.dtype) if of_bias else None

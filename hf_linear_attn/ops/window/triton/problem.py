@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.plan import Target, Tile, padded, precision, strides, tile
+from hf_linear_attn.ops.triton.plan import Target, Tile, padded, precision, tile
 
 BLOCK = 64
 """Tokens per sum of keys; tiles of queries and of keys divide it."""
@@ -70,29 +70,17 @@ class WindowProblem(NamedTuple):
         return tile(self.target, self.q.dtype, role, self.k.shape[3], self.v.shape[3], group)
 
     def shared(self, chosen: Tile) -> dict[str, Any]:
-        """Return the arguments that all kernels over pairs take."""
-        q, k, v = self.q, self.k, self.v
-        D, V = k.shape[3], v.shape[3]
+        """Return what kernels are told of the problem and of a tile."""
+        (_, H, T, _), (_, HKV, S, D), V = self.q.shape, self.k.shape, self.v.shape[3]
         return {
-            **{"q": q, "k": k, "v": v, "codes": self.codes, "number": self.number},
-            **{"T": q.shape[2], "S": k.shape[2], "P": self.past, "W": self.window, "scaling": self.scaling},
-            **strides("q", q),
-            **strides("k", k),
-            **strides("v", v),
-            **{"c_b": k.shape[2], "D": D, "V": V, "BD": padded(D), "BV": padded(V)},
-            **{"BT": chosen.tokens, "BN": chosen.width, "BLOCK": BLOCK},
+            **{"q": self.q, "k": self.k, "v": self.v, "codes": self.codes, "c_b": S, "number": self.number},
+            **{"sink_k": self.sink_k, "sink_v": self.sink_v, "seen": self.seen, "f": self.f},
+            **{"bias": self.bias, "weight": self.weight, "W": self.window, "scaling": self.scaling},
+            **{"T": T, "S": S, "P": self.past, "NB": self.blocks, "H": H, "HKV": HKV, "G": H // HKV},
+            **{"D": D, "V": V, "BD": padded(D), "BV": padded(V), "BT": chosen.tokens, "BN": chosen.width},
+            **{"BLOCK": BLOCK, "SINKS": self.sinks, "BS": padded(self.sinks) if self.sinks else 16},
             **{"MASKED": self.codes is not None, "OWN": self.f is not None},
-            "PRECISION": precision(self.target, q.dtype, max(D, V)),
-        }
-
-    def of_queries(self) -> dict[str, Any]:
-        """Return the arguments that kernels over queries take besides."""
-        f = self.q if self.f is None else self.f
-        return {
-            **{"sink_k": self.sink_k, "sink_v": self.sink_v, "seen": self.seen, "f": self.f, "weight": self.weight},
-            **{"H": self.q.shape[1], "G": self.q.shape[1] // self.k.shape[1], "NB": self.blocks},
-            **strides("f", f),
-            **{"SINKS": self.sinks, "BS": padded(self.sinks) if self.sinks else 16},
+            "PRECISION": precision(self.target, self.q.dtype, max(D, V)),
         }
 
 

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from hf_linear_attn.ops.triton.primitives import load_operand
+
 
 @triton.jit
 def first_key(t, P, W, BLOCK: tl.constexpr):
@@ -37,7 +39,21 @@ def far(distance, code, W):
 
 
 @triton.jit
-def sees_sink(seen, queries, os, rows, SINKS: tl.constexpr):
-    """Return which query of a tile sees which sink."""
+def load_sinks(
+    sink_k, sink_v, seen, queries, rows, kv_head, os, od, ov,
+    D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return which query of a tile sees which sink, and the sinks' keys and values."""
     there = rows[:, None] & (os < SINKS)[None, :]
-    return tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
+    visible = tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
+    # Nothing else is read, since 0 times a NaN is one.
+    seen_here = tl.max(visible.to(tl.int32), 0) != 0
+    # [BS, BD] and [BS, BV]
+    kk = load_operand(
+        sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
+    )
+    vv = load_operand(
+        sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
+    )
+    return visible, kk, vv

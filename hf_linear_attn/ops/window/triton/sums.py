@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.triton.plan import Launch, padded
+from hf_linear_attn.ops.triton.plan import Launch, padded, planned
 from hf_linear_attn.ops.triton.primitives import load_tile
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
 
@@ -76,9 +76,9 @@ def scan_launch(
     """Plan the scan of ``x [B, HKV or H, N, D]`` into ``out [B, HKV, N, D]``."""
     chosen, D = p.tile("key_scan"), x.shape[3]
     width = min(chosen.width, padded(D))
-    arguments = {
+    known = {
         **{"x": x, "before": before, "out": out, "total": total, "N": x.shape[2], "G": x.shape[1] // out.shape[1]},
         **{"D": D, "BD": width, "BN": chosen.tokens, "INITIAL": before is not None, "REVERSE": reverse},
     }
     programs = out.shape[0] * out.shape[1] * -(-D // width)
-    return Launch("key_scan", key_scan_kernel, programs, arguments, chosen, (x,), (out,))
+    return planned("key_scan", key_scan_kernel, programs, known, chosen, (x,), (out,))
