@@ -1,7 +1,5 @@
 """What the perplexity suite makes of its records: sums over windows, and by position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`results.json`: its schema, what is derived from the cells, and how several runs become one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence

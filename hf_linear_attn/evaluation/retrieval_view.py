@@ -4,8 +4,6 @@ A form that is held out of training says what a model can do, a trained one what
 harder to find something in than noise. So each of these stands by itself, held-out forms in text first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What follows from the cells of the retrieval suite: scores by length, effective lengths, paired differences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

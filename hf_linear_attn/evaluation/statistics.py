@@ -1,7 +1,5 @@
 """The statistics of the report: intervals for scores, paired differences, effective length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What the figures say, in sentences."""
 
-from __future__ import annotations
-
 from hf_linear_attn.evaluation.suite import suites
 from hf_linear_attn.evaluation.view import Results
 

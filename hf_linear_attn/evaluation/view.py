@@ -1,7 +1,5 @@
 """What a suite shows of results: figures in large, pictures, tables, and the words and numbers in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The drafts suite: a converted model drafts what its teacher answers, by context length and by tokens drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The embedding suite, for encoders: nearness to the teacher, retrieval of a text's other half, and time, by length."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The latency suite: prefill, decode, peak memory and cache bytes by length, each cell on a fresh cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

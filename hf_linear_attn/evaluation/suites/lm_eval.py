@@ -1,7 +1,5 @@
 """The lm-eval suite: tasks of EleutherAI's lm-evaluation-harness on any model of a run, in memory or from a path."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

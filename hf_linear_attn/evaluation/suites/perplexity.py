@@ -4,8 +4,6 @@ Perplexity is `exp(sum NLL / sum tokens)`, never a mean of window means; bits pe
 `sum NLL / (ln 2 * bytes of the scored text)`, which compares models across tokenizers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
