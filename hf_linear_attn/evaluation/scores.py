@@ -67,7 +67,6 @@ def paired_differences(cells: Sequence[dict[str, Any]], first: str, others: Sequ
             for row in by_length(cells, first, task):
                 match = theirs.get(row["length"])
                 if match is not None and match["prompts"] == row["prompts"]:
-                    difference = paired_difference(row["scores"], match["scores"])
                     cell = {"model": first, "other": other, "task": task, "length": row["length"]}
-                    found.append(cell | difference._asdict())
+                    found.append(cell | paired_difference(row["scores"], match["scores"]))
     return found

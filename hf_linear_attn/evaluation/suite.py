@@ -194,8 +194,9 @@ def register_suite(cls: _SuiteType) -> _SuiteType:
         if clash:
             remedy = f"They belong to {name}."
             raise ArgumentError("Settings", "have names of their own", clash, remedy, where=cls.name)
+    ordered: list[type[Suite]] = sorted([*others, cls], key=lambda suite: (suite.place, suite.name))
     SUITES.clear()
-    SUITES.update({suite.name: suite for suite in sorted([*others, cls], key=lambda suite: (suite.place, suite.name))})
+    SUITES.update({suite.name: suite for suite in ordered})
     return cls
 
 
