@@ -1,7 +1,5 @@
 """Answering the retrieval suite's prompts in batches, and what is written down of each answer."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.generation import PrefixReader, end_tokens, greedy, is_out_of_memory
+from hf_linear_attn.evaluation.generation import PrefixReader, end_tokens, greedy, unless_out_of_memory
 from hf_linear_attn.evaluation.prompts import Group, Slot
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
@@ -54,7 +52,7 @@ class Answerer:
             build: Makes a sample and its prompt.
             store: Where the answers go.
             advance: Called with the tokens of each batch, done or not.
-            rank: Number of this process; it takes every `world`-th batch.
+            rank: Number of this process, which takes every `world`-th batch.
             world: Number of processes.
         """
         batches = [slots[i : i + self._size] for i in range(0, len(slots), self._size)]
@@ -69,28 +67,23 @@ class Answerer:
             if b <= last:
                 built = following
                 following = [build(group, slot) for slot in batches[b + 1]] if b < last else []
-                answers: Sequence[list[int] | None] = [None] * len(batch)
-                try:
-                    if not exhausted:
-                        answers = self._read(reader, built, following, write=pending[b]) or answers
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    exhausted = True
+                found = None if exhausted else unless_out_of_memory(self._read, reader, built, following, pending[b])
+                exhausted = found is None
+                answers: Sequence[list[int] | None] = found or [None] * len(batch)
                 if pending[b]:
                     rows = zip(keys[b], batch, built, answers, strict=True)
                     store.add(self._record(group, *row) for row in rows)
             advance(group.length * len(batch))
 
     def _read(
-        self, reader: PrefixReader, built: Sequence[Built], following: Sequence[Built], *, write: bool
-    ) -> list[list[int]] | None:
+        self, reader: PrefixReader, built: Sequence[Built], following: Sequence[Built], write: bool
+    ) -> list[list[int]]:
         """Read a batch of prompts and write their answers, or read only what it shares with the next one."""
         prompts = [prompt for _, prompt in built]
         with torch.inference_mode():
             reader.advance(prompts, [prompt for _, prompt in following] or None)
             if not write:
-                return None
+                return []
             logits, cache, mask = reader.read(prompts)
             ends = end_tokens(self._subject.model, self._tokenizer)
             return greedy(self._subject.model, logits, cache, built[0][0].max_new_tokens, ends, mask)

@@ -1,7 +1,5 @@
 """The command line of evaluation: `hf-linear-attn evaluate` and `compare`, examples/long_context_eval.py."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

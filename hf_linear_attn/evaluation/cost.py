@@ -1,13 +1,11 @@
 """What a run will cost: short trials of each model, and how its time grows with the length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
+from hf_linear_attn.evaluation.generation import forward, prefill, unless_out_of_memory
 from hf_linear_attn.evaluation.meters import timed
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.subjects import Subject
@@ -41,16 +39,11 @@ def calibrate(subject: Subject, settings: EvaluationSettings, longest: int) -> P
     """Time a model at two lengths; where memory ends before the longer one, the shorter has to do."""
     short, long = (min(tokens, longest - 1) for tokens in _TRIAL_TOKENS)
     # The first warms up.
-    found = [trial(subject, settings, short) for _ in range(2)][1:]
-    if long > short:
-        try:
-            found.append(trial(subject, settings, long))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-    (read, step), (long_read, long_step) = found[0], found[-1]
-    if len(found) == 1:
+    read, step = [trial(subject, settings, short) for _ in range(2)][1]
+    found = unless_out_of_memory(trial, subject, settings, long) if long > short else None
+    if found is None:
         return Pace((read, 0.0), (step, 0.0))
+    long_read, long_step = found
     # Rounding and noise must not make a longer context cheaper.
     growth = max(0.0, long_read - read) / (long - short)
     step_growth = max(0.0, long_step - step) / (long - short)

@@ -1,7 +1,5 @@
 """Answers of a softmax model, alone and with a converted one that drafts them: rounds, times and bytes held."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pictures as inline SVG: they follow the page's light or dark colours, stay sharp in print and need no library."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

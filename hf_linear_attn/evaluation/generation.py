@@ -1,11 +1,9 @@
 """Forwards in pieces with the cache carried between them, and batched greedy generation from shared prefixes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +18,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+Found = TypeVar("Found")
+
+
+def unless_out_of_memory(call: Callable[..., Found], *arguments: Any) -> Found | None:
+    """Return what a call gives, or None where memory runs out in it."""
+    try:
+        return call(*arguments)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -49,8 +60,8 @@ def forward(
         input_ids: The new tokens, `[B, T]`.
         cache: What the last call returned, None at the start.
         all_logits: Whether to compute logits for all T tokens or for the last alone.
-        attention_mask: `[B, past + T]`, 1 for real tokens; None where nothing is padded.
-        position_ids: `[B, T]`; None where nothing is padded.
+        attention_mask: `[B, past + T]`, 1 for real tokens; like position_ids, `[B, T]`, None where nothing is padded.
+        position_ids: Places of the new tokens.
 
     Returns:
         Logits `[B, T or 1, vocabulary]` in the model's dtype, and the cache.
@@ -58,13 +69,10 @@ def forward(
     Raises:
         UnsupportedError: If the model returns no cache.
     """
-    options: dict[str, Any] = {}
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not all_logits and accepts(model, "logits_to_keep"):
         options["logits_to_keep"] = 1
-    if attention_mask is not None:
-        options["attention_mask"] = attention_mask
-    if position_ids is not None:
-        options["position_ids"] = position_ids
     output = model(input_ids=input_ids, use_cache=True, **cache_argument(model, cache), **options)
     cache = returned_cache(output)
     if cache is None:
@@ -76,11 +84,7 @@ def forward(
 
 
 def prefill(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    cache: Any,
-    chunk: int,
-    attention_mask: Tensor | None = None,
+    model: PreTrainedModel, input_ids: Tensor, cache: Any, chunk: int, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """Read `[B, T]` tokens `chunk` at a time and return the logits of the last, `[B, 1, vocabulary]`, and the cache."""
     position_ids = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp(min=0)
@@ -143,14 +147,8 @@ def greedy(
         if attention_mask is not None:
             position_ids = attention_mask.sum(-1, keepdim=True)
             attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(rows), 1)], dim=-1)
-        logits, cache = forward(
-            model,
-            tokens[:, None],
-            cache,
-            all_logits=False,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-        )
+        padding = {"attention_mask": attention_mask, "position_ids": position_ids}
+        logits, cache = forward(model, tokens[:, None], cache, all_logits=False, **padding)
     return rows
 
 

@@ -1,7 +1,5 @@
 """What the perplexity suite makes of its records: sums over windows, and by position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,18 +12,8 @@ Record = Mapping[str, Any]
 
 def nothing(status: str, reason: str | None) -> dict[str, Any]:
     """Return the row of a cell that has no figures."""
-    return {
-        "status": status,
-        "reason": reason,
-        "windows": 0,
-        "tokens": 0,
-        "nll_nats": None,
-        "perplexity": None,
-        "perplexity_ci95": None,
-        "bits_per_byte": None,
-        "kl_nats": None,
-        "agreement": None,
-    }
+    figures = ("nll_nats", "perplexity", "perplexity_ci95", "bits_per_byte", "kl_nats", "agreement")
+    return {"status": status, "reason": reason, "windows": 0, "tokens": 0, **dict.fromkeys(figures)}
 
 
 def summarise(records: Sequence[Record], name: str, scored_bytes: int | None) -> dict[str, Any]:
@@ -42,19 +30,15 @@ def summarise(records: Sequence[Record], name: str, scored_bytes: int | None) ->
         "perplexity": _exp(mean),
         "perplexity_ci95": [_exp(low), _exp(high)],
         "bits_per_byte": None if scored_bytes is None else sum(nll) / (math.log(2) * scored_bytes),
-        **_against_teacher(records, name, sum(tokens), None),
+        **_against_teacher(records, name, sum(tokens), slice(None)),
     }
 
 
-def _against_teacher(records: Sequence[Record], name: str, tokens: int, number: int | None) -> dict[str, float | None]:
+def _against_teacher(records: Sequence[Record], name: str, tokens: int, buckets: slice) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for source, target in (("kl", "kl_nats"), ("agree", "agreement")):
-        if any(record["models"][name][source] is None for record in records):
-            found[target] = None
-        elif number is None:
-            found[target] = sum(sum(record["models"][name][source]) for record in records) / tokens
-        else:
-            found[target] = sum(record["models"][name][source][number] for record in records) / tokens
+        sums = [record["models"][name][source] for record in records]
+        found[target] = None if None in sums else sum(sum(one[buckets]) for one in sums) / tokens
     return found
 
 
@@ -84,7 +68,7 @@ def by_position(name: str, length: int, records: Sequence[Record]) -> list[dict[
                 "nll_nats": sum(nll) / sum(counts),
                 "nll_nats_ci95": list(bootstrap_ratio_interval(nll, counts)),
                 "perplexity": _exp(sum(nll) / sum(counts)),
-                **_against_teacher(here, name, sum(counts), at),
+                **_against_teacher(here, name, sum(counts), slice(at, at + 1)),
             }
         )
     return found

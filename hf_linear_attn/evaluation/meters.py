@@ -1,7 +1,5 @@
 """Instruments of the latency suite: clocks and counters of memory."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The prompts of the retrieval suite: what each sample is, and a chat template around it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

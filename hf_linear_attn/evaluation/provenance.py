@@ -1,7 +1,5 @@
 """Where figures come from: the versions, the machine and the commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """`report.html`, self-contained, and `report.md`, from `results.json` alone: what the suites show, laid out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files

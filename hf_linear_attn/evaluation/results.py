@@ -1,7 +1,5 @@
 """`results.json`: its schema, what is derived from the cells, and how several runs become one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -13,13 +11,15 @@ import jsonschema
 
 from hf_linear_attn.errors import CheckpointError
 from hf_linear_attn.evaluation.suite import suites, with_parts
-from hf_linear_attn.evaluation.summary import summarise
 from hf_linear_attn.evaluation.view import Results, models_of
 from hf_linear_attn.files import write_atomic
 
 SCHEMA_VERSION = 1
 RESULTS_FILE = "results.json"
 _LONGEST_REASON = 200
+_KNOWN_EXTRAS = {
+    "linear_branch_off_nats": "Switching the linear branch off costs {value:.3g} nats per token beyond the window.",
+}
 
 
 def schema() -> dict[str, Any]:
@@ -36,7 +36,15 @@ def add_comparisons(results: Results) -> dict[str, Any]:
     found = with_parts(results)
     for suite in suites():
         found |= suite.conclude(found)
-    found["summary"] = summarise(found)
+    extras = [
+        _KNOWN_EXTRAS[name].format(value=value) if name in _KNOWN_EXTRAS else str(value)
+        for name, value in found["extras"].items()
+        if name.startswith("note ") or (name in _KNOWN_EXTRAS and isinstance(value, int | float))
+    ]
+    quality = [sentence for suite in suites() for sentence in suite.quality(found)]
+    speed = [sentence for suite in suites() for sentence in suite.speed(found)]
+    # What depends on a clock stands apart.
+    found["summary"] = {"quality": [*quality, *extras], "speed": speed}
     return found
 
 

@@ -4,12 +4,9 @@ A form that is held out of training says what a model can do, a trained one what
 harder to find something in than noise. So each of these stands by itself, held-out forms in text first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.figures import Axes, HeatCell, Series, heat_map, short_number
@@ -110,14 +107,15 @@ def _kept(results: Results, kind: Kind, tasks: Collection[str]) -> list[view.Hea
         kept = _mean(mine[length]) / _mean(theirs[length]) if _mean(theirs[length]) else None
         beside = {task: f" ({other} {row['score']:.0%})" for task, row in theirs[length].items()}
     skipped = [task for task in tasks if length in unasked.get(task, ())]
-    detail = _list(mine[length], beside)
+    counts = " or ".join(dict.fromkeys(str(row["n"]) for row in mine[length].values()))
+    scores = (f"{task} {row['score']:.0%}{beside.get(task, '')}" for task, row in mine[length].items())
+    detail = f"{', '.join(scores)}; n = {counts}"
     if skipped:
         detail += f"; not asked, for the {other} fails: {', '.join(skipped)}"
+    at = f"at {view.tokens(length)} tokens: {kind}"
     if kept is None:
-        return [view.Headline(f"{_mean(mine[length]):.0%}", f"score at {view.tokens(length)} tokens: {kind}", detail)]
-    return [
-        view.Headline(f"{kept:.0%}", f"of the {other}'s score kept at {view.tokens(length)} tokens: {kind}", detail)
-    ]
+        return [view.Headline(f"{_mean(mine[length]):.0%}", f"score {at}", detail)]
+    return [view.Headline(f"{kept:.0%}", f"of the {other}'s score kept {at}", detail)]
 
 
 def pictures(results: Results) -> list[view.Section]:
@@ -163,52 +161,49 @@ _ABOUT = {
 
 def tables(results: Results) -> list[view.Table]:
     """Return effective lengths, differences on the same prompts, and every cell."""
-    lengths = [
-        [row["model"], row["task"], *(_known(row[name]) for name in ("tokens", "status", "at_least", "at_most"))]
-        for row in results["effective_length"]
-    ]
-    paired = [
-        [
-            row["model"],
-            row["other"],
-            row["task"],
-            f"{row['length']:,}",
-            str(row["n"]),
-            f"{100 * row['difference']:+.1f} points",
-            f"{100 * row['ci95'][0]:+.1f} to {100 * row['ci95'][1]:+.1f}",
-            str(row["wins"]),
-            str(row["losses"]),
-            f"{row['p_value']:.3g}",
-        ]
-        for row in results["paired"]
-    ]
+    lengths: view.Columns = {
+        "model": ("model", str),
+        "task": ("task", str),
+        "tokens": ("tokens", view.tokens),
+        "status": ("status", str),
+        "at least": ("at_least", view.tokens),
+        "at most": ("at_most", view.tokens),
+    }
+    paired: view.Columns = {
+        "model": ("model", str),
+        "other": ("other", str),
+        "task": ("task", str),
+        "length": ("length", view.tokens),
+        "n": ("n", str),
+        "difference": ("difference", lambda share: f"{100 * share:+.1f} points"),
+        "95% interval": ("ci95", lambda ci95: f"{100 * ci95[0]:+.1f} to {100 * ci95[1]:+.1f}"),
+        "wins": ("wins", str),
+        "losses": ("losses", str),
+        "McNemar p": ("p_value", "{:.3g}".format),
+    }
+    columns: view.Columns = {
+        "model": ("model", str),
+        "task": ("task", str),
+        "form": ("form", str),
+        "haystack": ("haystack", str),
+        "length": ("length", view.tokens),
+        "depth": ("depth", "{:g}%".format),
+        "n": ("n", str),
+        "score": ("score", view.percent),
+        "95% interval": ("ci95", view.interval),
+        "nulls": ("nulls", str),
+    }
     cells = [
-        [
-            row["model"],
-            row["task"] + (" without needle" if part == "floors" else ""),
-            "trained" if kind_of(row).trained else "held out",
-            kind_of(row).haystack or "-",
-            f"{row['length']:,}",
-            "-" if row["depth"] is None or part == "floors" else f"{row['depth']:g}%",
-            str(row["n"]),
-            view.or_status(row, view.percent(row["score"])),
-            view.interval(row["ci95"]),
-            str(row["nulls"]),
-        ]
+        {**row, "form": "trained" if kind_of(row).trained else "held out", "haystack": kind_of(row).haystack or None}
+        | ({"task": f"{row['task']} without needle", "depth": None} if part == "floors" else {})
         for part in ("cells", "capacity", "floors")
         for row in results[part]
     ]
-    header = ("model", "other", "task", "length", "n", "difference", "95% interval", "wins", "losses", "McNemar p")
-    cell_header = ("model", "task", "form", "haystack", "length", "depth", "n", "score", "95% interval", "nulls")
     return [
-        view.Table("Effective length", ("model", "task", "tokens", "status", "at least", "at most"), lengths),
-        view.Table("Difference on the same prompts", header, paired),
-        view.Table("Retrieval cells", cell_header, cells),
+        view.table("Effective length", results["effective_length"], lengths),
+        view.table("Difference on the same prompts", results["paired"], paired),
+        view.table("Retrieval cells", cells, columns, status="score"),
     ]
-
-
-def _known(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _by_task(
@@ -225,13 +220,6 @@ def _by_task(
 
 def _mean(rows: Mapping[str, Row]) -> float:
     return fmean(row["score"] for row in rows.values())
-
-
-def _list(rows: Mapping[str, Row], beside: Mapping[str, str] | None = None) -> str:
-    """List the score of each task, and of how many samples."""
-    counts = " or ".join(dict.fromkeys(str(row["n"]) for row in rows.values()))
-    scores = ", ".join(f"{task} {row['score']:.0%}{(beside or {}).get(task, '')}" for task, row in rows.items())
-    return f"{scores}; n = {counts}"
 
 
 def _reach(row: Row) -> str:

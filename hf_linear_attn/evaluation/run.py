@@ -1,7 +1,5 @@
 """One evaluation from end to end: load, estimate the cost, run the suites, collect the results, write them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex
@@ -22,34 +20,40 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.cost import Pace, calibrate, duration
 from hf_linear_attn.evaluation.provenance import environment, source_commit
 from hf_linear_attn.evaluation.report import write_report
-from hf_linear_attn.evaluation.results import (
-    SCHEMA_VERSION,
-    add_comparisons,
-    combine,
-    read_results,
-    write_results,
-)
+from hf_linear_attn.evaluation.results import SCHEMA_VERSION, add_comparisons, combine, read_results, write_results
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import RUN_FILE, SampleStore
-from hf_linear_attn.evaluation.subjects import (
-    Subject,
-    check_tokenizer,
-    gather_subjects,
-)
+from hf_linear_attn.evaluation.subjects import Subject, check_tokenizer, gather_subjects
 from hf_linear_attn.evaluation.suite import Plan, Suite, suites_of
 from hf_linear_attn.files import output_folder, paths_read
-from hf_linear_attn.loading import (
-    Kind,
-    load_tokenizer,
-    load_users_maps,
-    process_state,
-    trained_positions,
-)
+from hf_linear_attn.loading import Kind, load_tokenizer, load_users_maps, process_state, trained_positions
 
 logger = logging.getLogger(__name__)
 
 _READ = ("model", "teacher", "haystack_files", "text_file", "embedding_file", "feature_map_file", "suite_file")
 """Settings that name what is read."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run is expected to read and how long that takes, from short trials of each model.
+
+    Args:
+        plans: What each suite has to do, by its name.
+    """
+
+    plans: Mapping[str, Plan]
+
+    @property
+    def seconds(self) -> float:
+        """Expected duration."""
+        return sum(plan.seconds for plan in self.plans.values())
+
+    def describe(self) -> str:
+        """Say it in a sentence."""
+        total = sum(plan.tokens for plan in self.plans.values())
+        listed = ", ".join(f"{name} {plan.tokens:,}" for name, plan in self.plans.items() if plan.tokens)
+        return f"About {duration(self.seconds)} for {total:,} tokens: {listed}." if listed else "Running."
 
 
 def evaluate(
@@ -126,15 +130,13 @@ def check_evaluation(
     """Refuse at once what `evaluate` would refuse, for those who train for hours before they evaluate.
 
     Args:
-        settings: As for `evaluate`.
+        settings: As for `evaluate`, like the rest.
         model: A model like the one to evaluate, trained or not.
-        tokenizer: As for `evaluate`.
-        teacher: As for `evaluate`.
+        tokenizer: Its tokenizer.
+        teacher: The softmax model.
 
     Raises:
-        ArgumentError: As `evaluate` does.
-        CheckpointError: As `evaluate` does.
-        UnsupportedError: As `evaluate` does.
+        HFLinearAttnError: As `evaluate` does.
     """
     _prepare(settings, model, tokenizer, teacher, {})
 
@@ -234,28 +236,6 @@ def _run_suites(
     store.reload()
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a run is expected to read and how long that takes, from short trials of each model.
-
-    Args:
-        plans: What each suite has to do, by its name.
-    """
-
-    plans: Mapping[str, Plan]
-
-    @property
-    def seconds(self) -> float:
-        """Expected duration."""
-        return sum(plan.seconds for plan in self.plans.values())
-
-    def describe(self) -> str:
-        """Say it in a sentence."""
-        total = sum(plan.tokens for plan in self.plans.values())
-        listed = ", ".join(f"{name} {plan.tokens:,}" for name, plan in self.plans.items() if plan.tokens)
-        return f"About {duration(self.seconds)} for {total:,} tokens: {listed}." if listed else "Running."
-
-
 def estimate_cost(settings: EvaluationSettings, subjects: Sequence[Subject], suites: Sequence[Suite]) -> Cost:
     """Estimate what a run costs, from short reads and decode steps of each model.
 
@@ -265,11 +245,10 @@ def estimate_cost(settings: EvaluationSettings, subjects: Sequence[Subject], sui
         suites: What is to run, checked.
     """
     paces: dict[str, Pace] = {}
-    if kind_of([type(suite) for suite in suites]) == "encoder":
-        # Nothing is decoded, and what there is to read is over before a trial would be.
-        return Cost({suite.name: suite.plan(paces) for suite in suites})
+    # An encoder decodes nothing, and has read all there is before a trial would be over.
+    decoding = subjects if kind_of([type(suite) for suite in suites]) == "causal" else ()
     with torch.inference_mode():
-        for subject in subjects:
+        for subject in decoding:
             able = [length for length in settings.lengths if subject.refusal(length) is None]
             if able:
                 paces[subject.name] = calibrate(subject, settings, able[-1])

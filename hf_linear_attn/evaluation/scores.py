@@ -1,7 +1,5 @@
 """What follows from the cells of the retrieval suite: scores by length, effective lengths, paired differences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +67,6 @@ def paired_differences(cells: Sequence[dict[str, Any]], first: str, others: Sequ
             for row in by_length(cells, first, task):
                 match = theirs.get(row["length"])
                 if match is not None and match["prompts"] == row["prompts"]:
-                    difference = paired_difference(row["scores"], match["scores"])
                     cell = {"model": first, "other": other, "task": task, "length": row["length"]}
-                    found.append(cell | difference._asdict())
+                    found.append(cell | paired_difference(row["scores"], match["scores"]))
     return found

@@ -3,8 +3,6 @@
 All models read the same windows together, so that `KL(teacher || student)` needs no second pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
+from hf_linear_attn.evaluation.generation import forward, prefill, unless_out_of_memory
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.text import Corpus, Window, window_ids
 
@@ -23,51 +21,31 @@ _FIRST_BUCKET = 64
 
 
 @dataclass
-class TokenScores:
-    """Per-token figures of one model on a batch of windows, each `[B, T]` with entry t about token t.
-
-    Args:
-        nll: Negative log-likelihood in nats; entry 0 is 0, for it is not predicted.
-        kl: KL(teacher || model) in nats, or None without a teacher.
-        agree: 1 where the model's most likely token is the teacher's, or None without a teacher.
-    """
-
-    nll: Tensor
-    kl: Tensor | None
-    agree: Tensor | None
-
-
-@dataclass
 class _Reading:
-    """One model's place in a batch of windows."""
+    """One model's place in a batch of windows, and its figures piece by piece."""
 
     subject: Subject
     cache: Any = None
     exhausted: bool = False
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    agree: list[Tensor] = field(default_factory=list)
+    figures: dict[str, list[Tensor]] = field(default_factory=lambda: {"nll": [], "kl": [], "agree": []})
 
 
 def score_tokens(
-    subjects: Sequence[Subject],
-    input_ids: Tensor,
-    *,
-    first: int = 1,
-    chunk: int = 2048,
-    on_piece: Any = None,
-) -> dict[str, TokenScores | None]:
+    subjects: Sequence[Subject], input_ids: Tensor, first: int, chunk: int, advance: Callable[[int], Any]
+) -> dict[str, dict[str, Tensor | None] | None]:
     """Score tokens of a batch under several models, carrying each model's cache from piece to piece.
 
     Args:
         subjects: The models; one of role `"teacher"` gives the others their KL, if the vocabularies are equal.
         input_ids: `[B, T]`; shorter rows are padded on the right with any token, whose scores mean nothing.
-        first: First token that is scored, 1..T - 1; earlier entries of the result are 0. Default 1.
-        chunk: Most tokens in one forward; default 2048.
-        on_piece: Called with the number of tokens read, after each piece.
+        first: First token that is scored, 1..T - 1; earlier entries of the result are 0.
+        chunk: Most tokens in one forward.
+        advance: Called with the number of tokens read, after each piece.
 
     Returns:
-        The scores by model name, None for a model that ran out of memory.
+        By model name figures `[B, T]`, entry t about token t: `nll` and `kl`, KL(teacher || model), in nats, and
+        `agree`, 1 where the most likely token is the teacher's; the latter None without a teacher. None for a model
+        that ran out of memory.
     """
     B, T = input_ids.shape
     widest = max(subject.vocabulary for subject in subjects)
@@ -77,11 +55,10 @@ def score_tokens(
     # The logits of token t - 1 predict token t, so reading starts to matter one token early.
     quiet = first - 1
     with torch.inference_mode():
-        for reading in readings:
-            if quiet:
+        if quiet:
+            for reading in readings:
                 _guard(reading, _skip, input_ids[:, :quiet], chunk)
-        if quiet and on_piece is not None:
-            on_piece(quiet)
+            advance(B * quiet)
         for start in range(quiet, T, step):
             stop = min(start + step, T)
             targets = input_ids[:, start + 1 : stop + 1]
@@ -92,54 +69,45 @@ def score_tokens(
                 if reading is not teacher:
                     comparable = log_p if teacher and reading.subject.vocabulary == teacher.subject.vocabulary else None
                     _guard(reading, _read, input_ids[:, start:stop], targets, comparable)
-            if on_piece is not None:
-                on_piece(stop - start)
+            advance(B * (stop - start))
 
-    def join(parts: list[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(B, first), *parts], dim=1)
+    def join(parts: list[Tensor]) -> Tensor | None:
+        return torch.cat([torch.zeros(B, first), *parts], dim=1) if parts else None
 
     return {
         reading.subject.name: None
         if reading.exhausted
-        else TokenScores(
-            join(reading.nll),
-            join(reading.kl) if reading.kl else None,
-            join(reading.agree) if reading.agree else None,
-        )
+        else {name: join(parts) for name, parts in reading.figures.items()}
         for reading in readings
     }
 
 
-def _guard(reading: _Reading, step: Callable[..., Any], *arguments: Any) -> Any:
+def _guard(reading: _Reading, step: Callable[..., Tensor], *arguments: Any) -> Tensor | None:
     """Run one model's step unless it has run out of memory before; remember if it does now."""
-    if reading.exhausted:
-        return None
-    try:
-        return step(reading, *arguments)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    found = None if reading.exhausted else unless_out_of_memory(step, reading, *arguments)
+    if found is None:
         reading.exhausted, reading.cache = True, None
-        return None
+    return found
 
 
-def _skip(reading: _Reading, ids: Tensor, chunk: int) -> None:
-    _, reading.cache = prefill(reading.subject.model, ids.to(reading.subject.device), None, chunk)
+def _skip(reading: _Reading, ids: Tensor, chunk: int) -> Tensor:
+    logits, reading.cache = prefill(reading.subject.model, ids.to(reading.subject.device), None, chunk)
+    return logits
 
 
 def _read(reading: _Reading, ids: Tensor, targets: Tensor, teacher_log_p: Tensor | None) -> Tensor:
-    """Read a piece, keep the scores of its targets and return the log-probabilities."""
-    device = reading.subject.device
+    """Read a piece, keep the figures of its targets and return the log-probabilities."""
+    device, figures = reading.subject.device, reading.figures
     logits, reading.cache = forward(reading.subject.model, ids.to(device), reading.cache)
     log_p = logits.float().log_softmax(-1)[:, : targets.shape[1]]
-    reading.nll.append(-log_p.gather(-1, targets.to(device)[..., None])[..., 0].cpu())
+    figures["nll"].append(-log_p.gather(-1, targets.to(device)[..., None])[..., 0].cpu())
     if teacher_log_p is not None:
         reference = teacher_log_p.to(device)
         # A word the teacher rules out adds nothing, whatever the model makes of it.
         terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - log_p))
         # No divergence is negative, but a sum of rounded terms may be.
-        reading.kl.append(terms.sum(-1).clamp(min=0).cpu())
-        reading.agree.append((reference.argmax(-1) == log_p.argmax(-1)).float().cpu())
+        figures["kl"].append(terms.sum(-1).clamp(min=0).cpu())
+        figures["agree"].append((reference.argmax(-1) == log_p.argmax(-1)).float().cpu())
     return log_p
 
 
@@ -159,33 +127,19 @@ def bucket_range(number: int) -> tuple[int, int]:
 
 
 def score_windows(
-    subjects: Sequence[Subject],
-    corpus: Corpus,
-    windows: Sequence[Window],
-    chunk: int,
-    advance: Callable[[int], Any],
+    subjects: Sequence[Subject], corpus: Corpus, windows: Sequence[Window], chunk: int, advance: Callable[[int], Any]
 ) -> list[dict[str, Any]]:
-    """Score windows of a text together.
-
-    Args:
-        subjects: The models.
-        corpus: The text.
-        windows: The windows, one row of a batch each.
-        chunk: Most tokens in one forward.
-        advance: Called with the tokens read, after each piece.
+    """Score windows of a text together, one row of a batch each; the rest is as for :func:`score_tokens`.
 
     Returns:
         For each window `tokens` by bucket of position, and `models`: by name the sums of each figure by bucket.
     """
     rows = window_ids(corpus, windows)
-    width = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for at, row in enumerate(rows):
         ids[at, : len(row)] = torch.tensor(row)
     firsts = [max(1, window.score_from - window.start + len(corpus.bos)) for window in windows]
-    scores = score_tokens(
-        subjects, ids, first=min(firsts), chunk=chunk, on_piece=lambda tokens: advance(tokens * len(rows))
-    )
+    scores = score_tokens(subjects, ids, min(firsts), chunk, advance)
     found = []
     for at, (row, first) in enumerate(zip(rows, firsts, strict=True)):
         where = torch.tensor([bucket(position) for position in range(first, len(row))])
@@ -194,12 +148,12 @@ def score_windows(
     return found
 
 
-def _sums(scores: TokenScores | None, row: int, first: int, stop: int, where: Tensor) -> dict[str, Any]:
+def _sums(figures: dict[str, Tensor | None] | None, row: int, first: int, stop: int, where: Tensor) -> dict[str, Any]:
     """Add up a row's figures by bucket."""
-    if scores is None:
+    if figures is None:
         return {"status": "out-of-memory"}
     sums: dict[str, Any] = {"status": "ok"}
-    for name, values in (("nll", scores.nll), ("kl", scores.kl), ("agree", scores.agree)):
+    for name, values in figures.items():
         zeros = torch.zeros(int(where.max()) + 1, dtype=torch.float64)
         sums[name] = None if values is None else zeros.index_add_(0, where, values[row, first:stop].double()).tolist()
     return sums

@@ -1,14 +1,12 @@
 """What to evaluate and how: settings that all suites share, and each suite's own, from Python, flags or a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.checks import check_type, choices_of
@@ -20,31 +18,8 @@ _FREE = frozenset({"output_dir", "resume", "overwrite", "plots", "progress", "fe
 _Own = TypeVar("_Own")
 
 
-class _Group(NamedTuple):
-    place: int
-    title: str
-    settings: type
-    by_default: bool
-
-
-_GROUPS: dict[str, _Group] = {}
-
-
-def add_group(suite: str, title: str, settings: type, *, place: int, by_default: bool) -> None:
-    """Make a suite known, with the dataclass of its own settings.
-
-    Raises:
-        ArgumentError: If another suite has a setting of the same name.
-    """
-    names = {field.name for field in dataclasses.fields(settings)}
-    others = {name: group.settings for name, group in _GROUPS.items() if name != suite}
-    for other, taken in [("all suites", EvaluationSettings), *others.items()]:
-        clash = sorted(names & {field.name for field in dataclasses.fields(taken)})
-        if clash:
-            raise ArgumentError("Settings", "have names of their own", clash, f"They belong to {other}.", where=suite)
-    groups = {**_GROUPS, suite: _Group(place, title, settings, by_default)}
-    _GROUPS.clear()
-    _GROUPS.update(sorted(groups.items(), key=lambda item: item[1].place))
+SUITES: dict[str, Any] = {}
+"""The registered suites by name, in the order of the report; `suite.register_suite` fills it."""
 
 
 def check_settings(settings: Any, **least: float) -> None:
@@ -144,21 +119,21 @@ class EvaluationSettings:
     def __init__(self, **values: Any) -> None:
         """Check every setting once."""
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.init}
-        defaults["suite"] = tuple(name for name, group in _GROUPS.items() if group.by_default)
+        defaults["suite"] = tuple(name for name, suite in SUITES.items() if suite.by_default)
         for name, default in defaults.items():
             object.__setattr__(self, name, values.pop(name, default))
         check_settings(self, batch_size=1, prefill_chunk=1, lengths=2)
         own = []
-        for group in _GROUPS.values():
-            names = [field.name for field in dataclasses.fields(group.settings)]
-            own.append(group.settings(**{name: values.pop(name) for name in names if name in values}))
+        for suite in SUITES.values():
+            names = [field.name for field in dataclasses.fields(suite.Settings)]
+            own.append(suite.Settings(**{name: values.pop(name) for name in names if name in values}))
         object.__setattr__(self, "own", tuple(own))
         for name in values:
             raise ArgumentError("settings", "be known", name, "Use one of those", available=_names())
-        suites = tuple(name.replace("_", "-") if name not in _GROUPS else name for name in self.suite)
+        suites = tuple(name.replace("_", "-") if name not in SUITES else name for name in self.suite)
         for name in suites:
-            if name not in _GROUPS:
-                raise ArgumentError("suite", "be a suite", name, "Use one of those", available=_GROUPS)
+            if name not in SUITES:
+                raise ArgumentError("suite", "be a suite", name, "Use one of those", available=SUITES)
         if self.resume and self.overwrite:
             raise ArgumentError("resume", "not be combined with `overwrite`", True, "Choose one of the two.")
         object.__setattr__(self, "suite", suites)
@@ -180,7 +155,7 @@ class EvaluationSettings:
         """Return the settings that can change a figure of the suites to run, ready for JSON."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         for suite in self.suite:
-            values |= dataclasses.asdict(self.of(_GROUPS[suite].settings))
+            values |= dataclasses.asdict(self.of(SUITES[suite].Settings))
         return dict(json.loads(json.dumps({name: value for name, value in values.items() if name not in _FREE})))
 
     def digest(self) -> str:
@@ -193,17 +168,12 @@ _WORK = ("suite", "suite_file", "lengths", "batch_size", "prefill_chunk", "seed"
 
 
 def _names() -> list[str]:
-    classes = [EvaluationSettings, *(group.settings for group in _GROUPS.values())]
+    classes = [EvaluationSettings, *(suite.Settings for suite in SUITES.values())]
     return [setting.name for cls in classes for setting in settings_of(cls)]
 
 
 def command_line(program: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> CommandLine:
-    """Return what the command takes: the settings in groups, each suite's own in one.
-
-    Args:
-        program: Its name.
-        defaults: Defaults that differ from the settings' own.
-    """
+    """Return what the command takes: the settings in groups, each suite's own in one."""
     line = CommandLine(
         program,
         "Evaluate a causal language model at long context, beside its softmax teacher: what was kept, what was gained. "
@@ -214,12 +184,12 @@ def command_line(program: str, defaults: Mapping[str, Any] = MappingProxyType({}
     )
     shown = {"suite": EvaluationSettings().suite, **defaults}
     shared = settings_of(EvaluationSettings, shown)
-    suites = f"Which suites to run, of {', '.join(_GROUPS)}."
+    suites = f"Which suites to run, of {', '.join(SUITES)}."
     shared = [dataclasses.replace(one, help=suites) if one.name == "suite" else one for one in shared]
     line.add("models", (one for one in shared if one.name in _MODELS))
     line.add("what is measured", (one for one in shared if one.name in _WORK))
-    for group in _GROUPS.values():
-        line.add(group.title, settings_of(group.settings, defaults))
+    for suite in SUITES.values():
+        line.add(suite.title, settings_of(suite.Settings, defaults))
     line.add("the run", (one for one in shared if one.name not in (*_MODELS, *_WORK)))
     return line
 

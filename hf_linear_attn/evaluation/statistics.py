@@ -1,10 +1,8 @@
 """The statistics of the report: intervals for scores, paired differences, effective length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,47 +37,30 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     return (0.0 if successes == 0 else max(0.0, centre - half)), (1.0 if successes == n else min(1.0, centre + half))
 
 
-class PairedDifference(NamedTuple):
-    """Difference of two models on the same samples.
-
-    Args:
-        n: Pairs.
-        difference: Mean of first minus second.
-        ci95: Bootstrap 95% interval of the difference.
-        wins: Pairs in which the first scored higher.
-        losses: Pairs in which the second scored higher.
-        p_value: Exact McNemar (sign) test, two-sided.
-    """
-
-    n: int
-    difference: float
-    ci95: list[float]
-    wins: int
-    losses: int
-    p_value: float
-
-
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> PairedDifference:
+def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> dict[str, Any]:
     """Compare two models' scores on the same samples.
 
     Args:
         first: Scores of the first model.
         second: Scores of the second, in the same order.
         seed: Seed of the bootstrap; default 0.
+
+    Returns:
+        `n`, the number of pairs; `difference`, the mean of first minus second, and `ci95`, its bootstrap 95% interval;
+        `wins` and `losses` of the first; `p_value` of the exact McNemar (sign) test, two-sided.
     """
     difference = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
     rng = np.random.default_rng(seed)
     means = difference[rng.integers(0, len(difference), (_RESAMPLES, len(difference)))].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return PairedDifference(
-        n=len(difference),
-        difference=float(difference.mean()),
-        ci95=[float(low), float(high)],
-        wins=wins,
-        losses=losses,
-        p_value=_sign_test(wins, losses),
-    )
+    return {
+        "n": len(difference),
+        "difference": float(difference.mean()),
+        "ci95": [float(bound) for bound in np.quantile(means, [0.025, 0.975])],
+        "wins": wins,
+        "losses": losses,
+        "p_value": _sign_test(wins, losses),
+    }
 
 
 def _sign_test(wins: int, losses: int) -> float:

@@ -1,7 +1,5 @@
 """The source text of the Python standard library, split by file: real text of several MB, no download."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

@@ -1,7 +1,5 @@
 """`samples.jsonl`: one line per finished piece of work, so that a run cut off at any point goes on where it was."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

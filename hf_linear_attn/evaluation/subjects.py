@@ -1,7 +1,5 @@
 """The models under evaluation: loading them, what is known about them, how far their positions reach."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,6 +16,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state
+from hf_linear_attn.patching import unpatch_model
 
 
 @dataclass(frozen=True)
@@ -125,26 +124,6 @@ class Subject:
         }
 
 
-def load_subject(path: str, role: str, settings: EvaluationSettings, kind: Kind = "causal") -> PreTrainedModel:
-    """Load a model of a run.
-
-    Args:
-        path: A folder or hub name.
-        role: `"model"` or `"teacher"`.
-        settings: `dtype`, `device` and `offline` are used.
-        kind: The kind of model.
-
-    Raises:
-        ArgumentError: If the device cannot be used.
-        CheckpointError: If there is no loadable causal language model at `path`.
-    """
-    device = find_device(settings.device) if settings.device else process_state().device
-    local = settings.offline or os.path.isdir(path)
-    model = load_model(path, role, kind=kind, local_files_only=local, dtype=settings.dtype)
-    model.to(device)  # type: ignore[arg-type]
-    return model
-
-
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer without any token that ends, begins or pads a text."""
     if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:
@@ -152,73 +131,35 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         raise ArgumentError("tokenizer", "have an EOS, BOS or padding token", type(tokenizer).__name__, remedy)
 
 
-def prepare(
-    name: str,
-    role: str,
-    model: PreTrainedModel,
-    path: str | None,
-    settings: EvaluationSettings,
-    kind: Kind = "causal",
-) -> Subject:
-    """Check a model and put it into evaluation mode.
-
-    Raises:
-        UnsupportedError: If the model is not a causal language model, or if `attn="linear"` was asked and no layer of
-            the model under test is patched.
-        ArgumentError: If the teacher is patched, or `attn="softmax"` was asked for a patched model that was passed in
-            memory.
-    """
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if kind == "causal" and (head is None or model.config.is_encoder_decoder):
-        raise UnsupportedError(
-            "model", "be a causal language model", type(model).__name__, "Pass one with a head.", where=name
-        )
-    model.train(False)
-    subject = Subject(name=name, role=role, model=model, path=path)
-    if role == "teacher" and subject.linear_attention is not None:
-        rule = "be a softmax model, and this one is patched"
-        remedy = "Name the softmax model that it was made from; `compare` shows two students side by side."
-        raise ArgumentError("teacher", rule, path or type(model).__name__, remedy)
-    if role == "model":
-        if settings.attn == "linear" and subject.linear_attention is None:
-            rule = "be 'softmax' or 'auto' for a model without a patched layer"
-            remedy = "Call patch_model first, or load a folder that a patched model was saved to."
-            raise UnsupportedError("attn", rule, "linear", remedy, where=name)
-        if settings.attn == "softmax" and subject.linear_attention is not None:
-            if path is None:
-                rule = "be 'linear' or 'auto' for a patched model in memory"
-                raise ArgumentError("attn", rule, "softmax", "Call unpatch_model first.", where=name)
-            from hf_linear_attn.patching import unpatch_model
-
-            unpatch_model(model)
-    return subject
-
-
 def gather_subjects(
     settings: EvaluationSettings,
     model: PreTrainedModel | None,
     teacher: PreTrainedModel | None,
     baselines: Mapping[str, PreTrainedModel],
-    kind: Kind = "causal",
+    kind: Kind,
 ) -> list[Subject]:
     """Load or take every model of a run, the one under test first.
 
     Raises:
-        ArgumentError: If no model is given, or one is given twice, or the teacher is patched.
+        ArgumentError: If no model is given, or one is given twice, the teacher is patched, the device cannot be used,
+            or `attn="softmax"` was asked for a patched model in memory.
         CheckpointError: If a path cannot be loaded.
-        UnsupportedError: If a model cannot be evaluated.
+        UnsupportedError: If a model is not of the kind, or `attn="linear"` was asked and no layer of the model under
+            test is patched.
     """
     known = [id(one) for one in (model, teacher, *baselines.values()) if one is not None]
     if len(set(known)) != len(known):
-        raise ArgumentError(
-            "teacher", "be another object than `model`", "the same model", "patch_model works in place: load twice."
-        )
+        remedy = "patch_model works in place: load twice."
+        raise ArgumentError("teacher", "be another object than `model`", "the same model", remedy)
     subjects = []
     for role, given, path in (("model", model, settings.model), ("teacher", teacher, settings.teacher)):
-        if given is not None:
-            subjects.append(prepare(role, role, given, None, settings, kind))
-        elif path is not None:
-            subjects.append(prepare(role, role, load_subject(path, role, settings, kind), path, settings, kind))
+        if given is None and path is not None:
+            device = find_device(settings.device) if settings.device else process_state().device
+            local = settings.offline or os.path.isdir(path)
+            loaded = load_model(path, role, kind=kind, local_files_only=local, dtype=settings.dtype)
+            subjects.append(_prepare(Subject(role, role, loaded.to(device), path), settings, kind))  # type: ignore[arg-type]
+        elif given is not None:
+            subjects.append(_prepare(Subject(role, role, given, None), settings, kind))
         elif role == "model":
             raise ArgumentError(
                 "model", "be a model or a path", None, "Pass model=..., or set the path in the settings."
@@ -226,5 +167,30 @@ def gather_subjects(
     for name, baseline in baselines.items():
         if name in ("model", "teacher"):
             raise ArgumentError("baselines", "have names of their own", name, "Choose another name.")
-        subjects.append(prepare(name, "baseline", baseline, None, settings, kind))
+        subjects.append(_prepare(Subject(name, "baseline", baseline, None), settings, kind))
     return subjects
+
+
+def _prepare(subject: Subject, settings: EvaluationSettings, kind: Kind) -> Subject:
+    """Check a model and put it into evaluation mode."""
+    model, called = subject.model, type(subject.model).__name__
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if kind == "causal" and (head is None or model.config.is_encoder_decoder):
+        rule = "be a causal language model"
+        raise UnsupportedError("model", rule, called, "Pass one with a head.", where=subject.name)
+    model.train(False)
+    patched = subject.linear_attention is not None
+    if subject.role == "teacher" and patched:
+        rule = "be a softmax model, and this one is patched"
+        remedy = "Name the softmax model that it was made from; `compare` shows two students side by side."
+        raise ArgumentError("teacher", rule, subject.path or called, remedy)
+    if subject.role == "model" and settings.attn == "linear" and not patched:
+        rule = "be 'softmax' or 'auto' for a model without a patched layer"
+        remedy = "Call patch_model first, or load a folder that a patched model was saved to."
+        raise UnsupportedError("attn", rule, "linear", remedy, where=subject.name)
+    if subject.role == "model" and settings.attn == "softmax" and patched:
+        if subject.path is None:
+            rule = "be 'linear' or 'auto' for a patched model in memory"
+            raise ArgumentError("attn", rule, "softmax", "Call unpatch_model first.", where=subject.name)
+        unpatch_model(model)
+    return subject

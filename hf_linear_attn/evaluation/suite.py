@@ -4,9 +4,8 @@ A suite is one file with a class decorated by `register_suite`. An object of it 
 alone, so that a saved `results.json` is reported, compared and combined without a model.
 """
 
-from __future__ import annotations
-
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.cost import Pace
-from hf_linear_attn.evaluation.settings import EvaluationSettings, add_group
+from hf_linear_attn.evaluation.settings import SUITES, EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.view import Headline, Results, Section, Table
@@ -177,7 +176,6 @@ def extend(rows: list[dict[str, Any]], more: Sequence[Mapping[str, Any]], key: S
     rows.extend(dict(row) for row in more if tuple(row.get(name) for name in key) not in have)
 
 
-_SUITES: dict[str, type[Suite]] = {}
 _SuiteType = TypeVar("_SuiteType", bound=type[Suite])
 
 
@@ -187,17 +185,28 @@ def register_suite(cls: _SuiteType) -> _SuiteType:
     Raises:
         ArgumentError: If another class holds the name, or a setting has the name of another.
     """
-    held = _SUITES.get(cls.name, cls)
+    held = SUITES.get(cls.name, cls)
     if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ArgumentError("name", "be new", cls.name, "Choose another one.", where=cls.__qualname__)
-    add_group(cls.name, cls.title, cls.Settings, place=cls.place, by_default=cls.by_default)
-    _SUITES[cls.name] = cls
+    others = [suite for suite in suites() if suite.name != cls.name]
+    for name, settings in [("all suites", EvaluationSettings), *((suite.name, suite.Settings) for suite in others)]:
+        clash = sorted(_names(cls.Settings) & _names(settings))
+        if clash:
+            remedy = f"They belong to {name}."
+            raise ArgumentError("Settings", "have names of their own", clash, remedy, where=cls.name)
+    ordered: list[type[Suite]] = sorted([*others, cls], key=lambda suite: (suite.place, suite.name))
+    SUITES.clear()
+    SUITES.update({suite.name: suite for suite in ordered})
     return cls
+
+
+def _names(settings: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(settings)}
 
 
 def suites() -> list[type[Suite]]:
     """Return the registered suites in the order of the report."""
-    return sorted(_SUITES.values(), key=lambda suite: (suite.place, suite.name))
+    return list(SUITES.values())
 
 
 def suites_of(settings: EvaluationSettings) -> list[type[Suite]]:
@@ -214,7 +223,7 @@ def load_users_suites(file: str | Path) -> None:
     """
     with users_code(file, "suite_file"):
         name = run_file(file, "suite_file", "suites_of_")
-    if not any(suite.__module__ == name for suite in _SUITES.values()):
+    if not any(suite.__module__ == name for suite in suites()):
         raise ArgumentError("suite_file", "register a suite", str(file), "Decorate its class with @register_suite.")
 
 

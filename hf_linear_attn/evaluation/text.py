@@ -1,7 +1,5 @@
 """The text that perplexity is measured on: documents, their tokens and the windows that score each token once."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

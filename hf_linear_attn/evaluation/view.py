@@ -1,7 +1,5 @@
 """What a suite shows of results: figures in large, pictures, tables, and the words and numbers in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +9,8 @@ from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 Point = tuple[float, float, float | None, float | None]
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""By its heading the key of each column in a row, and what writes its values."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,18 @@ class Section:
     legend: bool = True
 
 
+def table(title: str, rows: Sequence[Row], columns: Columns, *, status: str = "") -> Table:
+    """Make a table of rows, with a dash for None; in the column `status` a row without figures says why it has none."""
+
+    def cell(row: Row, heading: str) -> str:
+        key, write = columns[heading]
+        if heading == status and row["status"] != "ok":
+            return str(row["status"])
+        return "-" if row[key] is None else write(row[key])
+
+    return Table(title, tuple(columns), [[cell(row, heading) for heading in columns] for row in rows])
+
+
 def models_of(results: Results) -> list[dict[str, Any]]:
     """Return the facts of every model of a run, the one under test first."""
     return [results["model"], *results["references"]]
@@ -99,6 +111,18 @@ def other_of(results: Results) -> str | None:
 def numbers_of(results: Results) -> dict[str, int]:
     """Number the models: each wears its colour, dash and marker in every picture."""
     return {model["name"]: number for number, model in enumerate(models_of(results))}
+
+
+def point(column: str, *, x: str = "length", scale: float = 1.0) -> Callable[[Row], Point | None]:
+    """Return what makes a point of a row: a column with its interval, if it has one, over another column."""
+
+    def make(row: Row) -> Point | None:
+        if row[column] is None:
+            return None
+        low, high = row.get(f"{column}_ci95") or row.get(f"{column}_iqr") or (None, None)
+        return row[x], scale * row[column], low if low is None else scale * low, high if high is None else scale * high
+
+    return make
 
 
 def lines(results: Results, rows: Sequence[Row], point: Callable[[Row], Point | None]) -> list[Series]:
@@ -138,21 +162,19 @@ def compared(ratio: float, better: str, worse: str) -> tuple[str, str]:
     return (times(ratio), better) if ratio >= 1 else (times(1 / ratio), worse)
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def number(value: float, digits: int = 4) -> str:
     """Write a number for a table."""
-    if value is None:
-        return "-"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float) -> str:
     """Write a share for a table."""
-    return "-" if value is None else f"{value:.1%}"
+    return f"{value:.1%}"
 
 
-def interval(pair: Sequence[float] | None) -> str:
+def interval(pair: Sequence[float]) -> str:
     """Write an interval of shares for a table."""
-    return "-" if pair is None else f"{100 * pair[0]:.1f}-{100 * pair[1]:.1f}%"
+    return f"{100 * pair[0]:.1f}-{100 * pair[1]:.1f}%"
 
 
 def size(count: float) -> str:
@@ -167,8 +189,3 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.3g} GiB"
-
-
-def or_status(row: Row, text: str) -> str:
-    """Return a cell's figure, or why it has none."""
-    return text if row["status"] == "ok" else str(row["status"])

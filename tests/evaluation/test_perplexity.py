@@ -260,8 +260,8 @@ def test_models_that_cannot_read_a_length_are_marked_and_the_others_are_measured
 def test_the_cost_of_a_chunk_is_bounded_by_the_logits_it_makes(monkeypatch):
     monkeypatch.setattr("hf_linear_attn.evaluation.scoring._LOGITS_AT_ONCE", VOCABULARY * 2 * 8)
     seen = []
-    score_tokens([subject(tiny_llama())], torch.zeros(2, 33, dtype=torch.long), chunk=2048, on_piece=seen.append)
-    assert seen == [8, 8, 8, 8, 1]
+    score_tokens([subject(tiny_llama())], torch.zeros(2, 33, dtype=torch.long), 1, 2048, seen.append)
+    assert seen == [16, 16, 16, 16, 2]
 
 
 def test_bytes_are_those_of_the_scored_text(tmp_path):

@@ -34,7 +34,7 @@ def test_wilson_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_paired_difference_of_equal_models_is_zero():
     found = paired_difference([1, 0, 1, 0.5], [1, 0, 1, 0.5])
-    assert (found.difference, found.ci95, found.p_value, found.wins, found.losses) == (0, [0, 0], 1, 0, 0)
+    assert found == {"n": 4, "difference": 0, "ci95": [0, 0], "wins": 0, "losses": 0, "p_value": 1}
 
 
 # Two-sided exact binomial tests under a fair coin: 2 * (1 + 9) / 2^9 and 2 / 2^12.
@@ -43,14 +43,14 @@ def test_mcnemar_is_the_exact_sign_test(wins, losses, p):
     first = [1.0] * wins + [0.0] * losses + [1.0] * 20
     second = [0.0] * wins + [1.0] * losses + [1.0] * 20
     found = paired_difference(first, second)
-    assert (found.wins, found.losses) == (wins, losses)
-    assert found.p_value == pytest.approx(p)
-    assert found.ci95[0] <= found.difference <= found.ci95[1]
+    assert (found["wins"], found["losses"]) == (wins, losses)
+    assert found["p_value"] == pytest.approx(p)
+    assert found["ci95"][0] <= found["difference"] <= found["ci95"][1]
 
 
 def test_paired_interval_excludes_zero_exactly_when_one_side_wins_throughout():
-    assert paired_difference([1] * 40, [0] * 20 + [1] * 20).ci95[0] > 0
-    low, high = paired_difference([1, 0] * 20, [0, 1] * 20).ci95
+    assert paired_difference([1] * 40, [0] * 20 + [1] * 20)["ci95"][0] > 0
+    low, high = paired_difference([1, 0] * 20, [0, 1] * 20)["ci95"]
     assert low < 0 < high
 
 

@@ -92,12 +92,12 @@ class Counting(Suite):
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry():
     """Forget the suites that a test registers."""
-    monkeypatch.setattr(suite, "_SUITES", dict(suite._SUITES))
-    monkeypatch.setattr(settings, "_GROUPS", dict(settings._GROUPS))
-    modules = set(sys.modules)
+    modules, before = set(sys.modules), dict(settings.SUITES)
     yield
+    settings.SUITES.clear()
+    settings.SUITES.update(before)
     for name in set(sys.modules) - modules:
         if name.startswith("suites_of_"):
             del sys.modules[name]

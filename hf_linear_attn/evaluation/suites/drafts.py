@@ -1,10 +1,8 @@
 """The drafts suite: a converted model drafts what its teacher answers, by context length and by tokens drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.drafting import Answer, answer, watched_caches
 from hf_linear_attn.evaluation.figures import Axes
-from hf_linear_attn.evaluation.generation import is_out_of_memory
+from hf_linear_attn.evaluation.generation import unless_out_of_memory
 from hf_linear_attn.evaluation.settings import check_settings
 from hf_linear_attn.evaluation.statistics import bootstrap_ratio_interval
 from hf_linear_attn.evaluation.store import SampleStore
@@ -152,16 +150,9 @@ class Drafts(Suite):
             for subject, teacher in self.pairs:
                 done = self.record(store, subject, self._what(length)) is not None
                 if not done and self._refusal(subject, length) is None:
-                    self.keep(store, subject, self._what(length), **self._measure(subject, teacher, length))
+                    found = unless_out_of_memory(self._answers, subject, teacher, length)
+                    self.keep(store, subject, self._what(length), **(found or {"alone": None}))
                 advance(length)
-
-    def _measure(self, subject: Subject, teacher: PreTrainedModel, length: int) -> dict[str, Any]:
-        try:
-            return self._answers(subject, teacher, length)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return {"alone": None}
 
     def _answers(self, subject: Subject, teacher: PreTrainedModel, length: int) -> dict[str, Any]:
         """Answer the prompts of a length alone and with drafts, one right after the other."""
@@ -247,11 +238,11 @@ class Drafts(Suite):
         for drafted in sorted({row["drafted"] for row in results["drafts"]}):
             rows = [row for row in results["drafts"] if row["drafted"] == drafted]
             axes = Axes("context length in tokens", "tokens in a round", y_range=(0.0, float(drafted)))
-            series = view.lines(results, rows, _accepted)
+            series = view.lines(results, rows, view.point("accepted_per_round"))
             subtitle = f"accepted in a round, {drafted} drafted"
             found += view.chart(f"drafts-accepted-{drafted}", "Accepted drafts", subtitle, series, axes)
             axes = Axes("context length in tokens", "tokens per second", log_y=True)
-            series = view.lines(results, [*rows, *_of_teachers(results, rows)], _speed)
+            series = view.lines(results, [*rows, *_of_teachers(results, rows)], view.point("tokens_per_s"))
             subtitle = f"greedy, after the first round, {drafted} drafted"
             found += view.chart(f"drafts-speed-{drafted}", "Answers with drafts", subtitle, series, axes)
         text = "A model's line is the teacher with its drafts. Whiskers are bootstrap 95% intervals over prompts."
@@ -260,25 +251,21 @@ class Drafts(Suite):
     @classmethod
     def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows."""
-        header = (
-            "model", "length", "drafted", "prompts", "accepted in a round", "identical", "tokens/s", "teacher tokens/s",
-            "first ms", "teacher first ms", "draft cache", "teacher cache",
-        )  # fmt: skip
-        rows = [
-            [
-                row["model"],
-                f"{row['length']:,}",
-                str(row["drafted"]),
-                "-" if row["prompts"] is None else str(row["prompts"]),
-                view.or_status(row, view.number(row["accepted_per_round"], 3)),
-                "-" if row["identical"] is None else str(row["identical"]),
-                *(view.number(row[name]) for name in ("tokens_per_s", "teacher_tokens_per_s")),
-                *(view.number(row[name]) for name in ("first_ms", "teacher_first_ms")),
-                *("-" if n is None else view.size(n) for n in (row["draft_cache_bytes"], row["teacher_cache_bytes"])),
-            ]
-            for row in results["drafts"]
-        ]
-        return [view.Table("Drafts", header, rows)]
+        columns: view.Columns = {
+            "model": ("model", str),
+            "length": ("length", view.tokens),
+            "drafted": ("drafted", str),
+            "prompts": ("prompts", str),
+            "accepted in a round": ("accepted_per_round", partial(view.number, digits=3)),
+            "identical": ("identical", str),
+            "tokens/s": ("tokens_per_s", view.number),
+            "teacher tokens/s": ("teacher_tokens_per_s", view.number),
+            "first ms": ("first_ms", view.number),
+            "teacher first ms": ("teacher_first_ms", view.number),
+            "draft cache": ("draft_cache_bytes", view.size),
+            "teacher cache": ("teacher_cache_bytes", view.size),
+        }
+        return [view.table("Drafts", results["drafts"], columns, status="accepted in a round")]
 
 
 def _figures(record: Row | None, drafted: int, reason: str | None) -> dict[str, Any]:
@@ -329,21 +316,8 @@ def _best(results: Results) -> Row | None:
 def _of_teachers(results: Results, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return rows of the teacher alone, where it is one of the models."""
     return [
-        {
-            "model": teacher,
-            "length": row["length"],
-            "tokens_per_s": row["teacher_tokens_per_s"],
-            "status": row["status"],
-        }
+        {**row, "model": teacher, "tokens_per_s": row["teacher_tokens_per_s"]}
         for teacher in view.teachers_of(results)[:1]
         for row in rows
         if row["model"] == results["model"]["name"]
     ]
-
-
-def _accepted(row: Row) -> view.Point | None:
-    return (row["length"], row["accepted_per_round"], *row["accepted_per_round_ci95"])
-
-
-def _speed(row: Row) -> view.Point | None:
-    return None if row["tokens_per_s"] is None else (row["length"], row["tokens_per_s"], None, None)

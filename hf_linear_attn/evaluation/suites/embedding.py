@@ -1,7 +1,5 @@
 """The embedding suite, for encoders: nearness to the teacher, retrieval of a text's other half, and time, by length."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,9 +22,10 @@ from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
 from hf_linear_attn.evaluation.view import Results, Row
 from hf_linear_attn.loading import Kind, read_text
 
+_LOW = f"cosine_p{LOW_PERCENT:02d}"
 _FIGURES = (
-    "texts", "mean_reciprocal_rank", "top1", "median_rank", "cosine_mean", f"cosine_p{LOW_PERCENT:02d}", "cosine_min",
-    "between_texts", "ms_per_text",
+    "texts", "mean_reciprocal_rank", "top1", "median_rank", "cosine_mean", _LOW, "cosine_min", "between_texts",
+    "ms_per_text",
 )  # fmt: skip
 
 
@@ -158,47 +157,36 @@ class Embedding(Suite):
         mine = _longest(results)
         if mine is None or mine["cosine_mean"] is None:
             return []
-        detail = f"worst {LOW_PERCENT}% {mine[f'cosine_p{LOW_PERCENT:02d}']:.3f}; "
-        detail += f"different texts have {mine['between_texts']:.3f}"
-        return [
-            view.Headline(
-                f"{mine['cosine_mean']:.3f}",
-                f"mean cosine to the teacher at {view.tokens(mine['length'])} tokens",
-                detail,
-            )
-        ]
+        label = f"mean cosine to the teacher at {view.tokens(mine['length'])} tokens"
+        detail = f"worst {LOW_PERCENT}% {mine[_LOW]:.3f}; different texts have {mine['between_texts']:.3f}"
+        return [view.Headline(f"{mine['cosine_mean']:.3f}", label, detail)]
 
     @classmethod
     def quality(cls, results: Results) -> list[str]:
         """Compare retrieval with the teacher's at the longest length."""
-        mine, other = _longest(results), view.other_of(results)
-        theirs = None if mine is None else _row(results, other, mine["length"])
+        mine, theirs = _longest(results), _beside(results)
         if mine is None or theirs is None:
             return []
-        first = results["model"]["name"]
         return [
-            f"Among {mine['texts']} texts of {view.tokens(mine['length'])} tokens, {first} finds the second half of "
-            f"{view.percent(mine['top1'])} by the first, {other} of {view.percent(theirs['top1'])}."
+            f"Among {mine['texts']} texts of {view.tokens(mine['length'])} tokens, {mine['model']} finds the second "
+            f"half of {view.percent(mine['top1'])} by the first, {theirs['model']} of {view.percent(theirs['top1'])}."
         ]
 
     @classmethod
     def speed(cls, results: Results) -> list[str]:
         """Compare the time of a text with the teacher's at the longest length."""
-        mine, other = _longest(results), view.other_of(results)
-        theirs = None if mine is None else _row(results, other, mine["length"])
+        mine, theirs = _longest(results), _beside(results)
         if mine is None or theirs is None:
             return []
         figure, word = view.compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
-        return [f"A text of {view.tokens(mine['length'])} tokens is embedded {figure} {word} than by {other}."]
+        return [
+            f"A text of {view.tokens(mine['length'])} tokens is embedded {figure} {word} than by {theirs['model']}."
+        ]
 
     @classmethod
     def pictures(cls, results: Results) -> list[view.Section]:
         """Draw the time of a text by its length."""
-
-        def point(row: Row) -> view.Point | None:
-            return None if row["ms_per_text"] is None else (row["length"], row["ms_per_text"], None, None)
-
-        series = view.lines(results, results["embedding"], point)
+        series = view.lines(results, results["embedding"], view.point("ms_per_text"))
         axes = Axes("tokens of a text", "ms per text", log_y=True)
         drawn = view.chart("embedding-time", "Embedding", "one text at a time", series, axes)
         return [view.Section("Embeddings", "Both axes are logarithmic, lower is better.", drawn)]
@@ -206,33 +194,30 @@ class Embedding(Suite):
     @classmethod
     def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows."""
-        header = (
-            "model", "length", "texts", "mean cosine", f"worst {LOW_PERCENT}%", "different texts", "reciprocal rank",
-            "found first", "ms per text",
-        )  # fmt: skip
-        low = f"cosine_p{LOW_PERCENT:02d}"
-        rows = [
-            [
-                row["model"],
-                f"{row['length']:,}",
-                view.or_status(row, str(row["texts"])),
-                *(view.number(row[name]) for name in ("cosine_mean", low, "between_texts", "mean_reciprocal_rank")),
-                view.percent(row["top1"]),
-                view.number(row["ms_per_text"]),
-            ]
-            for row in results["embedding"]
-        ]
-        return [view.Table("Embeddings", header, rows)]
-
-
-def _row(results: Results, model: str | None, length: int) -> Row | None:
-    """Return the figures of a model at a length, if there are any."""
-    rows = (row for row in results["embedding"] if row["status"] == "ok")
-    return next((row for row in rows if (row["model"], row["length"]) == (model, length)), None)
+        columns: view.Columns = {
+            "model": ("model", str),
+            "length": ("length", view.tokens),
+            "texts": ("texts", str),
+            "mean cosine": ("cosine_mean", view.number),
+            f"worst {LOW_PERCENT}%": (_LOW, view.number),
+            "different texts": ("between_texts", view.number),
+            "reciprocal rank": ("mean_reciprocal_rank", view.number),
+            "found first": ("top1", view.percent),
+            "ms per text": ("ms_per_text", view.number),
+        }
+        return [view.table("Embeddings", results["embedding"], columns, status="texts")]
 
 
 def _longest(results: Results) -> Row | None:
     """Return the figures of the model under test at its longest length, if there are any."""
-    name = results["model"]["name"]
-    rows = [row for row in results["embedding"] if row["model"] == name and row["status"] == "ok"]
-    return max(rows, key=lambda row: row["length"], default=None)
+    return max(_of(results, results["model"]["name"]), key=lambda row: row["length"], default=None)
+
+
+def _beside(results: Results) -> Row | None:
+    """Return the figures of the model that it is compared with, at the same length."""
+    mine, theirs = _longest(results), _of(results, view.other_of(results))
+    return next((row for row in theirs if mine is not None and row["length"] == mine["length"]), None)
+
+
+def _of(results: Results, model: str | None) -> list[Row]:
+    return [row for row in results["embedding"] if row["model"] == model and row["status"] == "ok"]

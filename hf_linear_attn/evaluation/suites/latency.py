@@ -1,10 +1,9 @@
 """The latency suite: prefill, decode, peak memory and cache bytes by length, each cell on a fresh cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation import view
 from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.figures import Axes
-from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
+from hf_linear_attn.evaluation.generation import forward, prefill, unless_out_of_memory
 from hf_linear_attn.evaluation.meters import cache_bytes, peak_memory_mib, timed
 from hf_linear_attn.evaluation.settings import EvaluationSettings, check_settings
 from hf_linear_attn.evaluation.statistics import crossing
@@ -32,6 +31,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys(
         "decode_ms_per_token", "decode_ms_per_token_iqr", "peak_mib", "peak_method", "cache_bytes",
     )
 )  # fmt: skip
+_OUT_OF_MEMORY = {**_NOTHING, "status": "out-of-memory", "reason": "The model ran out of memory."}
 
 _PICTURES = (
     ("decode", "Decode", "milliseconds per token", "decode_ms_per_token", "ms per token", 1.0),
@@ -116,29 +116,21 @@ class Latency(Suite):
         for length in self.lengths:
             for subject in self.subjects:
                 if self.record(store, subject, length) is None and subject.refusal(length) is None:
-                    self.keep(store, subject, length, figures=self._measure(subject, length))
+                    cell = (subject, length, self.own, self.batch_size, self.settings)
+                    found = unless_out_of_memory(measure, *cell)
+                    figures = {"status": "ok", "reason": None, **(found or _OUT_OF_MEMORY)}
+                    self.keep(store, subject, length, figures=figures)
                 advance(length)
-
-    def _measure(self, subject: Subject, length: int) -> dict[str, Any]:
-        try:
-            found = measure(subject, length, self.own, self.batch_size, self.settings)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return {**_NOTHING, "status": "out-of-memory", "reason": "The model ran out of memory."}
-        return {"status": "ok", "reason": None, **found}
 
     def collect(self, store: SampleStore) -> dict[str, Any]:
         """Turn the store's records into cells."""
         cells = []
         for subject in self.subjects:
             for length in self.lengths:
-                cell = {"model": subject.name, "length": length}
                 record = self.record(store, subject, length)
-                if record is None:
-                    cells.append({**cell, "status": "unsupported", "reason": subject.refusal(length), **_NOTHING})
-                else:
-                    cells.append({**cell, **record["figures"]})
+                unread = {"status": "unsupported", "reason": subject.refusal(length), **_NOTHING}
+                figures = unread if record is None else record["figures"]
+                cells.append({"model": subject.name, "length": length, **figures})
         return {"latency": cells}
 
     @classmethod
@@ -228,7 +220,7 @@ class Latency(Suite):
             marks = [
                 (row[name], f"= {row['other']} at {row[name]:,.0f}") for row in results["break_even"] if row.get(name)
             ]
-            series = view.lines(results, results["latency"], _point(column, scale))
+            series = view.lines(results, results["latency"], view.point(column, scale=scale))
             axes = Axes("context length in tokens", unit, log_y=True, marks=marks)
             found += view.chart(f"latency-{name}", title, f"{subtitle}{batch}", series, axes)
         text = "Both axes are logarithmic, lower is better. Dotted verticals mark the break-even length."
@@ -237,24 +229,18 @@ class Latency(Suite):
     @classmethod
     def tables(cls, results: Results) -> list[view.Table]:
         """Return the cells."""
-        header = (
-            "model", "length", "batch", "repeats", "prefill tok/s", "first token ms", "decode ms/token", "peak MiB",
-            "cache bytes",
-        )  # fmt: skip
-        rows = [
-            [
-                row["model"],
-                f"{row['length']:,}",
-                *("-" if row[name] is None else str(row[name]) for name in ("batch_size", "repeats")),
-                view.or_status(row, view.number(row["prefill_tokens_per_s"])),
-                view.number(row["ttft_ms"]),
-                view.number(row["decode_ms_per_token"], 3),
-                view.number(row["peak_mib"]),
-                "-" if row["cache_bytes"] is None else f"{row['cache_bytes']:,}",
-            ]
-            for row in results["latency"]
-        ]
-        return [view.Table("Latency and memory", header, rows)]
+        columns: view.Columns = {
+            "model": ("model", str),
+            "length": ("length", view.tokens),
+            "batch": ("batch_size", str),
+            "repeats": ("repeats", str),
+            "prefill tok/s": ("prefill_tokens_per_s", view.number),
+            "first token ms": ("ttft_ms", view.number),
+            "decode ms/token": ("decode_ms_per_token", partial(view.number, digits=3)),
+            "peak MiB": ("peak_mib", view.number),
+            "cache bytes": ("cache_bytes", view.tokens),
+        }
+        return [view.table("Latency and memory", results["latency"], columns, status="prefill tok/s")]
 
 
 def measure(
@@ -267,7 +253,7 @@ def measure(
         length: Tokens in the cache when the measurement ends; at least 2.
         own: How often, and how many tokens are decoded.
         batch_size: Prompts read together.
-        settings: `prefill_chunk` and `seed` are used.
+        settings: Gives `prefill_chunk` and `seed`.
 
     Returns:
         Medians and quartiles of the repeats, and the memory of one more run.
@@ -352,12 +338,3 @@ def _longest_pair(results: Results) -> tuple[Row, Row, str] | None:
 def _ratio(what: str, ratio: float, better: str, worse: str) -> str:
     figure, word = view.compared(ratio, better, worse)
     return f"{what} {word}" if word == "about the same" else f"{what} {figure} {word}"
-
-
-def _point(column: str, scale: float) -> Callable[[Row], view.Point]:
-    def point(row: Row) -> view.Point:
-        low, high = row.get(f"{column}_iqr") or (None, None)
-        scaled = (None if low is None else low * scale, None if high is None else high * scale)
-        return row["length"], row[column] * scale, *scaled
-
-    return point

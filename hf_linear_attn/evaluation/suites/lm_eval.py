@@ -1,7 +1,5 @@
 """The lm-eval suite: tasks of EleutherAI's lm-evaluation-harness on any model of a run, in memory or from a path."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -22,7 +20,7 @@ from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
 from hf_linear_attn.evaluation.tasks.base import bos_ids
-from hf_linear_attn.evaluation.view import Results, Table, interval, number, tokens
+from hf_linear_attn.evaluation.view import Columns, Results, Table, interval, number, table, tokens
 
 # These make their own data; every other task of the harness downloads some.
 OFFLINE_TASKS = ("niah_single_1", "ruler_cwe", "ruler_fwe", "ruler_vt")
@@ -192,18 +190,10 @@ class LmEval(Suite):
             )
         if ruler:
             return self._ruler_rows(subject, name, found["samples"][name])
+        nothing = dict.fromkeys(("length", "ci95", "prompts_sha256"))
+        common = {"model": subject.name, "task": name, "n": len(found["samples"][name]), "status": "ok", **nothing}
         return [
-            {
-                "model": subject.name,
-                "task": name,
-                "length": None,
-                "metric": metric,
-                "value": float(value),
-                "ci95": None,
-                "n": len(found["samples"][name]),
-                "prompts_sha256": None,
-                "status": "ok",
-            }
+            {**common, "metric": metric, "value": float(value)}
             for metric, value in sorted(found["results"][name].items())
             if isinstance(value, int | float) and "stderr" not in metric and metric not in ("sample_len",)
         ]
@@ -251,20 +241,16 @@ class LmEval(Suite):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """Return the scores."""
-        rows = [
-            [
-                row["model"],
-                row["task"],
-                "-" if row["length"] is None else f"{row['length']:,}",
-                row["metric"],
-                number(row["value"]),
-                interval(row["ci95"]),
-                str(row["n"]),
-            ]
-            for row in results["lm_eval"]
-        ]
-        header = ("model", "task", "length", "metric", "value", "95% interval", "n")
-        return [Table("lm-evaluation-harness", header, rows)]
+        columns: Columns = {
+            "model": ("model", str),
+            "task": ("task", str),
+            "length": ("length", tokens),
+            "metric": ("metric", str),
+            "value": ("value", number),
+            "95% interval": ("ci95", interval),
+            "n": ("n", str),
+        }
+        return [table("lm-evaluation-harness", results["lm_eval"], columns)]
 
 
 def _at(row: Mapping[str, Any]) -> str:

@@ -4,12 +4,10 @@ Perplexity is `exp(sum NLL / sum tokens)`, never a mean of window means; bits pe
 `sum NLL / (ln 2 * bytes of the scored text)`, which compares models across tokenizers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from hf_linear_attn.errors import ArgumentError
@@ -230,12 +228,9 @@ class Perplexity(Suite):
             return [view.Headline(f"{mine[max(mine)]:.4g}", f"perplexity at {view.tokens(max(mine))} tokens")]
         at = min(shared, key=lambda length: theirs[length])
         change = f"{mine[at] / theirs[at] - 1:+.0%}"
+        change = "0%" if change in ("+0%", "-0%") else change
         detail = f"{mine[at]:.4g}, {other} {theirs[at]:.4g}"
-        return [
-            view.Headline(
-                change.replace("+0%", "0%").replace("-0%", "0%"), f"perplexity at {view.tokens(at)} tokens", detail
-            )
-        ]
+        return [view.Headline(change, f"perplexity at {view.tokens(at)} tokens", detail)]
 
     @classmethod
     def quality(cls, results: Results) -> list[str]:
@@ -283,60 +278,50 @@ class Perplexity(Suite):
         place = Axes("position in the window, up to", "nats per token")
         share = Axes(place.x_label, "share of tokens", percent=True)
 
-        def draw(name: str, title: str, note: str, rows: Sequence[Row], column: str, axes: Axes) -> list[view.Picture]:
-            return view.chart(name, title, note, view.lines(results, rows, _point(column)), axes)
-
+        columns = ("nll_nats", "kl_nats", "agreement")
+        by_place = {name: view.lines(results, positions, view.point(name, x="stop")) for name in columns}
+        of_context, of_windows = (
+            view.lines(results, found[part], view.point("perplexity")) for part in ("growing_context", "windows")
+        )
         context = Axes("context length in tokens", "perplexity")
         window = Axes("window length in tokens", "perplexity")
-        whole, growing = "Perplexity of the whole text", "The same final tokens under growing context"
-        afresh, same = "by window length, each from a fresh state", "perplexity of the same tokens"
-        far = "Distance from the teacher by position"
-        return [
-            view.Section(
-                "Perplexity",
-                "Lower is better; every token is scored once, and whiskers are bootstrap 95% intervals over windows.",
-                [
-                    *draw(
-                        "nll-by-position",
-                        "Loss by position",
-                        f"nats per token, {windows}",
-                        positions,
-                        "nll_nats",
-                        place,
-                    ),
-                    *draw("growing-context", growing, same, found["growing_context"], "perplexity", context),
-                    *draw("perplexity-by-window", whole, afresh, found["windows"], "perplexity", window),
-                    *draw("kl-by-position", far, f"KL(teacher || model), {windows}", positions, "kl_nats", place),
-                    *draw(
-                        "agreement-by-position", "Same top token as the teacher", windows, positions, "agreement", share
-                    ),
-                ],
-            )
+        growing, same = "The same final tokens under growing context", "perplexity of the same tokens"
+        whole, afresh = "Perplexity of the whole text", "by window length, each from a fresh state"
+        loss, far = f"nats per token, {windows}", f"KL(teacher || model), {windows}"
+        drawn = [
+            *view.chart("nll-by-position", "Loss by position", loss, by_place["nll_nats"], place),
+            *view.chart("growing-context", growing, same, of_context, context),
+            *view.chart("perplexity-by-window", whole, afresh, of_windows, window),
+            *view.chart("kl-by-position", "Distance from the teacher by position", far, by_place["kl_nats"], place),
+            *view.chart(
+                "agreement-by-position", "Same top token as the teacher", windows, by_place["agreement"], share
+            ),
         ]
+        text = "Lower is better; every token is scored once, and whiskers are bootstrap 95% intervals over windows."
+        return [view.Section("Perplexity", text, drawn)]
 
     @classmethod
     def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows by window length, and the gaps closed."""
-        rows = [
-            [
-                row["model"],
-                f"{row['length']:,}",
-                f"{row['tokens']:,}",
-                view.or_status(row, view.number(row["perplexity"])),
-                view.number(row["bits_per_byte"]),
-                view.number(row["kl_nats"], 3),
-                view.percent(row["agreement"]),
-            ]
-            for row in (results["perplexity"] or {"windows": []})["windows"]
-        ]
-        header = ("model", "length", "tokens", "perplexity", "bits per byte", "KL to teacher", "same top token")
-        gaps = [
-            [row["baseline"], row["teacher"], f"{row['length']:,}", view.percent(row["gap_closed"])]
-            for row in results["gap_closed"]
-        ]
+        columns: view.Columns = {
+            "model": ("model", str),
+            "length": ("length", view.tokens),
+            "tokens": ("tokens", view.tokens),
+            "perplexity": ("perplexity", view.number),
+            "bits per byte": ("bits_per_byte", view.number),
+            "KL to teacher": ("kl_nats", partial(view.number, digits=3)),
+            "same top token": ("agreement", view.percent),
+        }
+        gap_columns: view.Columns = {
+            "baseline": ("baseline", str),
+            "teacher": ("teacher", str),
+            "length": ("length", view.tokens),
+            "gap closed": ("gap_closed", view.percent),
+        }
+        rows = (results["perplexity"] or {"windows": []})["windows"]
         return [
-            view.Table("Perplexity by window length", header, rows),
-            view.Table("Gap closed", ("baseline", "teacher", "length", "gap closed"), gaps),
+            view.table("Perplexity by window length", rows, columns, status="perplexity"),
+            view.table("Gap closed", results["gap_closed"], gap_columns),
         ]
 
 
@@ -344,12 +329,3 @@ def _windows(results: Results) -> dict[tuple[str, int], Row]:
     """Return the rows that have a figure, by model and window length."""
     rows = (results["perplexity"] or {"windows": []})["windows"]
     return {(row["model"], row["length"]): row for row in rows if row["status"] == "ok"}
-
-
-def _point(column: str) -> Callable[[Row], view.Point | None]:
-    def point(row: Row) -> view.Point | None:
-        low, high = row.get(f"{column}_ci95") or (None, None)
-        at = row["stop"] if "stop" in row else row["length"]
-        return None if row[column] is None else (at, row[column], low, high)
-
-    return point

@@ -1,7 +1,5 @@
 """The retrieval suite: generated tasks, scored by what the answer contains, by length and depth."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping

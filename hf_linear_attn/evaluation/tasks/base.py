@@ -4,8 +4,6 @@ A prompt is `head + haystack + tail`, assembled as token ids: text is never deco
 length is known exactly. Pieces end in a newline, where tokenizers of all kinds agree on the boundary.
 """
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

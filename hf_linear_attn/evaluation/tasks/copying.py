@@ -1,7 +1,5 @@
 """Copying: a list of words that stands far back, to be written again word for word."""
 
-from __future__ import annotations
-
 import random
 
 from transformers import PreTrainedTokenizerBase

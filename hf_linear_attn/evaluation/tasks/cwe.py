@@ -1,7 +1,5 @@
 """Common words: the ten words of a numbered list that stand in it most often, after RULER (Hsieh et al., 2024)."""
 
-from __future__ import annotations
-
 import random
 from itertools import count
 

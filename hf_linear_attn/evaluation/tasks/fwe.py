@@ -1,7 +1,5 @@
 """Frequent words: made-up words whose frequencies follow a Zipf law, after RULER (Hsieh et al., 2024)."""
 
-from __future__ import annotations
-
 import random
 from itertools import takewhile
 

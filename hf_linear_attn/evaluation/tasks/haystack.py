@@ -1,7 +1,5 @@
 """What needles are hidden in: repeated noise sentences, or real text."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

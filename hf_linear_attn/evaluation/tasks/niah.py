@@ -1,7 +1,5 @@
 """The four needle-in-a-haystack tasks of RULER (Hsieh et al., 2024)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import ClassVar

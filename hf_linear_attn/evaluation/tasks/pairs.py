@@ -1,7 +1,5 @@
 """Tasks that ask for the value of one key out of several pairs: in held-out forms, and in one that training has."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import ClassVar

@@ -4,8 +4,6 @@ The prompt follows Mohtashami and Jaggi, "Landmark Attention: Random-Access Infi
 Transformers" (2023), except that the key stands in the text once.
 """
 
-from __future__ import annotations
-
 import random
 
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Variable tracking: one chain of assignments in a haystack, after RULER (Hsieh et al., 2024)."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from string import ascii_uppercase

@@ -1,7 +1,5 @@
 """The words that tasks are made of, none of which contains another: common English ones, and made-up ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import lru_cache
