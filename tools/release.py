@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_KIB = 720
-"""A wheel that grows beyond has to say why: docs/results/wheel.md says what is in it, and why it has 652 KiB."""
+"""A wheel that grows beyond has to say why: docs/results/wheel.md says what is in it, and why it has 713 KiB."""
 CARRIED = (
     "hf_linear_attn/py.typed",
     "hf_linear_attn/evaluation/results.schema.json",

@@ -8,7 +8,9 @@ import shutil
 import pytest
 import torch
 
+from hf_linear_attn.distill import distill
 from hf_linear_attn.evaluation import evaluate, read_results, without_times
+from tests.distill import tiny
 from tests.evaluation import workers
 from tests.evaluation.helpers import byte_tokenizer, tiny_linear
 from tests.safety.test_runs import run as distil
@@ -28,6 +30,18 @@ def one_thread():
 def distillation(folder):
     torch.set_num_threads(1)
     distil(folder)
+
+
+def learning_to_keep(folder):
+    torch.set_num_threads(1)
+    steps = {"stages": ["retain", "distill"], "retain_steps": 5, "distill_steps": 3, "checkpoint_every": 2}
+    settings = tiny.tiny_settings("kept_keys", kept=3, block_tokens=32, **steps, output_dir=str(folder))
+    distill(
+        settings,
+        teacher=tiny.tiny_teacher(),
+        tokenizer=tiny.byte_tokenizer(),
+        data=(tiny.tiny_data(), tiny.tiny_data()),
+    )
 
 
 def figures_of_distillation(folder):
@@ -51,7 +65,11 @@ def figures_of_evaluation(folder):
     return json.dumps(results)
 
 
-JOBS = {"distillation": (distillation, figures_of_distillation), "evaluation": (evaluation, figures_of_evaluation)}
+JOBS = {
+    "distillation": (distillation, figures_of_distillation),
+    "kept keys": (learning_to_keep, figures_of_distillation),
+    "evaluation": (evaluation, figures_of_evaluation),
+}
 
 
 @pytest.mark.usefixtures("one_thread")
