@@ -103,7 +103,7 @@ def load_model(
             be drawn at random, and nothing can be learned from them or measured.
     """
     config = load_config(name, argument, local_files_only=local_files_only)
-    patched = bool(getattr(config, "linear_attention", None))
+    patched = getattr(config, "linear_attention", None) is not None
     if patched and attention == "softmax":
         raise ArgumentError(argument, "be a softmax model, and this one is patched", name, remedy)
     if not patched and attention == "linear":
