@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError
@@ -84,3 +84,16 @@ def test_nothing_of_ours_uses_a_name_that_is_deprecated():
     )
     assert done.returncode == 0, done.stderr
     assert not any(name in done.stderr for name in ("past_key_values", "cache_params"))
+
+
+def test_a_decoders_cache_beside_an_encoders_is_looked_at_too():
+    model, ids = patch_model(tiny_model("seq2seq", "bart"), "elu"), prompt(6)
+    decoder, mask = model.get_decoder(), torch.ones(1, 9, dtype=torch.long)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        hidden = model.get_encoder()(ids).last_hidden_state
+        more = {"encoder_hidden_states": hidden, "use_cache": True, NAME: cache}
+        decoder(input_ids=ids, attention_mask=mask[:, :6], **more)
+        mask[:, 2] = 0
+        with pytest.raises(ArgumentError, match=r"`attention_mask` must show the \[6\] real tokens"):
+            decoder(input_ids=ids[:, :3], attention_mask=mask, **more)

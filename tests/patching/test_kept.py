@@ -82,6 +82,11 @@ def test_settings_are_refused_by_name(settings, message):
         patch_model(tiny_model("causal", "llama"), **settings)
 
 
+def test_a_model_that_sees_both_ways_is_refused():
+    with pytest.raises((ArgumentError, UnsupportedError), match=r"`window` must be"):
+        patch_model(tiny_model("masked", "bert"), window=4, kept=2)
+
+
 def test_a_file_of_its_own_is_refused_by_name(tmp_path):
     save(student("llama", "elu", window=4, kept=2), tmp_path / "student", tokenizer=False)
     with pytest.raises(UnsupportedError, match=r"`kept` must be 0 in a file of its own, got 2"):
