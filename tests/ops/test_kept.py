@@ -16,8 +16,9 @@ def entering(
     g = torch.Generator().manual_seed(seed)
     compared = torch.randn(B, HKV, keys + tokens, AGES if scores else V, generator=g).to(dtype)
     if alike:
-        # As a text has it that says one thing again and again.
-        compared[:, :, 1::2] = compared[:, :, :1]
+        # As a text has it that says one thing again and again, near enough to be alike but for scores.
+        noise = 1 + 1e-3 * torch.randn(compared[:, :, 1::2].shape, generator=g)
+        compared[:, :, 1::2] = compared[:, :, :1] * noise.to(dtype)
     enters = torch.rand(B, tokens, generator=g) < 0.8
     number = torch.tensor([min(1, keys - 1), keys + 3])
     positions = enters.long().cumsum(1) + number[:, None] + keys
