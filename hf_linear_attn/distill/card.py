@@ -10,8 +10,8 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.measure import MAX_DEPTH, shown
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings
-from hf_linear_attn.distill.tables import markdown_table
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
+from hf_linear_attn.evaluation.view import markdown_table
 from hf_linear_attn.files import write_atomic
 
 CARD = """\
@@ -160,7 +160,7 @@ def figures_table(metrics: dict[str, Any]) -> str:
         shares = [m["recall"][pairs] for m in columns.values()]
         cells = ["does not fit" if share is None else f"{share:.3f}" for share in shares]
         rows.append([f"recall of one of {pairs} pairs, a trained form in noise", *cells])
-    return "\n".join(markdown_table(["", *columns], rows))
+    return markdown_table(["", *columns], rows)
 
 
 def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
@@ -183,7 +183,7 @@ def answers_table(metrics: dict[str, Any], trained_length: int) -> str:
         }
         if any(chosen.values()):
             heads = ["", *(f"{length:,} tokens" for length in lengths)]
-            lines += ["", title, "", *markdown_table(heads, _answer_rows(chosen))]
+            lines += ["", title, "", markdown_table(heads, _answer_rows(chosen))]
     return "\n".join(lines)
 
 
@@ -214,4 +214,4 @@ def embedding_table(metrics: dict[str, Any]) -> str:
         figures = f"{student[name]:.4f}", f"{teacher[name]:.4f}"
         rows.append([f"second half of a text by its first, {title}", *figures, ""])
     table = markdown_table(["", "student", "teacher", "teacher, different texts"], rows)
-    return "\n".join([f"On {student['texts']} held-out texts:", "", *table])
+    return "\n".join([f"On {student['texts']} held-out texts:", "", table])

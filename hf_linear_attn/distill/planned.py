@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hf_linear_attn.distill.tables import markdown_table
+from hf_linear_attn.evaluation.view import markdown_table
 
 SLACK = 0.95
 """Share of a GPU's memory that is counted on: its allocator and its driver take some."""
@@ -75,7 +75,7 @@ class Plan:
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters, feature maps and mixing weights "
             f"{self.feature_map_parameters / 1e6:.1f}M, {machine}",
             "",
-            *markdown_table(["per GPU, GiB", *(s.stage for s in stages)], rows),
+            markdown_table(["per GPU, GiB", *(s.stage for s in stages)], rows),
         ]
         if (split := self.split) is not None:
             lines += [

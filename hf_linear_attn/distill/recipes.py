@@ -9,8 +9,8 @@ from hf_linear_attn.distill.plan import GIB, H100_TFLOPS, Planner, check_machine
 from hf_linear_attn.distill.planned import SLACK, Plan
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.settings import DistillationSettings
-from hf_linear_attn.distill.tables import markdown_table
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.view import markdown_table
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "recommended": ("recommended", {"gradient_checkpointing": True}),
@@ -129,7 +129,7 @@ def recipes_table(plans: Mapping[str, Plan], gpu_memory: float) -> str:
         tokens, hours = (sum(getattr(stage, key) for stage in found.stages) for key in ("tokens", "hours"))
         figures = f"{found.total_gib:.1f}", by_stage, f"{tokens / 1e6:.1f}M", f"{hours:.2f}"
         rows.append([name, fits, *figures, f"`{flags_of(name)}`"])
-    return "\n".join([title, "", *markdown_table(heads, rows)])
+    return "\n".join([title, "", markdown_table(heads, rows)])
 
 
 def flags_of(recipe: str) -> str:

@@ -8,7 +8,16 @@ from typing import Any
 
 from hf_linear_attn.evaluation.figures import legend_swatch
 from hf_linear_attn.evaluation.suite import suites, with_parts
-from hf_linear_attn.evaluation.view import Headline, Results, Section, Table, models_of, number, numbers_of
+from hf_linear_attn.evaluation.view import (
+    Headline,
+    Results,
+    Section,
+    Table,
+    markdown_table,
+    models_of,
+    number,
+    numbers_of,
+)
 from hf_linear_attn.files import write_atomic
 
 _FACTS = (
@@ -189,25 +198,18 @@ def _html(results: Results, sections: Sequence[Section], css: str) -> str:
     )
 
 
-def _markdown_table(table: Table) -> str:
-    def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return "\n".join([row(table.header), row(["---"] * len(table.header)), *(row(cells) for cells in table.rows)])
-
-
 def _markdown(results: Results, sections: Sequence[Section]) -> str:
     title, subtitle = _title(results)
     blocks = [f"# {title}", subtitle]
     cards = headlines(results)
     if cards:
         rows = [[f"**{one.figure}**", one.label, one.detail] for one in cards]
-        blocks.append(_markdown_table(Table("", ("", "", ""), rows)))
+        blocks.append(markdown_table(("", "", ""), rows))
     if _sentences(results):
         blocks += ["## In words", "\n".join(f"* {sentence}" for sentence in _sentences(results))]
     for section in sections:
         blocks += [f"## {section.title}", section.text]
         blocks += [f"![{picture.title}](figures/{picture.name}.svg)" for picture in section.pictures]
     for table in [*_tables(results), *_provenance(results)]:
-        blocks += [f"## {table.title}", _markdown_table(table)]
+        blocks += [f"## {table.title}", markdown_table(table.header, table.rows)]
     return "\n\n".join(blocks) + "\n"

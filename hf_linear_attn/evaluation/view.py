@@ -1,6 +1,6 @@
 """What a suite shows of results: figures in large, pictures, tables, and the words and numbers in them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,20 @@ class Table:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["", "nats"], [["student", "1.25"]]))
+        | | nats |
+        | --- | --- |
+        | student | 1.25 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[f" {cell} |" if cell else " |" for cell in (text.replace("|", "\\|") for text in line)] for line in lines]
+    return "\n".join("|" + "".join(line) for line in cells)
 
 
 @dataclass(frozen=True)
