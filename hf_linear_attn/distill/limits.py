@@ -41,6 +41,9 @@ IDLE = {
 }
 """Why a stage has nothing to train."""
 
+OF_A_STUDENT = {"window", "sinks", "mix", "kept", "retention"}
+"""What decides which stages have something to train, and of which texts. A student named by its folder has its own."""
+
 OF_LANGUAGE_MODELS: dict[str, tuple[Any, str]] = {
     "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
     "recall_text": (0.0, "it predicts no next token, so it cannot be asked"),
@@ -73,11 +76,12 @@ def check_limits(settings: Any) -> dict[str, Any]:
         remedy = "Leave it out, or raise `rows` or `accumulation`."
         raise ArgumentError("length_factors", rule, settings.length_factors, remedy)
     _check_recall(settings)
-    stages = _stages(settings)
+    unread = settings.student is not None and not settings.given >= OF_A_STUDENT
+    stages = _stages(settings, unread)
     changes = {"stages": stages} | (_of_an_encoder(settings, stages) if settings.encoder else {})
     _check_split(settings, changes)
     least, longest = least_to_rank(settings.conversion), max(factors) * settings.block_tokens
-    if "retain" in stages and longest < least:
+    if "retain" in stages and longest < least and not unread:
         remedy = "It reads sequences of the largest of `length_factors`: raise that, or this."
         raise ArgumentError("block_tokens", f"give `retain` sequences of {least} tokens", longest, remedy)
     return changes
@@ -113,12 +117,12 @@ def _check_recall(settings: Any) -> None:
         raise ArgumentError("recall_text_from", "be 0 where `recall_text` is", settings.recall_text_from, remedy)
 
 
-def _stages(settings: Any) -> list[str]:
-    """Return the stages without those that are there by default and have nothing to train."""
+def _stages(settings: Any, unread: bool) -> list[str]:
+    """Return the stages without those that are there by default and have nothing to train, as far as is known."""
     known = available_stages()
     if not settings.stages or [s for s in known if s in settings.stages] != list(settings.stages):
         raise ArgumentError("stages", f"be some of {', '.join(known)}, in that order", settings.stages, "Reorder them.")
-    serving = [stage for stage in settings.stages if stage_class(stage).serves(settings)]
+    serving = [stage for stage in settings.stages if unread or stage_class(stage).serves(settings)]
     idle = [stage for stage in settings.stages if stage not in serving]
     if idle and "stages" in settings.given:
         raise ArgumentError("stages", f"be without `{idle[0]}`: {IDLE[idle[0]]}", settings.stages, "Leave it out.")

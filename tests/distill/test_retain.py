@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn import from_pretrained, patch_model
-from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.data import Data
 from hf_linear_attn.distill.data.blocks import Blocks
 from hf_linear_attn.distill.data.rows import Row
@@ -147,6 +147,21 @@ def test_without_anything_to_learn_it_is_refused():
         DistillationSettings(kept=2, retention="newest")
     with pytest.raises(ArgumentError, match=r"`retain_lr` must be positive and finite, got 0.0"):
         DistillationSettings(retain_lr=0.0)
+
+
+def test_a_students_folder_says_whether_there_is_something_to_learn(learning, teacher, tokenizer, data, tmp_path):
+    own = {"window", "sinks", "mix", "kept", "retention"}
+    given = {name: getattr(learning, name) for name in learning.given - own} | {
+        "student": str(tmp_path),
+        "stages": ["retain"],
+    }
+    learning.convert(copy.deepcopy(teacher)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = distill(DistillationSettings(**given), data=data)
+    assert {record["stage"] for record in result.history} == {"retain"}
+    patch_model(copy.deepcopy(teacher), window=4).save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="`stages` must be without `retain`: keys are kept"):
+        distill(DistillationSettings(**given), data=data)
 
 
 def test_a_patched_model_that_has_learned_nothing_keeps_the_newest(teacher):
