@@ -32,6 +32,9 @@ from hf_linear_attn.tracing import is_transformed
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
 
+Computed = tuple[str, Pair | None, Pair | None]
+"""The name of a feature map and, of a paired one, what is learned for queries and for keys."""
+
 
 def fused_step_(
     layer: Layer, window: Window, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State
@@ -77,7 +80,8 @@ def for_kernel(
     rows: Tensor | None = None,
 ) -> HybridStep | None:
     """Return the step as kernels and loops take it; None where those chosen do not; see :class:`HybridStep`."""
-    reason = why_not(layer, STEPS, KEEPS)
+    computed = _map_of(layer)
+    reason = why_not(layer, computed, STEPS, KEEPS)
     if reason is None:
         step = HybridStep(
             q=q,
@@ -100,7 +104,7 @@ def for_kernel(
             scaling=layer.scaling(call),
             eps=layer.rule.eps,
             kept=_kept(layer, tensors),
-            **_learned(layer, call.rotation),
+            **_learned(layer, computed, call.rotation),
         )
         reason = hybrid_obstacle(step, chosen)
         if reason is None:
@@ -126,9 +130,9 @@ def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
     )
 
 
-def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
+def _learned(layer: Layer, computed: Computed | None, rotation: Rotation | None) -> dict[str, Any]:
     """Return what a step is told of a layer's map, rule and mix, and of the rotation, by its names."""
-    phi, of_q, of_k = _map_of(layer) or ("identity", None, None)
+    phi, of_q, of_k = computed or ("identity", None, None)
     weights, of_rule = layer.weights(), layer.rule_weights()
     return {
         **{"turns": None if rotation is None else rotation.turns, "phi": phi},
@@ -142,8 +146,10 @@ def _learned(layer: Layer, rotation: Rotation | None) -> dict[str, Any]:
     }
 
 
-def why_not(layer: Layer, known: Container[tuple[str, str]], keepers: Container[str] = ()) -> str | None:
-    """Say why a layer is not read in one call; None where nothing but its tokens could stand against that.
+def why_not(
+    layer: Layer, computed: Computed | None, known: Container[tuple[str, str]], keepers: Container[str] = ()
+) -> str | None:
+    """Say why a layer, whose map is ``computed``, is not read in one call; None where only its tokens could be why.
 
     Update rules with mixes that are ``known`` are read so, and keys kept by one of the ``keepers``.
     """
@@ -152,7 +158,7 @@ def why_not(layer: Layer, known: Container[tuple[str, str]], keepers: Container[
         return f"no kernel keeps keys beyond the window by {layer.kept.retention.name!r}"
     if (rule, mix) not in known:
         return f"no kernel reads the update rule {rule!r} with the mix {mix!r}"
-    if _map_of(layer) is None:
+    if computed is None:
         return f"no kernel computes the feature map {type(layer.feature_map).__name__} with its hooks, if it has any"
     return None
 
@@ -165,11 +171,8 @@ def fused_backend(backend: str, device: torch.device) -> FusedBackend | None:
     return "numba" if wants_loops(backend, device) and not is_transformed() else None
 
 
-def _map_of(layer: Layer) -> tuple[str, Pair | None, Pair | None] | None:
-    """Return the name of a layer's map and, of a paired one, what is learned for queries and for keys.
-
-    None where PyTorch alone computes it.
-    """
+def _map_of(layer: Layer) -> Computed | None:
+    """Return how a kernel or a loop computes a layer's map; None where PyTorch alone does."""
     feature_map = layer.feature_map
     if not layer.mix.has_far:
         return "identity", None, None
@@ -188,7 +191,8 @@ def fused_prefill(
     chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
     if chosen is None or torch.is_grad_enabled() or layer.disabled:
         return None
-    computed, reason = _map_of(layer), why_not(layer, PREFILLS[chosen], KEEPS if chosen == "numba" else ())
+    computed = _map_of(layer)
+    reason = why_not(layer, computed, PREFILLS[chosen], KEEPS if chosen == "numba" else ())
     if reason is not None and chosen == "triton" and not (layer.rule.steps and layer.mix.steps):
         # Others fall back on kernels for each part, or say it where they step.
         warn_fallback(f"{reason}, and a step is read as a text of one token")
@@ -202,13 +206,15 @@ def fused_prefill(
         # The rule says what is wrong.
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
-    found = hybrid_prefill(_prefill_of(layer, piece, tokens, window, carried or {}), of_k, of_keys, chosen)
+    whole = _prefill_of(layer, computed, piece, tokens, window, carried or {})
+    found = hybrid_prefill(whole, of_k, of_keys, chosen)
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums
 
 
 def _prefill_of(
     layer: Layer,
+    computed: Computed,
     piece: Piece,
     tokens: Tokens,
     window: Window,
@@ -219,7 +225,7 @@ def _prefill_of(
     if sink_k is not None and sink_v is not None:
         # A cache holds them in the dtype in which they were read.
         sink_k, sink_v = sink_k.to(piece.q.dtype), sink_v.to(piece.q.dtype)
-    learned = _learned(layer, piece.rotation)
+    learned = _learned(layer, computed, piece.rotation)
     # The keys' features are computed apart.
     del learned["weight_k"], learned["power_k"]
     return Prefill(

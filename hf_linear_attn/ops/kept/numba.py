@@ -10,7 +10,7 @@ from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import project, sigmoid
 from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
-from hf_linear_attn.ops.numba.run import HEAD, address, in_parts
+from hf_linear_attn.ops.numba.run import HEAD, addresses, in_parts
 
 NUMBERS = 14
 
@@ -151,5 +151,5 @@ def choose_numba(call: Entering) -> Choice:
     held = torch.arange(C).expand(B, HKV, C).contiguous()
     slot, gone = (held.new_empty(B, HKV, T) for _ in range(2))
     tensors = compared, enters, call.positions.contiguous(), call.number.contiguous(), nearest, at, held, slot, gone
-    in_parts(entry(_task), B * HKV, T * C * V, (*map(address, tensors), HKV, T, C, V, call.window), tensors)
+    in_parts(entry(_task), B * HKV, T * C * V, (*addresses(*tensors), HKV, T, C, V, call.window), tensors)
     return Choice(slot, gone, held, call.nearest if call.window else nearest, at)

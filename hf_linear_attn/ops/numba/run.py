@@ -37,9 +37,9 @@ def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | No
     return None
 
 
-def address(x: Tensor | None) -> int:
-    """Return where a tensor begins; 0 where there is none."""
-    return 0 if x is None else x.data_ptr()
+def addresses(*tensors: Tensor | None) -> list[int]:
+    """Return where tensors begin; 0 where there is none."""
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 class _Scratch(threading.local):
@@ -64,10 +64,9 @@ def parts_of(units: int, work: int) -> int:
     return 1 if most < 2 else min(most, torch.get_num_threads())
 
 
-def bits(x: float) -> int:
-    """Return the bits of a float64 as an int64, as a table of numbers holds it."""
-    found: int = struct.unpack("q", struct.pack("d", x))[0]
-    return found
+def bits(*numbers: float) -> tuple[int, ...]:
+    """Return the bits of each float64 as an int64, as a table of numbers holds it."""
+    return struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))
 
 
 HEAD = 3

@@ -46,7 +46,7 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts
+from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts
 from hf_linear_attn.ops.state import empty_like_tokens
 
 BLOCK = 16
@@ -522,13 +522,13 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     of_kept = [None] * 8 if kept is None else _kept(kept)
     tensors = q, k, v, *masks, *sinks, seen, call.number, *plain, *turns, *learned, *of_kept, o, kv, z, keys, work
     numbers = (
-        *map(address, tensors),
+        *addresses(*tensors),
         HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, K, E, size,
         *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
         *(0 if x is None else x.stride(0) for x in masks),
         *((0, 0) if seen is None else seen.stride()[:2]), *((0, 0) if call.number is None else call.number.stride()),
         *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
-        MAPS[call.phi], MIXES[call.mix], *map(bits, (call.scaling, call.eps, call.factor, call.sharpness)),
+        MAPS[call.phi], MIXES[call.mix], *bits(call.scaling, call.eps, call.factor, call.sharpness),
         call.pairs == "half", call.at_end,
     )  # fmt: skip
     work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)

@@ -46,7 +46,7 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, address, bits, in_parts, parts_of, scratch
+from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts, parts_of, scratch
 
 NUMBERS = 59
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
@@ -406,18 +406,17 @@ class LoopedStep:
         numbers = (
             *(number for pair in strides for number in pair), H * V, V,
             0 if step.turns is None or len(step.turns) == 1 else turned,
-            address(step.seen), *map(address, places), *map(address, state),
-            address(step.near_mask), address(step.near_turns), *map(address, learned),
+            *addresses(step.seen, *places, *state, step.near_mask, step.near_turns, *learned),
             HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
             step.sinks, slots - step.sinks - 1, turned,
             *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
             *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
-            MAPS[step.phi], MIXES[step.mix], *map(bits, (step.scaling, step.eps, step.factor, step.sharpness)),
+            MAPS[step.phi], MIXES[step.mix], *bits(step.scaling, step.eps, step.factor, step.sharpness),
             step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
             size, keeping.buffer_info()[0],
         )  # fmt: skip
         table = array("q", numbers)
-        self._task, self._seen = entry(TASKS[self._dtype, dtype]), (address(step.seen), B)
+        self._task, self._seen = entry(TASKS[self._dtype, dtype]), (step.seen.data_ptr(), B)
         self._numbers = table.buffer_info()[0]
         # What lies at the addresses is to stay there.
         self._held = changing, places, learned, weights, table, keeping
@@ -455,7 +454,8 @@ class LoopedStep:
         numbers = (
             *(0, counts, *self._seen, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
             *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
-            *(address(turns), length, scratch(self._room) if work is None else work.data_ptr(), self._numbers),
+            *(0 if turns is None else turns.data_ptr(), length),
+            *(scratch(self._room) if work is None else work.data_ptr(), self._numbers),
         )
         held = q, k, v, o, work, key_mask, turns, self._held
         in_parts(self._task, self._units, self._work, numbers, held)
@@ -471,8 +471,8 @@ def _keeping(step: HybridStep) -> tuple["array[int]", list[Tensor], int, int]:
     (HKV, K, D), V, weights = kept.k.shape[1:], step.v.shape[3], [x.contiguous() for x in kept.weights]
     inputs, U = weights[2].shape[1:] if weights else (0, 0)
     numbers = (
-        *map(address, (kept.k, kept.v, kept.at, kept.turns, kept.nearest, kept.scores)),
-        *(map(address, weights) if weights else [0] * 6),
+        *addresses(kept.k, kept.v, kept.at, kept.turns, kept.nearest, kept.scores),
+        *(addresses(*weights) or [0] * 6),
         *(0 if x is None else x.stride(0) for x in kept.changing), K, U, kept.ahead,
     )  # fmt: skip
     more = 2 * K + AGES + 2 * HKV * (D + V) + U + D + V
