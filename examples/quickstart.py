@@ -1,9 +1,10 @@
 """Convert a small softmax Llama to a memory of constant size, teach it what to keep, and see what it gained and cost.
 
 Beside a window every layer keeps some keys exactly. Which ones, a small net of each key head learns from the teacher's
-attention; every other weight stays as it was. With no argument it takes the teacher that ships beside this file and
-finishes within minutes on two CPU cores. Any other causal language model, a folder or a hub name, takes its place with
---model. With --distill-steps a student with linear attention of the same cache bytes is distilled and stands beside it.
+attention; then the weights are distilled, so that they do with what is kept. With no argument it takes the teacher that
+ships beside this file and finishes within minutes on two CPU cores. Any other causal language model, a folder or a hub
+name, takes its place with --model. With --linear-steps a student with linear attention of the same cache bytes is
+distilled and stands beside it.
 """
 
 import copy
@@ -47,7 +48,8 @@ class Arguments:
         sinks: First tokens that are attended to exactly.
         kept: Keys that each key head keeps of those that have left the window.
         retain_steps: Steps in which it learns which.
-        distill_steps: Steps of logit distillation of a student with linear attention; 0 leaves it out.
+        distill_steps: Steps of logit distillation, with what is kept chosen as it will be; 0 leaves the weights.
+        linear_steps: Steps of logit distillation of a student with linear attention; 0 leaves it out.
         feature_map: That one's, of those that `hf-linear-attn maps` lists.
         rows: Sequences of that length per step; longer ones are fewer.
         block_tokens: Tokens of the shortest sequences.
@@ -63,8 +65,9 @@ class Arguments:
     window: int = 64
     sinks: int = RECOMMENDED.sinks
     kept: int = 64
-    retain_steps: int = 300
-    distill_steps: int = 0
+    retain_steps: int = 200
+    distill_steps: int = 150
+    linear_steps: int = 0
     feature_map: str = RECOMMENDED.feature_map
     rows: int = 4
     block_tokens: int = 512
@@ -112,13 +115,19 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
         "heldout_answers": 0,
     }
     settings = DistillationSettings.from_preset(
-        "kept_keys", **common, kept=arguments.kept, retain_steps=arguments.retain_steps, heldout_rows=0
+        "kept_keys",
+        **common,
+        kept=arguments.kept,
+        stages=["retain", "distill"] if arguments.distill_steps else ["retain"],
+        retain_steps=arguments.retain_steps,
+        distill_steps=arguments.distill_steps,
+        heldout_rows=0,
     )
     linear = DistillationSettings(
         **common,
         feature_map=arguments.feature_map,
-        transfer_steps=arguments.distill_steps // 4,
-        distill_steps=max(arguments.distill_steps, 1),
+        transfer_steps=arguments.linear_steps // 4,
+        distill_steps=max(arguments.linear_steps, 1),
         heldout_rows=0,
     )
     teacher = load_teacher(settings).eval()
@@ -134,12 +143,12 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
             copy.deepcopy(teacher), window=arguments.window, kept=arguments.kept, **patched
         ),
     }
-    parts = 3 if arguments.distill_steps else 2
-    print(f"1/{parts} Learning which {arguments.kept} keys to keep, with every weight as it was", flush=True)
+    parts = 3 if arguments.linear_steps else 2
+    print(f"1/{parts} Learning which {arguments.kept} keys to keep, and to do with them", flush=True)
     student = distill(
         settings, teacher=teacher, student=student, tokenizer=tokenizer, data=load_data(settings, tokenizer)
     ).student
-    if arguments.distill_steps:
+    if arguments.linear_steps:
         print(f"2/{parts} Distilling linear attention", flush=True)
         data = load_data(linear, tokenizer)
         baselines["linear attention"] = distill(

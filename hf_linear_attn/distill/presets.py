@@ -26,13 +26,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_steps": 200,
         "recall_share": 0.0,
     },
-    # All weights stay the teacher's: what is learned is which keys are worth keeping. Recall rows teach what is asked
-    # for.
+    # Which keys are worth keeping is learned with all weights as they are, and then the weights learn to do with those.
+    # Recall rows teach what is asked for. Gentle steps, since what is near is the teacher's to the bit before the first.
     "kept_keys": {
         "mix": "window",
         "kept": 64,
         "retention": "learned",
-        "stages": ["retain"],
+        "stages": ["retain", "distill"],
+        "distill_steps": 300,
+        "lr_factor": 0.3,
         "recall_share": 0.4,
         "recall_text": 0.75,
     },

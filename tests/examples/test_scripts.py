@@ -12,7 +12,7 @@ from hf_linear_attn.patching import is_patched
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FEW = ["--distill-steps=1", "--rows", "1", "--block_tokens", "128", "--samples", "1"]
+FEW = ["--distill-steps=1", "--linear-steps", "1", "--rows", "1", "--block_tokens", "128", "--samples", "1"]
 FEW += ["--retain-steps", "1", "--speed-lengths", "64,160"]
 
 
