@@ -29,7 +29,7 @@ LEAST: dict[str, float] = {
 }  # fmt: skip
 SHARES = (
     "softmax_budget", "recall_share", "recall_text", "recall_text_from", "ce_share", "embedding_share",
-    "window_dropout", "warmup_share",
+    "window_dropout", "warmup_share", "teacher_share",
 )  # fmt: skip
 
 TIMES = 16
@@ -76,6 +76,7 @@ def check_limits(settings: Any) -> dict[str, Any]:
         remedy = "Leave it out, or raise `rows` or `accumulation`."
         raise ArgumentError("length_factors", rule, settings.length_factors, remedy)
     _check_recall(settings)
+    _check_teacher_share(settings)
     unread = settings.student is not None and not settings.given >= OF_A_STUDENT
     stages = _stages(settings, unread)
     changes = {"stages": stages} | (_of_an_encoder(settings, stages) if settings.encoder else {})
@@ -115,6 +116,19 @@ def _check_recall(settings: Any) -> None:
     if settings.recall_text_from and not settings.recall_text:
         remedy = "All recall sequences are in noise: raise `recall_text`."
         raise ArgumentError("recall_text_from", "be 0 where `recall_text` is", settings.recall_text_from, remedy)
+
+
+def _check_teacher_share(settings: Any) -> None:
+    """Refuse a share of the teacher's weights where they are not at hand, whole and as numbers, when training ends."""
+    if not settings.teacher_share:
+        return
+    for name, value in (("trainable", "full"), ("shard", False), ("teacher_logits", None)):
+        if getattr(settings, name) != value:
+            rule = f"be {value!r} with `teacher_share`, which takes the weights of both models"
+            raise ArgumentError(name, rule, getattr(settings, name), "Leave either out.")
+    if settings.teacher_dtype in QUANTISED:
+        rule = "be no quantisation with `teacher_share`"
+        raise ArgumentError("teacher_dtype", rule, settings.teacher_dtype, "Leave either out.")
 
 
 def _stages(settings: Any, unread: bool) -> list[str]:

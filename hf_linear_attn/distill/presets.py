@@ -26,8 +26,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_steps": 200,
         "recall_share": 0.0,
     },
-    # Which keys are worth keeping is learned with all weights as they are, and then the weights learn to do with those.
-    # Recall rows teach what is asked for. Gentle steps, since what is near is the teacher's to the bit before the first.
+    # Which keys are worth keeping is learned with all weights as they are; then the weights learn to do with those, by
+    # gentle steps, of which half the way is kept: the near past is the teacher's to the bit before. Recall rows teach
+    # what is asked for.
     "kept_keys": {
         "mix": "window",
         "kept": 64,
@@ -35,6 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "stages": ["retain", "distill"],
         "distill_steps": 300,
         "lr_factor": 0.3,
+        "teacher_share": 0.5,
         "recall_share": 0.4,
         "recall_text": 0.75,
     },

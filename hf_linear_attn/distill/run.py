@@ -178,6 +178,9 @@ def finish_models(
     distilled: Any = trained
     if isinstance(trained, PeftModel) and settings.merge_lora:
         distilled = trained.merge_and_unload()
+    if settings.teacher_share and source is not None:
+        with source.running() as model:
+            toward(distilled, model, settings.teacher_share)
     restore_precision(distilled, dtypes)
     let_autocast_cast(distilled, autocast=False)
     distilled.train(False)
@@ -199,6 +202,15 @@ def finish_models(
     known = models.student.config.linear_attention
     known["trained_length"] = max(known.get("trained_length") or 0, settings.trained_length())
     return distilled, metrics
+
+
+@torch.no_grad()
+def toward(student: nn.Module, teacher: nn.Module, share: float) -> None:
+    """Move the weights that a student has in common with its teacher by a share of the way to the teacher's."""
+    own = dict(teacher.named_parameters())
+    for name, parameter in student.named_parameters():
+        if name in own:
+            parameter.lerp_(own[name].to(parameter), share)
 
 
 def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:

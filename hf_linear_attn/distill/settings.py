@@ -126,6 +126,9 @@ class DistillationSettings:
         pooling: How an encoder's embedding is made of its tokens: ``mean``, ``cls``, ``max``, ``lasttoken``,
             ``weightedmean``, ``mean_sqrt_len_tokens``, or some joined by ``+``. None for what the model's folder says,
             if sentence-transformers wrote it, else the mean.
+        teacher_share: Share of the teacher's own weights in those that are saved, 0..1: when training has ended, all
+            that both models have are moved so far back (Wortsman et al., 2022, arXiv:2109.01903), by which more of the
+            near past comes back than is lost of what was learned.
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.
@@ -210,6 +213,7 @@ class DistillationSettings:
     distill_steps: int = 600
     distill_lr: float | None = None
     lr_factor: float = 1.0
+    teacher_share: float = 0.0
     rest_lr_share: float = 0.3
     distill_loss: Literal["kl", "ce"] = "kl"
     ce_share: float = 0.0

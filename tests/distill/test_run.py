@@ -91,6 +91,30 @@ def test_extension_reads_longer_sequences(settings, teacher, tokenizer, data):
     assert result.student.config.linear_attention["trained_length"] == 48
 
 
+def test_weights_are_moved_back_to_the_teachers_when_training_has_ended(settings, teacher, tokenizer, data, tmp_path):
+    settings = settings.with_changes(heldout_rows=0, output_dir=str(tmp_path / "whole"))
+    learned = go(settings, teacher, tokenizer, data).student.state_dict()
+    settings = settings.with_changes(teacher_share=0.25, output_dir=str(tmp_path / "stopped"))
+    with pytest.raises(StoppedError):
+        go(settings, teacher, tokenizer, data, on_step=stop_at(4))
+    result = go(settings, teacher, tokenizer, data)
+    own, moved = dict(teacher.named_parameters()), 0
+    for name, x in result.student.named_parameters():
+        expected = learned[name] + 0.25 * (own[name] - learned[name]) if name in own else learned[name]
+        torch.testing.assert_close(x, expected, msg=name)
+        moved += name in own and not torch.equal(x, learned[name])
+    assert moved > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"trainable": "lora"}, "trainable"), ({"shard": True}, "shard"), ({"teacher_logits": "x"}, "teacher_logits")],
+)
+def test_weights_of_both_models_are_needed_to_move_back(changes, named):
+    with pytest.raises(ArgumentError, match=f"`{named}` must be .* with `teacher_share`"):
+        DistillationSettings(teacher_share=0.5, **changes)
+
+
 class StoppedError(Exception):
     pass
 
