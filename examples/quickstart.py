@@ -65,8 +65,8 @@ class Arguments:
     window: int = 64
     sinks: int = RECOMMENDED.sinks
     kept: int = 64
-    retain_steps: int = 200
-    distill_steps: int = 150
+    retain_steps: int = 250
+    distill_steps: int = 120
     linear_steps: int = 0
     feature_map: str = RECOMMENDED.feature_map
     rows: int = 4

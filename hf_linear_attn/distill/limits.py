@@ -125,10 +125,10 @@ def _check_teacher_share(settings: Any) -> None:
     for name, value in (("trainable", "full"), ("shard", False), ("teacher_logits", None)):
         if getattr(settings, name) != value:
             rule = f"be {value!r} with `teacher_share`, which takes the weights of both models"
-            raise ArgumentError(name, rule, getattr(settings, name), "Leave either out.")
+            raise ArgumentError(name, rule, getattr(settings, name), "Leave it out, or pass teacher_share=0.")
     if settings.teacher_dtype in QUANTISED:
         rule = "be no quantisation with `teacher_share`"
-        raise ArgumentError("teacher_dtype", rule, settings.teacher_dtype, "Leave either out.")
+        raise ArgumentError("teacher_dtype", rule, settings.teacher_dtype, "Leave it out, or pass teacher_share=0.")
 
 
 def _stages(settings: Any, unread: bool) -> list[str]:

@@ -26,17 +26,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extend_steps": 200,
         "recall_share": 0.0,
     },
-    # Which keys are worth keeping is learned with all weights as they are; then the weights learn to do with those, by
-    # gentle steps, of which half the way is kept: the near past is the teacher's to the bit before. Recall rows teach
-    # what is asked for.
+    # Which keys are worth keeping is learned with all weights as they are; then the weights learn to do with those, and
+    # go most of the way back, since the near past was the teacher's to the bit (docs/results/notebook.md). Recall rows
+    # teach what is asked for.
     "kept_keys": {
         "mix": "window",
         "kept": 64,
         "retention": "learned",
         "stages": ["retain", "distill"],
         "distill_steps": 300,
-        "lr_factor": 0.3,
-        "teacher_share": 0.5,
+        "teacher_share": 0.7,
         "recall_share": 0.4,
         "recall_text": 0.75,
     },
