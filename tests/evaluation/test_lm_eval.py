@@ -125,13 +125,13 @@ def test_our_score_agrees_with_the_harness_on_a_model_that_is_neither_perfect_no
 def make_generate(model):
     import torch
 
-    from hf_linear_attn.evaluation.generation import greedy, prefill
+    from hf_linear_attn.evaluation.generation import continue_rows, prefill
 
     def generate(input_ids, attention_mask=None, max_length=None, **options):
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
             prompt = ids[mask.bool()][None]
-            new = greedy(model, *prefill(model, prompt, None, 4096), 40, frozenset([EOS]))[0]
+            new = continue_rows(model, *prefill(model, prompt, None, 4096), 40, frozenset([EOS]))[0]
             rows.append(torch.cat([ids, torch.tensor(new + [EOS] * (40 - len(new)))]))
         return torch.stack(rows)
 
