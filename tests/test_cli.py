@@ -179,6 +179,11 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{EVALUATE} --device banana", "`device` must be a device that can be used here, got 'banana'"),
         (f"{EVALUATE} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
         (f"{EVALUATE} --output-dir {{text.txt}}", "`output_dir` must be apart from `text_file`"),
+        (f"{EVALUATE} --draft-file {{script.sh}} --output-dir {{script.sh}}", "must be apart from `draft_file`"),
+        (
+            f"{EVALUATE} --continuation-file {{script.sh}} --output-dir {{script.sh}}",
+            "must be apart from `continuation_file`",
+        ),
         (f"{EVALUATE} --teacher /nope", "`teacher` must be a folder or hub name"),
         (f"{EVALUATE} --feature-map-file {{maps.py}}", "`feature_map_file` must run without an error"),
         (f"{DISTILL} --model /nope", "`model` must be a folder or hub name"),

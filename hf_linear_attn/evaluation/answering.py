@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.evaluation.generation import PrefixReader, end_tokens, greedy, unless_out_of_memory
+from hf_linear_attn.evaluation.generation import PrefixReader, continue_rows, end_tokens, unless_out_of_memory
 from hf_linear_attn.evaluation.prompts import Group, Slot
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
@@ -86,7 +86,7 @@ class Answerer:
                 return []
             logits, cache, mask = reader.read(prompts)
             ends = end_tokens(self._subject.model, self._tokenizer)
-            return greedy(self._subject.model, logits, cache, built[0][0].max_new_tokens, ends, mask)
+            return continue_rows(self._subject.model, logits, cache, built[0][0].max_new_tokens, ends, mask)
 
     def _record(self, group: Group, key: str, slot: Slot, built: Built, answer: list[int] | None) -> dict[str, Any]:
         sample, prompt = built

@@ -1,4 +1,4 @@
-"""Forwards in pieces with the cache carried between them, and batched greedy generation from shared prefixes."""
+"""Forwards in pieces with the cache carried between them, and batched generation from shared prefixes."""
 
 import copy
 import inspect
@@ -111,15 +111,36 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in [*declared, tokenizer.eos_token_id] if token is not None)
 
 
-def greedy(
+def drawn(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row by the inverse of its cumulative distribution, in the order of the token ids.
+
+    Args:
+        logits: `[B, vocabulary]`.
+        uniforms: `[B]`, in [0, 1).
+
+    Returns:
+        Token ids `[B]`: models that agree draw the same ones from the same numbers.
+
+    Example:
+        >>> drawn(torch.tensor([[0.25, 0.5, 0.25]]).log().repeat(3, 1), torch.tensor([0.2, 0.3, 0.8])).tolist()
+        [0, 1, 2]
+    """
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    # The sum is 1 but for rounding; the first token beyond the number has some probability.
+    at = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def continue_rows(
     model: PreTrainedModel,
     logits: Tensor,
     cache: Any,
     max_new_tokens: int,
     ends: frozenset[int],
     attention_mask: Tensor | None = None,
+    uniforms: Tensor | None = None,
 ) -> list[list[int]]:
-    """Extend every row by its most likely tokens, up to an end token or `max_new_tokens`.
+    """Extend every row by its most likely tokens, or by drawn ones, up to an end token or `max_new_tokens`.
 
     Args:
         model: A causal language model.
@@ -128,6 +149,7 @@ def greedy(
         max_new_tokens: Budget of each row.
         ends: Ids that end a row; they are not returned.
         attention_mask: Of the prompts, `[B, T]`; None where nothing is padded.
+        uniforms: `[B, max_new_tokens]` in [0, 1), to draw each token by; None for the most likely ones.
 
     Returns:
         The new tokens of each row.
@@ -135,7 +157,8 @@ def greedy(
     rows: list[list[int]] = [[] for _ in range(logits.shape[0])]
     running = set(range(len(rows)))
     for step in range(max_new_tokens):
-        tokens = logits[:, -1].float().argmax(-1)
+        last = logits[:, -1].float()
+        tokens = last.argmax(-1) if uniforms is None else drawn(last, uniforms[:, step])
         for row, token in enumerate(tokens.tolist()):
             if token in ends:
                 running.discard(row)

@@ -30,7 +30,10 @@ from hf_linear_attn.loading import Kind, load_tokenizer, load_users_maps, proces
 
 logger = logging.getLogger(__name__)
 
-_READ = ("model", "teacher", "haystack_files", "text_file", "embedding_file", "feature_map_file", "suite_file")
+_READ = (
+    "model", "teacher", "haystack_files", "text_file", "draft_file", "continuation_file", "embedding_file",
+    "feature_map_file", "suite_file",
+)  # fmt: skip
 """Settings that name what is read."""
 
 

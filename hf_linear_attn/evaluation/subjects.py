@@ -124,6 +124,14 @@ class Subject:
         }
 
 
+def check_vocabulary(teacher: Subject | None, subject: Subject) -> None:
+    """Refuse a teacher, if there is one, that does not know the tokens of a model."""
+    if teacher is not None and teacher.vocabulary != subject.vocabulary:
+        rule = f"have the {subject.vocabulary} tokens of the model beside it"
+        remedy = "Name the softmax model that it was made from, or leave it out."
+        raise ArgumentError("teacher", rule, teacher.vocabulary, remedy, where=subject.name)
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer without any token that ends, begins or pads a text."""
     if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:

@@ -9,6 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -83,6 +84,11 @@ class Suite(ABC):
     ) -> None:
         self.settings, self.subjects, self.tokenizer = settings, subjects, tokenizer
         self.own: Any = settings.of(self.Settings)
+
+    @cached_property
+    def teacher(self) -> Subject | None:
+        """The softmax model that stands beside the one under test, if one does."""
+        return next((subject for subject in self.subjects if subject.role == "teacher"), None)
 
     def record(self, store: SampleStore, subject: Subject, what: object) -> dict[str, Any] | None:
         """Return what :meth:`keep` put into a store, if it did."""

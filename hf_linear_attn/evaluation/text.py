@@ -79,7 +79,12 @@ class Window:
 
 
 def load_corpus(
-    tokenizer: PreTrainedTokenizerBase, text_file: str | None = None, *, joined: bool = False, max_tokens: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    text_file: str | None = None,
+    *,
+    joined: bool = False,
+    max_tokens: int = 0,
+    name: str = "text_file",
 ) -> Corpus:
     """Read and tokenise the evaluation text.
 
@@ -88,6 +93,7 @@ def load_corpus(
         text_file: UTF-8 text; held-out source of the standard library without it.
         joined: Read all documents as one text.
         max_tokens: Most tokens, 0 for all of them.
+        name: The setting that named the file, for errors.
 
     Raises:
         ArgumentError: If the text file cannot be read as UTF-8 or holds too little text.
@@ -97,7 +103,7 @@ def load_corpus(
         # Long files first, so that a budget of tokens buys long contexts.
         texts.sort(key=len, reverse=True)
     else:
-        texts, source = [read_text(text_file)], Path(text_file).name
+        texts, source = [read_text(text_file, name)], Path(text_file).name
     if joined:
         texts = ["\n".join(texts)]
     bos = bos_ids(tokenizer)
@@ -113,7 +119,7 @@ def load_corpus(
         if left is not None:
             left -= len(document.ids)
     if not documents:
-        raise ArgumentError("text_file", "hold at least two tokens of text", text_file, "Choose a longer text.")
+        raise ArgumentError(name, "hold at least two tokens of text", text_file, "Choose a longer text.")
     return Corpus(tuple(documents), bos, source)
 
 

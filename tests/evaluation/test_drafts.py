@@ -134,7 +134,7 @@ def test_the_drafting_models_cache_is_watched():
             lambda: tiny_llama(vocab_size=300),
             {},
             ArgumentError,
-            r"^`teacher` must have the 259 tokens of the model that drafts, got 300 \(model\)\. Name the softmax model",
+            r"^`teacher` must have the 259 tokens of the model beside it, got 300 \(model\)\. Name the softmax model",
         ),
         (
             tiny_linear,

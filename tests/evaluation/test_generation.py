@@ -7,9 +7,9 @@ from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation.generation import (
     PrefixReader,
     common_prefix,
+    continue_rows,
     end_tokens,
     forward,
-    greedy,
     is_out_of_memory,
     prefill,
     shared_prefix,
@@ -31,7 +31,7 @@ def tokens(*shape, seed=0):
 @torch.inference_mode()
 def alone(model, prompt, budget=6, ends=frozenset()):
     """Answer one prompt in one forward: what everything else must agree with."""
-    return greedy(model, *prefill(model, prompt[None], None, 10_000), budget, ends)[0]
+    return continue_rows(model, *prefill(model, prompt[None], None, 10_000), budget, ends)[0]
 
 
 @torch.inference_mode()
@@ -48,7 +48,7 @@ def test_greedy_equals_transformers_generate(model):
     expected = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=PAD
     )[:, 40:]
-    assert greedy(model, *prefill(model, ids, None, 16), 8, frozenset()) == expected.tolist()
+    assert continue_rows(model, *prefill(model, ids, None, 16), 8, frozenset()) == expected.tolist()
 
 
 @torch.inference_mode()
@@ -56,7 +56,7 @@ def test_left_padded_batch_of_four_equals_batches_of_one(model):
     prompts = [tokens(length, seed=length) for length in (31, 64, 47, 12)]
     logits, cache, mask = PrefixReader(model, 16, PAD).read(prompts)
     assert mask.sum(1).tolist() == [31, 64, 47, 12]
-    assert greedy(model, logits, cache, 6, frozenset(), mask) == [alone(model, prompt) for prompt in prompts]
+    assert continue_rows(model, logits, cache, 6, frozenset(), mask) == [alone(model, prompt) for prompt in prompts]
 
 
 @torch.inference_mode()
@@ -70,7 +70,7 @@ def test_prompts_that_share_prefixes_are_answered_as_alone(model):
         reader.advance(batch, batches[number + 1] if number < 3 else None)
         logits, cache, mask = reader.read(batch)
         assert mask is None
-        assert greedy(model, logits, cache, 6, frozenset()) == [alone(model, prompt) for prompt in batch]
+        assert continue_rows(model, logits, cache, 6, frozenset()) == [alone(model, prompt) for prompt in batch]
 
 
 def test_what_prompts_share_is_read_once():
@@ -115,7 +115,7 @@ def test_rows_end_at_their_end_token_and_at_the_budget():
     script = {3: [5, EOS], 4: [6, 7, 8, 9]}
     model = ScriptedModel(lambda ids: script[ids[0]][len(ids) - 2] if len(ids) - 2 < len(script[ids[0]]) else 1)
     ids = torch.tensor([[3, 0], [4, 0]])
-    assert greedy(model, *prefill(model, ids, None, 8), 3, frozenset([EOS])) == [[5], [6, 7, 8]]
+    assert continue_rows(model, *prefill(model, ids, None, 8), 3, frozenset([EOS])) == [[5], [6, 7, 8]]
 
 
 def test_end_tokens_are_those_of_the_model_and_the_tokenizer():
@@ -140,7 +140,9 @@ def test_learned_positions_count_from_the_first_real_token():
     prompts = [tokens(20, seed=1), tokens(33, seed=2)]
     with torch.inference_mode():
         logits, cache, mask = PrefixReader(model, 8, PAD).read(prompts)
-        assert greedy(model, logits, cache, 5, frozenset(), mask) == [alone(model, prompt, 5) for prompt in prompts]
+        assert continue_rows(model, logits, cache, 5, frozenset(), mask) == [
+            alone(model, prompt, 5) for prompt in prompts
+        ]
 
 
 def test_only_memory_errors_count_as_out_of_memory():

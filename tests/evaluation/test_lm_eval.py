@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
@@ -98,6 +99,40 @@ def test_a_length_that_the_harness_cannot_fill_is_named():
 
 @needs_harness
 @pytest.mark.optional
+def test_babilong_is_run_at_every_length_with_the_data_of_each(monkeypatch):
+    asked = []
+
+    def load_dataset(path, name=None, split=None):
+        asked.append((path, name, split))
+        # Longer than the model's declared positions: what is asked for must not be cut off.
+        facts = f"Mary went to the {name} room." + " Nothing happened." * 80
+        return Dataset.from_list([{"input": facts, "question": "Where is Mary?", "target": f"the {name} room"}] * 2)
+
+    def script(ids):
+        prompt, _, written = tokenizer.decode(ids, skip_special_tokens=True).rpartition("?")
+        rooms = re.findall(r"went to (the \w+ room)", prompt)
+        reply = f" {rooms[-1] if rooms else 'nowhere'}."
+        return ord(reply[len(written)]) if reply.startswith(written) and written != reply else EOS
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    tokenizer = byte_tokenizer()
+    oracle = ScriptedModel(script)
+    oracle.config.max_position_embeddings = 64
+    monkeypatch.setattr(oracle, "generate", make_generate(oracle), raising=False)
+    chosen = settings(lm_eval_tasks=("babilong_qa1", "babilong_qa7"), lengths=(1024, 4096), offline=False)
+    rows = evaluate(chosen, model=oracle, tokenizer=tokenizer)["lm_eval"]
+    found = [(row["task"], row["length"], row["metric"], row["value"], row["n"]) for row in rows]
+    assert found == [
+        ("babilong_qa1", 1024, "acc,none", 1.0, 2),
+        ("babilong_qa1", 4096, "acc,none", 1.0, 2),
+        ("babilong_qa7", None, "acc,none", 1.0, 2),
+    ]
+    path = "RMT-team/babilong-1k-samples"
+    assert asked == [(path, "1k", "qa1"), (path, "4k", "qa1"), (path, "0k", "qa7")]
+
+
+@needs_harness
+@pytest.mark.optional
 @pytest.mark.timeout(900)
 def test_our_score_agrees_with_the_harness_on_a_model_that_is_neither_perfect_nor_blind(monkeypatch):
     """With RULER's words for keys: the small teacher knows ours, and does better with them."""
@@ -125,13 +160,13 @@ def test_our_score_agrees_with_the_harness_on_a_model_that_is_neither_perfect_no
 def make_generate(model):
     import torch
 
-    from hf_linear_attn.evaluation.generation import greedy, prefill
+    from hf_linear_attn.evaluation.generation import continue_rows, prefill
 
     def generate(input_ids, attention_mask=None, max_length=None, **options):
         rows = []
         for ids, mask in zip(input_ids, attention_mask, strict=True):
             prompt = ids[mask.bool()][None]
-            new = greedy(model, *prefill(model, prompt, None, 4096), 40, frozenset([EOS]))[0]
+            new = continue_rows(model, *prefill(model, prompt, None, 4096), 40, frozenset([EOS]))[0]
             rows.append(torch.cat([ids, torch.tensor(new + [EOS] * (40 - len(new)))]))
         return torch.stack(rows)
 
@@ -145,6 +180,11 @@ def make_generate(model):
             tiny_linear,
             {"lm_eval_tasks": ("piqa",)},
             r"`lm_eval_tasks` must need no network under `offline`, got 'piqa'. Use one of those; available: niah",
+        ),
+        (
+            tiny_linear,
+            {"lm_eval_tasks": ("babilong_qa2",), "lengths": (1024, 1500), "offline": False},
+            r"`lengths` must be 1024 times a power of two, up to 131072, got 1500 \(task 'babilong_qa2'\)",
         ),
         (tiny_linear, {"lm_eval_samples": 501}, r"`lm_eval_samples` must be at most 500, got 501"),
         (

@@ -190,7 +190,7 @@ def test_a_finished_run_resumes_without_computing_anything(uninterrupted, tmp_pa
     folder, _ = uninterrupted
     for name in ("run.json", "samples.jsonl"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    monkeypatch.setattr("hf_linear_attn.evaluation.answering.greedy", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.answering.continue_rows", None)
     monkeypatch.setattr("hf_linear_attn.evaluation.scoring.score_tokens", None)
     monkeypatch.setattr("hf_linear_attn.evaluation.suites.latency.measure", None)
     run(tmp_path, resume=True)

@@ -38,7 +38,16 @@ def test_help_names_every_setting_of_every_suite(capsys):
         parse_arguments(["--help"], prog="evaluate")
     text = capsys.readouterr().out
     names = command_line("evaluate").settings
-    assert {"model", "suite", "num_samples", "stride", "repeats", "lm_eval_tasks", "config"} <= names.keys()
+    assert {
+        "model",
+        "suite",
+        "num_samples",
+        "stride",
+        "continuations",
+        "repeats",
+        "lm_eval_tasks",
+        "config",
+    } <= names.keys()
     for name in names.keys() - {"config"}:
         flag = name.replace("_", "-")
         assert f"--{flag} " in text or f"--[no-]{flag} " in text
@@ -66,7 +75,7 @@ def test_a_suite_is_known_by_dashes_and_by_underscores():
 BAD = [
     (
         {"suite": "speed"},
-        r"`suite` must be a suite, got 'speed'. Use one of those; available: drafts, embedding, lat",
+        r"`suite` must be a suite, got 'speed'. Use one of those; available: drafts, embedding, generation, lat",
     ),
     ({"tasks": "passkeys"}, r"`name` must be a registered task, got 'passkeys'"),
     ({"tasks": "passkey:pairs=2"}, r"`tasks` must name settings that the task has, got 'passkey:pairs=2'"),

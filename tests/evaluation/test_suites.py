@@ -179,6 +179,7 @@ def test_every_suite_says_what_its_settings_are():
     assert [one.name for one in suite.suites()] == [
         "retrieval",
         "perplexity",
+        "generation",
         "latency",
         "drafts",
         "embedding",

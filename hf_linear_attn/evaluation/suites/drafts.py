@@ -18,7 +18,7 @@ from hf_linear_attn.evaluation.generation import unless_out_of_memory
 from hf_linear_attn.evaluation.settings import check_settings
 from hf_linear_attn.evaluation.statistics import bootstrap_ratio_interval
 from hf_linear_attn.evaluation.store import SampleStore
-from hf_linear_attn.evaluation.subjects import Subject
+from hf_linear_attn.evaluation.subjects import Subject, check_vocabulary
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
 from hf_linear_attn.evaluation.text import load_corpus
 from hf_linear_attn.evaluation.view import Results, Row
@@ -74,19 +74,14 @@ class Drafts(Suite):
         return tuple(sorted(self.own.draft_lengths or self.settings.lengths))
 
     @cached_property
-    def teacher(self) -> Subject | None:
-        """The softmax model that answers; None where the model's own weights are its teacher's."""
-        return next((subject for subject in self.subjects if subject.role == "teacher"), None)
-
-    @cached_property
     def pairs(self) -> list[tuple[Subject, PreTrainedModel]]:
-        """Every converted model, with the softmax model that answers."""
+        """Every converted model, with the softmax model that answers: of its own weights where no teacher is given."""
         drafting = [subject for subject in self.subjects if subject.linear_attention is not None]
         return [(one, teacher_of(one.model) if self.teacher is None else self.teacher.model) for one in drafting]
 
     @cached_property
     def _text(self) -> tuple[tuple[int, ...], Tensor]:
-        corpus = load_corpus(self.tokenizer, self.own.draft_file, joined=True)
+        corpus = load_corpus(self.tokenizer, self.own.draft_file, joined=True, name="draft_file")
         return corpus.bos, torch.tensor(corpus.documents[0].ids)
 
     def answer_tokens(self, length: int) -> int:
@@ -113,12 +108,8 @@ class Drafts(Suite):
             rule, kind = "have a converted layer for the drafts suite", type(first.model).__name__
             remedy = "Call patch_model first, or load a folder that a patched model was saved to."
             raise UnsupportedError("model", rule, kind, remedy, where=first.name)
-        for subject, teacher in self.pairs:
-            sizes = [one.config.get_text_config().vocab_size for one in (teacher, subject.model)]
-            if sizes[0] != sizes[1]:
-                rule = f"have the {sizes[1]} tokens of the model that drafts"
-                remedy = "Name the softmax model that it was made from, or leave it out."
-                raise ArgumentError("teacher", rule, sizes[0], remedy, where=subject.name)
+        for subject, _ in self.pairs:
+            check_vocabulary(self.teacher, subject)
         longest, length = sum(map(len, self._text)), self.lengths[-1]
         if length - self.answer_tokens(length) > longest:
             remedy = "Shorten it, or name a longer text: draft_file."

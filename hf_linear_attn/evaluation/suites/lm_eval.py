@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,11 @@ OFFLINE_TASKS = ("niah_single_1", "ruler_cwe", "ruler_fwe", "ruler_vt")
 _RULER_PREFIXES = ("niah_", "ruler_")
 # RULER's generators make this many samples per length and put the lengths one after another.
 _RULER_SAMPLES = 500
+# BABILong's first five tasks have data of these lengths, named 1k to 128k; the others have one, 0k.
+_BABILONG = tuple(f"babilong_qa{number}" for number in range(1, 6))
+_BABILONG_LENGTHS = tuple(1024 << power for power in range(8))
+# More than any prompt: what is longer, the harness cuts off at the left with no more than a warning.
+_UNCUT = 2**30
 # The longest budget of a RULER task: prompts fill the length, and fwe's leave no room for the answer.
 _RULER_BUDGET = 128
 
@@ -97,6 +103,10 @@ class LmEval(Suite):
             if self.settings.offline and task not in OFFLINE_TASKS:
                 rule = "need no network under `offline`"
                 raise ArgumentError("lm_eval_tasks", rule, task, "Use one of those", available=OFFLINE_TASKS)
+            for length in self._lengths(task):
+                if length not in (None, *_BABILONG_LENGTHS):
+                    rule, remedy = "be 1024 times a power of two, up to 131072", "BABILong has no others."
+                    raise ArgumentError("lengths", rule, length, remedy, where=f"task {task!r}")
         if not any(is_ruler(task) for task in self.own.lm_eval_tasks):
             return
         if self.own.lm_eval_samples > _RULER_SAMPLES:
@@ -120,13 +130,18 @@ class LmEval(Suite):
             pending = [subject for subject in self.subjects if self.record(store, subject, name) is None]
             if pending:
                 # Built once for all models: RULER's generators draw from state that another build would find changed.
-                task, manager = self.build(name)
+                builds = {length: self.build(name, length) for length in self._lengths(name)}
                 for subject in pending:
-                    self.keep(store, subject, name, rows=self._run_task(subject, name, task, manager))
+                    found = [self._run_task(subject, name, length, *build) for length, build in builds.items()]
+                    self.keep(store, subject, name, rows=list(chain.from_iterable(found)))
             advance(len(self.subjects))
 
-    def build(self, name: str) -> tuple[Any, Any]:
-        """Build a task of the harness, with its data, and return it and its manager.
+    def _lengths(self, name: str) -> tuple[int | None, ...]:
+        """Return the lengths that a task is run at one by one; None where it has all in one, or those of its data."""
+        return self.settings.lengths if name in _BABILONG else (None,)
+
+    def build(self, name: str, length: int | None = None) -> tuple[Any, Any]:
+        """Build a task of the harness, with its data of one length or of all, and return it and its manager.
 
         Raises:
             ArgumentError: If a length leaves no room for what the task asks for.
@@ -140,7 +155,9 @@ class LmEval(Suite):
         try:
             with tempfile.TemporaryDirectory() as folder, _offline(self.settings.offline):
                 self.tokenizer.save_pretrained(folder)
-                manager = TaskManager(metadata={"max_seq_lengths": list(self.settings.lengths), "tokenizer": folder})
+                babilong = name.startswith("babilong")
+                lengths = f"{(length or 0) // 1024}k" if babilong else list(self.settings.lengths)
+                manager = TaskManager(metadata={"max_seq_lengths": lengths, "tokenizer": folder})
                 task = next(iter(manager.load([name])["tasks"].values()))
         finally:
             random.setstate(states[0])
@@ -153,7 +170,9 @@ class LmEval(Suite):
             raise ArgumentError("lengths", rule, min(short), remedy, where=f"task {name!r}")
         return task, manager
 
-    def _run_task(self, subject: Subject, name: str, task: Any, manager: Any) -> list[dict[str, Any]]:
+    def _run_task(
+        self, subject: Subject, name: str, length: int | None, task: Any, manager: Any
+    ) -> list[dict[str, Any]]:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
@@ -176,7 +195,7 @@ class LmEval(Suite):
             batch_size=self.settings.batch_size,
             # The harness leaves BOS out unless told; everywhere else a text begins as the tokenizer begins it.
             add_bos_token=bool(bos_ids(self.tokenizer)),
-            max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else None,
+            max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else length and _UNCUT,
         )
         with _offline(self.settings.offline):
             found = simple_evaluate(
@@ -190,8 +209,8 @@ class LmEval(Suite):
             )
         if ruler:
             return self._ruler_rows(subject, name, found["samples"][name])
-        nothing = dict.fromkeys(("length", "ci95", "prompts_sha256"))
-        common = {"model": subject.name, "task": name, "n": len(found["samples"][name]), "status": "ok", **nothing}
+        common = {"model": subject.name, "task": name, "length": length, "n": len(found["samples"][name])}
+        common |= {"status": "ok", "ci95": None, "prompts_sha256": None}
         return [
             {**common, "metric": metric, "value": float(value)}
             for metric, value in sorted(found["results"][name].items())
