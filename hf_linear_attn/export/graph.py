@@ -109,10 +109,6 @@ def _named(index: int, state: State) -> dict[str, Tensor]:
 
 def _states(model: PreTrainedModel, parts: dict[int, LinearAttention]) -> dict[str, Tensor]:
     """Return the states before the first token, as reading one shows them; it shows how layers rotate, too."""
-    for part in parts.values():
-        if part.settings.kept:
-            remedy = "No graph holds the choice of kept keys yet: convert with kept=0."
-            raise UnsupportedError("kept", "be 0 in a file of its own", part.settings.kept, remedy, where=part.name)
     cache = DynamicCache(config=model.config)
     convert_cache(model, cache)
     others = [n for n, layer in enumerate(cache.layers) if type(layer) is not LinearAttentionCacheLayer]

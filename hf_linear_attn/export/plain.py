@@ -2,8 +2,8 @@
 
 A graph for every length has no walk over chunks, whose number depends on the length. All pairs of the tokens of one
 call are scored at once, so that memory grows with the square of a call's tokens and not at all with the context: long
-prompts are read in pieces. The delta rule, in which each key needs the state that the one before it left, is a scan
-over tokens.
+prompts are read in pieces. The delta rule, in which each key needs the state that the one before it left, and the
+choice of kept keys, which needs the keys that were kept before, are scans over tokens.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
+from hf_linear_attn.ops.kept.problem import Entering
+from hf_linear_attn.ops.kept.torch import Leaving, Places, closed, opened, take
 from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.window.problem import WindowCall
@@ -79,7 +81,7 @@ def window_sums(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _scores(call: WindowCall) -> tuple[Tensor, Tensor]:
-    """Return the scores of the sinks and all keys ``[B, HKV, G, T, *]``, least where hidden, and their values."""
+    """Return the scores of all keys ``[B, HKV, G, T, *]``, least where hidden, and their values; first kept ones."""
     q, k, v = call.q, call.k, upcast(call.v)
     queries, keys = q.shape[2], k.shape[2]
     i = torch.arange(queries, device=q.device)[:, None] + (keys - queries)
@@ -91,8 +93,14 @@ def _scores(call: WindowCall) -> tuple[Tensor, Tensor]:
         sink_k, sink_v, seen = call.sinks
         k, v = torch.cat([sink_k.to(k.dtype), k], 2), torch.cat([sink_v.to(v.dtype), v], 2)
         visible = torch.cat([seen, visible.expand(seen.shape[0], -1, -1)], -1)
+    visible = visible[:, None]
+    if call.kept is not None:
+        kept, i = call.kept, torch.arange(queries, device=q.device)[:, None]
+        k, v = torch.cat([kept.k.to(k.dtype), k], 2), torch.cat([kept.v.to(v.dtype), v], 2)
+        seen = (kept.begins[:, None, None] <= i) & (i < kept.ends[:, :, None])
+        visible = torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], -1)
     scores = upcast(grouped(q, k.shape[1]) @ k[:, :, None].mT) * call.scaling
-    return torch.where(visible[:, None, None], scores, torch.finfo(scores.dtype).min), v[:, :, None]
+    return torch.where(visible[:, :, None], scores, torch.finfo(scores.dtype).min), v[:, :, None]
 
 
 def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -123,6 +131,25 @@ def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
     return o.to(call.q.dtype), torch.unflatten(state, 0, k.shape[:2])
 
 
+def choose_kept(*inputs: Any) -> tuple[Tensor, ...]:
+    """Compute ``hf_linear_attn::choose_kept``, the last input of which is a backend."""
+    call = Entering(*inputs[:-1])
+    begun, keys = opened(call)
+
+    def step(places: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        then, slot, gone = take(Places(*places), Leaving(*key), call.window)
+        return _there(then), (slot[..., 0], gone[..., 0])
+
+    places, chosen = scan(step, _there(begun), tuple(x.contiguous() for x in keys))
+    slot, gone = (x.movedim(0, 2) for x in chosen)
+    return closed(call, Places(*places), slot, gone)
+
+
+def _there(places: Places) -> tuple[Tensor, ...]:
+    """Return the tensors of places as a scan hands them on, the last left out where there is none."""
+    return tuple(x.contiguous() for x in places if x is not None)
+
+
 def grouped(x: Tensor, kv_heads: int) -> Tensor:
     """View ``x [B, H, ...]`` as ``[B, HKV, G, ...]``, the heads that share keys side by side."""
     return torch.unflatten(x, 1, (kv_heads, -1))
@@ -147,4 +174,5 @@ def plain_forms() -> dict[Any, Callable[..., Any]]:
         ours.window_forward.default: window,
         ours.sums_forward.default: window_sums,
         ours.delta_forward.default: delta,
+        ours.choose_kept.default: choose_kept,
     }

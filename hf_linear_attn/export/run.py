@@ -208,7 +208,7 @@ def _compare(model: PreTrainedModel, graph: Graph, path: Path, settings: ExportS
     """
     config = model.config.get_text_config()
     held = [part.settings for part in model.modules() if isinstance(part, LinearAttention)]
-    beyond = max((one.window or 0) + one.sinks for one in held) + 16
+    beyond = max((one.window or 0) + one.sinks + one.kept for one in held) + 16
     tokens: int = min(beyond, position_limit(model) or beyond)
     ids = torch.arange(tokens)[None] * 7919 % config.vocab_size
     with torch.no_grad():

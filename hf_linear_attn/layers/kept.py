@@ -65,10 +65,10 @@ class Beyond(NamedTuple):
         places = self.k.shape[2] - count
         taken = torch.arange(places, device=self.k.device) < self.number[:, None]
         begins = torch.cat([torch.where(taken, -1, NOWHERE), torch.where(self.enters, query, NOWHERE)], 1)
-        # What does not go at any query is put behind the last key.
+        # Where none goes, that is put before the first key.
         ends = begins.new_full((*self.k.shape[:2], self.k.shape[2] + 1), NOWHERE)
-        ends = ends.scatter(2, self.choice.gone % ends.shape[2], query[:, None].expand(-1, self.k.shape[1], -1))
-        return KeptKeys(self.k, self.v, self.choice.slot, begins, ends[:, :, :-1])
+        ends = ends.scatter(2, self.choice.gone + 1, query[:, None].expand(-1, self.k.shape[1], -1))
+        return KeptKeys(self.k, self.v, self.choice.slot, begins, ends[:, :, 1:])
 
     def folded(self, backend: str) -> Folded:
         """Return what the linear branch folds instead of what leaves the window."""

@@ -18,8 +18,14 @@ from hf_linear_attn import patch_model
 from tests.evaluation.helpers import BOS, EOS, VOCABULARY, byte_tokenizer
 
 SHAPES = ("llama", "qwen3", "gpt2")
+RECOMMENDED = {"feature_map": "norm_preserving", "window": 16, "sinks": 4, "rotary": "auto"}
+KEPT = {**RECOMMENDED, "kept": 8}
 RECIPES = {
-    "recommended": {"feature_map": "norm_preserving", "window": 16, "sinks": 4, "rotary": "auto"},
+    "recommended": RECOMMENDED,
+    "kept": KEPT,
+    "kept_learned": {**KEPT, "retention": "learned"},
+    "kept_window": {**KEPT, "mix": "window"},
+    "kept_window_learned": {**KEPT, "mix": "window", "retention": "learned"},
     "elu": {"feature_map": "elu"},
     "decay": {"feature_map": "elu", "update_rule": "decay"},
     "gated_delta": {"feature_map": "elu", "update_rule": "gated_delta"},
