@@ -132,7 +132,7 @@ class Generation(Suite):
         prompts, random = self.prompts(length), torch.Generator().manual_seed(self.settings.seed)
         # One number for each place and token: all models draw by the same ones.
         uniforms = torch.rand(len(prompts), self.new_tokens, generator=random, dtype=torch.float64)
-        for part, numbers in zip(prompts.split(size), uniforms.split(size), strict=True):
+        for part, numbers in zip(torch.split(prompts, size), torch.split(uniforms, size), strict=True):
             last, cache = prefill(subject.model, part.to(subject.device), None, chunk)
             by = numbers if mode == "sampled" else None
             # None ends a text, so that all are of one length.
