@@ -61,4 +61,5 @@ def feature_obstacle(x: Tensor, pair: Pair) -> str | None:
         return "the kernels take bf16, fp16 and fp32, not float64"
     if largest > LARGEST_PAIR:
         return f"the map's weights have size {largest}, and the kernels hold at most {LARGEST_PAIR}"
-    return device_obstacle(x.device)
+    reason: str | None = device_obstacle(x.device)
+    return reason
