@@ -2,9 +2,9 @@
 
 Beside a window every layer keeps some keys exactly. Which ones, a small net of each key head learns from the teacher's
 attention; every other weight stays as it was, unless --distill-steps lets all learn to do with what is kept. With no
-argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any other causal
-language model, a folder or a hub name, takes its place with --model. With --linear-steps a student with linear attention
-of the same cache bytes is distilled and stands beside it.
+argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any other
+causal language model, a folder or a hub name, takes its place with --model. With --linear-steps a student with linear
+attention of the same cache bytes is distilled and stands beside it.
 """
 
 import copy
