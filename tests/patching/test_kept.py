@@ -5,10 +5,8 @@ import torch
 
 from hf_linear_attn import LinearAttentionConfig, patch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from hf_linear_attn.export import ExportSettings, export_model
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.ops.dispatch import HAS_NUMBA
-from tests.export.students import save, student
 from tests.patching.checks import close
 from tests.patching.zoo import VOCAB, tiny_model
 
@@ -85,10 +83,3 @@ def test_settings_are_refused_by_name(settings, message):
 def test_a_model_that_sees_both_ways_is_refused():
     with pytest.raises((ArgumentError, UnsupportedError), match=r"`window` must be"):
         patch_model(tiny_model("masked", "bert"), window=4, kept=2)
-
-
-def test_a_file_of_its_own_is_refused_by_name(tmp_path):
-    save(student("llama", "elu", window=4, kept=2), tmp_path / "student", tokenizer=False)
-    with pytest.raises(UnsupportedError, match=r"`kept` must be 0 in a file of its own, got 2"):
-        export_model(ExportSettings(str(tmp_path / "student"), "torch"))
-    assert not list(tmp_path.glob("student-torch/*"))
