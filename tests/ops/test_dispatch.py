@@ -28,7 +28,7 @@ def refusal(reason: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"dim": 520}, "q has head size 520, and the kernels hold at most 512; use backend='torch'."),
+        ({"dim": 320}, "q has head size 320, and the kernels hold at most 256; use backend='torch'."),
         (
             {"dtype": torch.float64},
             "the kernels take bf16, fp16 and fp32, not float64; use backend='torch'.",
@@ -127,8 +127,8 @@ def test_autocast_changes_nothing(feature_map: str, backend: str) -> None:
 
 
 def test_refuses_features_wider_than_kernels_hold() -> None:
-    with pytest.raises(BackendError, match=refusal("q has head size 520")):
-        linear_attention(*tensors(260)[:2], torch.randn(1, 2, 3, 4), feature_map="hedgehog", backend="triton")
+    with pytest.raises(BackendError, match=refusal("q has head size 320")):
+        linear_attention(*tensors(160), feature_map="hedgehog", backend="triton")
 
 
 def test_refuses_cpu_tensors_unless_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linear_attn.checks import check_eps, check_type
 from hf_linear_attn.errors import ArgumentTypeError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import (
@@ -164,8 +164,7 @@ def linear_attention(
 
 def _backend(backend: str, call: LinearCall) -> Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]:
     """Return the backend's function."""
-    tokens = call.q, call.k, call.v
-    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(*tokens, LARGEST_FEATURES))
+    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
