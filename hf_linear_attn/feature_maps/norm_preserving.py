@@ -147,19 +147,19 @@ class _Bend(torch.autograd.Function):
         if torch.is_grad_enabled():
             return second_gradients(ctx, _bend, (y, power, ctx.sharpness), dfeatures)
         up, down = dfeatures.chunk(2, -1)
-        # The gradient of the bent vector, times itself, twice.
-        g = (up + down).mul_(bent.abs()).addcmul_(up - down, bent)
+        # The gradient of the bent vector, times itself. Of both features one is 0, and what reaches that one is no part.
+        g = torch.where(bent > 0, up, down).mul_(bent.abs())
         total = g.sum(-1, keepdim=True)
-        # That of the logarithms of y^2, times the power's inverse, 4 times: a part of each share is everyone's.
+        # That of the logarithms of y^2, times the power's inverse, twice: a part of each share is everyone's.
         g.addcmul_(bent * (total / length.square()), bent, value=-1)
-        dgrown = torch.linalg.vecdot(g, logs)[..., None].mul_(0.25 * math.log(2))
-        dlength = total / (2 * length)
+        dgrown = torch.linalg.vecdot(g, logs)[..., None].mul_(0.5 * math.log(2))
+        dlength = total / length
         if ctx.sharpness:
             bend = growth - 0.5
             dlength.addcmul_(dgrown * power, 1 - bend * bend, value=ctx.sharpness)
         # Of 0 the gradient is 0: nothing of rounding is divided by TINY.
         inverse = y / torch.addcmul(y.new_full((), TINY**2), y, y)
-        dy = g.mul_(inverse).mul_(0.5 * power * growth).addcmul_(y, dlength / length)
+        dy = g.mul_(inverse).mul_(power * growth).addcmul_(y, dlength / length)
         return dy, (dgrown * growth).sum_to_size(power.shape), None
 
 

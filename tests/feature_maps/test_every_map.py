@@ -236,3 +236,19 @@ def test_derivatives_of_the_norm_preserving_map() -> None:
     # A token of zeros, as padding is, has none.
     zero = torch.zeros_like(x, requires_grad=True)
     assert all(not gradient.any() for gradient in torch.autograd.grad(phi(zero, "q").sum(), [zero, *weights[:1]]))
+
+
+def test_what_reaches_features_that_are_0_matters_not() -> None:
+    phi = get_feature_map("norm_preserving", 8, 1, 1)
+    g = torch.Generator().manual_seed(0)
+    x, above = torch.randn(1, 1, 64, 8, generator=g), torch.randn(1, 1, 64, 16, generator=g)
+    gradients = []
+    for size in (0.0, 1e6, torch.inf):
+        token = x.clone().requires_grad_()
+        features = phi(token, "k")
+        features.backward(torch.where(features > 0, above, size))
+        gradients.append([token.grad, phi.power_k.grad.clone()])
+        phi.power_k.grad = None
+    assert gradients[0][0].any()
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=0, atol=0)
