@@ -147,7 +147,7 @@ class _Bend(torch.autograd.Function):
         if torch.is_grad_enabled():
             return second_gradients(ctx, _bend, (y, power, ctx.sharpness), dfeatures)
         up, down = dfeatures.chunk(2, -1)
-        # The gradient of the bent vector, times itself. Of both features one is 0, and what reaches that one is no part.
+        # The gradient of the bent vector, times itself. One of its two features is 0: what reaches that is no part.
         g = torch.where(bent > 0, up, down).mul_(bent.abs())
         total = g.sum(-1, keepdim=True)
         # That of the logarithms of y^2, times the power's inverse, twice: a part of each share is everyone's.
