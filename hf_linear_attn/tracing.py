@@ -26,3 +26,13 @@ def is_transformed() -> bool:
 def is_tracing() -> bool:
     """Tell whether something traces, transforms or watches operations."""
     return bool(is_compiling() or _len_torch_dispatch_stack() or is_transformed())
+
+
+def is_symbol(size: int) -> bool:
+    """Tell whether a size is a symbol: the graph that is traced serves every length, and has no branch on this one."""
+    if not is_compiling():
+        return False
+    # Imported here since it brings SymPy. The compiler answers isinstance(size, torch.SymInt) with False.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(size)

@@ -15,6 +15,7 @@ from hf_linear_attn.layers.numbers import last_slots, numbered
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE
+from hf_linear_attn.tracing import is_symbol
 
 
 class Tokens(NamedTuple):
@@ -95,7 +96,7 @@ class Window:
         counts = mask
         if self.sinks:
             if numbers is not None:
-                whole = mask is None and held is None and not isinstance(k.shape[2], torch.SymInt)
+                whole = mask is None and held is None and not is_symbol(k.shape[2])
                 if whole and k.shape[2] > self.sinks:
                     # A text's first tokens are the first ones here.
                     counts, place = numbers >= self.sinks, numbered(k.device, len(numbers), self.sinks)
@@ -109,7 +110,7 @@ class Window:
                 place = torch.where(held["near_mask"][:, : self.sinks], -1, NOWHERE)
                 sinks = (*(held[name][:, :, : self.sinks] for name in ("near_k", "near_v")), place)
         if held is None or state is None:
-            if not isinstance(k.shape[2], torch.SymInt):
+            if not is_symbol(k.shape[2]):
                 return Tokens(k, v, mask, counts, rotation, *sinks)
             # A graph for every length has no branch on whether a text is longer than the window: a window of nothing
             # stands before it.

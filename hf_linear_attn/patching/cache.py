@@ -341,4 +341,5 @@ def _static_length(cache: Cache) -> int | None:
     # A static sliding layer is shorter than the text; masks for full layers are built from ours too.
     lengths = [x.max_cache_len for x in cache.layers if isinstance(x, StaticLayer)]
     lengths += [x.max_length for x in cache.layers if isinstance(x, LinearAttentionCacheLayer) and x.static]
-    return max(lengths, default=None)
+    # Compilers that take lengths for symbols know no default.
+    return max(lengths) if lengths else None

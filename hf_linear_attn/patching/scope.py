@@ -67,8 +67,10 @@ class ModuleScope:
 
 class _Current(threading.local):
     # Not a context variable: torch.compile traces this, and not that. Nothing awaits within a module's forward.
-    model: ModelScope | None = None
-    module: ModuleScope | None = None
+    def __init__(self) -> None:
+        # In every thread from the start: a graph that were the first to set one would be compiled for its absence.
+        self.model: ModelScope | None = None
+        self.module: ModuleScope | None = None
 
 
 current = _Current()

@@ -17,7 +17,7 @@ from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
-from .checks import Subject, close, patched
+from .checks import Graphs, Subject, close, patched
 from .zoo import tiny_model
 
 SLOW = pytest.mark.slow
@@ -93,14 +93,6 @@ def test_half_precision_weights_train(setting, dtype, error):
     optimizer.step()
     after, _ = loss_and_gradients(model, ids)
     assert after < found[0]
-
-
-class Graphs(list):
-    """A compiler backend that collects what it is given and runs it as it is."""
-
-    def __call__(self, graph, inputs):
-        self.append(graph)
-        return graph.forward
 
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.base import second_gradients, upcast
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.window.problem import NOWHERE, KeptKeys, WindowCall
-from hf_linear_attn.tracing import needs_operations
+from hf_linear_attn.tracing import is_symbol, needs_operations
 
 BLOCKS = (32, 64)
 """Smallest and largest block of queries: a small one wastes few scores, a large one copies few keys."""
@@ -121,9 +121,14 @@ class Band:
         own = of_own is not None
         self.batch, self.heads, self.tokens, _ = q.shape
         self.kv_heads, past = k.shape[1], k.shape[2] - self.tokens
-        self.block = min(self._block(window), self.tokens)
-        self.pad = -self.tokens % self.block
-        self.blocks = (self.tokens + self.pad) // self.block
+        self.block, least = self._block(window), 1
+        if is_symbol(self.tokens):
+            # A graph for every length cannot tell whether a text fills one block, nor a single block from several.
+            least = 2
+        else:
+            self.block = min(self.block, self.tokens)
+        self.blocks = max(-(-self.tokens // self.block), least)
+        self.pad = self.blocks * self.block - self.tokens
         # Keys start W - 1 before the first query: cut off what lies further back, or pad what is missing.
         lead, self.own = window - 1 - past, own
         first = -min(lead, 0)

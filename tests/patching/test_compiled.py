@@ -1,0 +1,126 @@
+"""Prompts and training steps of many lengths through `torch.compile`: one graph serves them all."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_linear_attn.patching.call_cache import NAME
+
+from .checks import Graphs, close, patched, prompt
+from .zoo import tiny_model
+
+SLOW = pytest.mark.slow
+LENGTHS = (9, 70, 14, 23, 12, 40, 17, 31, 55, 26)
+"""Shorter than the window and longer, than a block of queries too; a graph of the first one's own may be one of two."""
+
+RECIPE = {"feature_map": "norm_preserving", "window": 16, "sinks": 4, "rotary": "undo", "layers": "all"}
+SETTINGS = {"recommended": RECIPE, "kept": RECIPE | {"kept": 3}, "plain": {"feature_map": "hedgehog", "layers": "all"}}
+
+
+def texts(masked):
+    """Yield what a model is called with, for each length."""
+    for length in LENGTHS:
+        ids = prompt(length, seed=length, rows=2)
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        yield {"input_ids": ids} | ({"attention_mask": mask} if masked else {})
+
+
+def build(setting):
+    """Return a model that has been called: that is when it finds how it rotates."""
+    model = patched(tiny_model("causal", "llama"), **SETTINGS[setting])
+    with torch.no_grad():
+        model(prompt(5), use_cache=False)
+    return model
+
+
+def shown(logits, text):
+    return logits[text["attention_mask"].bool()] if "attention_mask" in text else logits
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("setting", "masked", "dynamic"),
+    [
+        ("recommended", True, None),
+        *(pytest.param("recommended", *case, marks=SLOW) for case in ((True, True), (False, None), (False, True))),
+        *(
+            pytest.param("kept", *case, marks=SLOW)
+            for case in ((False, True), (True, True), (True, None), (False, None))
+        ),
+        *(pytest.param("plain", *case, marks=SLOW) for case in ((True, None), (False, None))),
+    ],
+)
+def test_prompts_of_all_lengths_share_a_graph(setting, masked, dynamic):
+    model, graphs = build(setting), Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for text in texts(masked):
+            past = DynamicCache(config=model.config)
+            found = compiled(**text, use_cache=True, **{NAME: past}).logits
+            close(shown(found, text), shown(model(**text, use_cache=False).logits, text), "compiled")
+            assert past.get_seq_length() == text["input_ids"].shape[1]
+        step = {name: torch.cat([x, x[:, -1:]], 1) for name, x in text.items()}
+        new = step | {"input_ids": step["input_ids"][:, -1:]}
+        close(model(**new, **{NAME: past}).logits, model(**step, use_cache=False).logits[:, -1:], "a step after it")
+    assert len(graphs) <= (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "masked", "dynamic"),
+    [
+        ("recommended", True, True),
+        *(pytest.param("recommended", *case, marks=SLOW) for case in ((True, None), (False, None), (False, True))),
+        *(pytest.param("kept", *case, marks=SLOW) for case in ((True, None), (False, True))),
+        *(pytest.param("plain", *case, marks=SLOW) for case in ((True, None), (False, None))),
+    ],
+)
+def test_training_steps_of_all_lengths_share_a_graph(setting, masked, dynamic):
+    model, graphs = build(setting), Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=dynamic)
+    for text in texts(masked):
+        gradients = []
+        for called in (model, compiled):
+            model.zero_grad(set_to_none=True)
+            called(**text, labels=text["input_ids"], use_cache=False).loss.backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, wanted in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
+    assert len(graphs) <= (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("setting", ["recommended", pytest.param("plain", marks=SLOW)])
+def test_static_caches_of_other_lengths_share_a_graph(setting):
+    model, graphs, ids = build(setting), Graphs(), prompt(12, rows=2)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        for size in (16, 24, 20):
+            past = StaticCache(config=model.config, max_cache_len=size)
+            found = [compiled(ids[:, a:b], **{NAME: past}).logits for a, b in ((0, 9), (9, 10), (10, 11), (11, 12))]
+            close(torch.cat(found, 1), expected, f"a cache of {size}")
+    # Of prompts and of steps, of the first length and of every other one.
+    assert len(graphs) <= 4
+
+
+def test_the_first_call_of_a_thread_may_be_a_compiled_one():
+    model, graphs, ids = patched(tiny_model("causal", "llama"), **SETTINGS["plain"]), Graphs(), prompt(9)
+
+    @torch.no_grad()
+    def call():
+        return torch.compile(model, backend=graphs, fullgraph=True)(ids, use_cache=False).logits
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(call).result()
+    with torch.no_grad():
+        close(found, model(ids, use_cache=False).logits, "compiled from the first call")
+    assert len(graphs) == 1
