@@ -177,6 +177,8 @@ def _anonymous(program: ExportedProgram) -> ExportedProgram:
 
 def _onnx(graph: Graph, opset: int) -> Any:
     """Return a graph as torch's ``ONNXProgram``, without the paths of the source files that it was traced from."""
+    from onnxscript import optimizer
+
     names = list(graph.states)
     # By which sizes that are free go in the file.
     sizes = {0: "rows", 1: "tokens"}
@@ -190,11 +192,16 @@ def _onnx(graph: Graph, opset: int) -> Any:
             opset_version=opset,
             dynamic_shapes=(sizes, sizes, of_states),
             verbose=False,
+            # Its rules leave out additions of less than 1e-8, such as those that keep logarithms of 0 finite.
+            optimize=False,
         )
     except Exception as error:  # whatever the exporter raises of an operator that it does not know
         rule = f"be made of operators that ONNX's opset {opset} has"
         remedy = f"PyTorch's exporter ended with: {first_line(error)}. Use --format torch, or a newer --opset."
         raise UnsupportedError("model", rule, "another", remedy) from error
+    optimizer.inline(program.model)
+    optimizer.fold_constants(program.model, onnx_shape_inference=True)
+    optimizer.remove_unused_nodes(program.model)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
     return program
