@@ -62,7 +62,6 @@ from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
@@ -238,8 +237,8 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         yield choose_launch(p.target, choice_problem(p, scores=scores))[1]
     of_step = hybrid_problem(p)
     if of_step is not None:
-        yield hybrid_launch(p.target, of_step)[1]
-        yield hybrid_launch(p.target, in_pool(of_step))[1]
+        yield from hybrid_launches(p.target, of_step)[1]
+        yield from hybrid_launches(p.target, in_pool(of_step))[1]
         for scores in (False, True):
             yield from hybrid_launches(p.target, keeping(of_step, scores=scores))[1]
     of_features = feature_problem(p)
@@ -299,6 +298,7 @@ def gpu_target(arch: str) -> GPUTarget:
 UNCOUNTED = (
     *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
     *("decode", "decode_rows", "hybrid", "hybrid_rows", "hybrid_kept"),
+    *("hybrid_given", "hybrid_given_rows", "hybrid_given_kept", "ahead", "ahead_rows", "ahead_kept"),
     *("keep", "keep_scored", "trade", "trade_scored"),
 )
 """Kernels whose clocks are few."""

@@ -47,7 +47,6 @@ from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers import Sizes as LayerSizes
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
-from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.rotation import Layout, Rotation
@@ -274,7 +273,8 @@ def kernels(*, dry_run: bool) -> dict[str, Any]:
         for x, value in ((step.seen, text), (step.key_mask, True), (step.near_mask, True)):
             x.fill_(value)
         nbytes = sum(x.nbytes for x in (*step, step.kv, step.z, step.far_keys) if isinstance(x, Tensor))
-        note(f"step of {batch}", hybrid_launch(target, step)[1].run, nbytes)
+        launches = hybrid_launches(target, step)[1]
+        note(f"step of {batch}", lambda launches=launches: [x.run() for x in launches], nbytes)
         for name, scores in BY.items():
             launches = hybrid_launches(target, keeping(step, scores=scores))[1]
             note(f"step of {batch}, keys kept by {name}", lambda launches=launches: [x.run() for x in launches])

@@ -136,6 +136,15 @@ CASES = [
     Case("hedgehog", "gate", B=1, kept=4, window=3, retention="learned", static=True, T=14),
 ]
 
+MANY = [
+    Case("norm_preserving", B=17, H=1, HKV=1, D=12, V=24, copies=2, window=1, sinks=1, T=4, turned=8, padded=True),
+    Case("hedgehog", B=8, H=3, HKV=1, D=8, V=8, window=2, sinks=1, T=6, static=True, rule="decay", dtype=torch.float16),
+    Case("norm_preserving", B=8, H=2, HKV=1, D=8, V=8, window=1, sinks=0, kept=1, T=4, turned=6),
+    Case("norm_preserving", "gate", B=9, H=2, HKV=1, D=8, V=8, window=2, T=6, turned=4, dtype=torch.bfloat16),
+    Case("hedgehog", "gate", options={"per_head": False}, B=8, H=2, HKV=2, D=8, V=8, window=2, sinks=0, T=5, kept=2),
+]
+"""Steps of so many rows that features are computed before them."""
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -196,7 +205,9 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) 
 
 
 @pytest.mark.parametrize(
-    ("case", "backend"), [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2)], ids=str
+    ("case", "backend"),
+    [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2), *spread(product(MANY, ["triton"]), 2)],
+    ids=str,
 )
 def test_steps_are_the_general_path(
     case: Case, backend: str, launches: list[object], monkeypatch: pytest.MonkeyPatch
@@ -366,13 +377,15 @@ def test_refuses_other_dtypes_and_transforms(backend: str, monkeypatch: pytest.M
     [
         Case("norm_preserving", kept=3, turned=16, T=16),
         Case("elu", "window", kept=3, retention="learned", turned=8, T=16),
+        Case("norm_preserving", B=8, H=2, HKV=1, D=8, V=8, window=2, sinks=1, turned=6, T=11),
     ],
     ids=str,
 )
 def test_steps_in_a_pool_keep_keys_as_rows_that_are_read(case: Case, backend: str, launches: list[object]) -> None:
-    lengths, layers = torch.tensor([9, 4]), [case.layer(name) for name in ("torch", backend)]
-    slots, places = pool_slots(layers[0], case.V), torch.tensor([2, 0])
-    pools = [Pool(slots, {name: slot.zeros(3, torch.empty(0)) for name, slot in slots.items()}) for _ in layers]
+    lengths, layers = torch.tensor([9, 4] * (case.B // 2)), [case.layer(name) for name in ("torch", backend)]
+    slots, places = pool_slots(layers[0], case.V), torch.tensor([case.B, *range(case.B - 1)])
+    count = case.B + 1
+    pools = [Pool(slots, {name: slot.zeros(count, torch.empty(0)) for name, slot in slots.items()}) for _ in layers]
     q, k, v = case.tokens()
     rotation = case.rotation()
     with torch.no_grad():
@@ -383,7 +396,7 @@ def test_steps_in_a_pool_keep_keys_as_rows_that_are_read(case: Case, backend: st
         for t in range(case.T - 9):
             new = [x[:, :, 9 + t : 10 + t] for x in (q, k, v)]
             turned = None if rotation is None else rotation.cut(9 + t, 10 + t)
-            of_rows = None if turned is None else turned.of_others(turned.turns.expand(2, -1, -1).contiguous())
+            of_rows = None if turned is None else turned.of_others(turned.turns.expand(case.B, -1, -1).contiguous())
             found = [
                 step_rows_(layer, *new, held, Rows(places, lengths + t), of_rows)
                 for layer, held in zip(layers, pools, strict=True)

@@ -1,10 +1,13 @@
 """What the launch plan says: traffic, tiles, segments. Nothing here runs a kernel."""
 
+import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.linear_attention.triton.backward import Saved, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton import plan
@@ -197,3 +200,33 @@ def test_precision_of_products(dtype: torch.dtype, D: int, setting: str, precisi
         assert p._replace(target=Target("gfx942", 304)).precision == "ieee"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_step_of_many_rows_reads_a_maps_weights_once_for_a_tile_of_rows(
+    pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    problems = importlib.import_module("problems")
+    D, heads = 128, 32 + 8
+    names = ("weight_q", "power_q", "weight_k", "power_k")
+
+    def launches(batch: int) -> list[Launch]:
+        step = problems.hybrid_problem(problem(batch, 32, 8, D, 1))
+        step = step._replace(**{name: getattr(step, name).bfloat16() for name in names})
+        return hybrid_launches(H200, problems.in_pool(step) if pooled else step)[1]
+
+    def size(*tensors: torch.Tensor) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    alone, (ahead, step) = launches(1), launches(64)
+    assert [a.role.removesuffix("_rows") for a in (*alone, ahead, step)] == ["hybrid", "ahead", "hybrid_given"]
+    assert all(step.arguments[name] is None for name in names)
+    # A program reads the weights of one head, for 16 rows.
+    assert ahead.programs == heads * 64 / 16
+    given = size(*ahead.writes)
+    least = size(*step.reads, *step.writes) - given + heads * D * D * 2
+    # Every program of a head reads the head's features; the kernel ahead reads a query and a key for each of them.
+    copies = step.arguments["C"]
+    moved = least + (1 + copies) * given + 64 * heads * D * 2 + (ahead.programs - heads) * D * D * 2
+    assert moved < 1.3 * least

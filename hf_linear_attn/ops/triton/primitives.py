@@ -222,24 +222,37 @@ def turn_back(x, other, cos, sin, first, moved, DERIVE: tl.constexpr = False):
 
 
 @triton.jit
+def load_turned(
+    pointer, at, turns, turn, od, rows,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, DERIVE: tl.constexpr = False,
+):  # fmt: skip
+    """Load vectors at offsets ``at`` as :func:`load_operand` does; where R entries are turned, turned back.
+
+    Angles are at offsets ``turn``.
+    """
+    x = load_tile(pointer, at[:, None] + od[None, :], rows, od < D, EXACT)
+    if R > 0:
+        moved, pair, first, other = pairs_of(od, D, R, PAIRS, AT_END)
+        inside = rows[:, None] & moved[None, :]
+        place = turns + turn[:, None] + pair[None, :]
+        cos = tl.load(place, mask=inside, other=1.0).to(tl.float32)
+        sin = tl.load(place + R // 2, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(pointer + at[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = turn_back(x, y, cos, sin, first[None, :], moved[None, :], DERIVE)
+    if pointer.dtype.element_ty == tl.float32:
+        x = operand(x, tl.float32, PRECISION)
+    return x
+
+
+@triton.jit
 def load_plain(
     pointer, stride, turns, ot, od, rows,
     D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, DERIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a tile of tokens as :func:`load_operand` does; where R entries are turned, turned back."""
-    x = load_tile(pointer, ot[:, None] * stride + od[None, :], rows, od < D, EXACT)
-    if R > 0:
-        moved, pair, first, other = pairs_of(od, D, R, PAIRS, AT_END)
-        inside = rows[:, None] & moved[None, :]
-        place = turns + ot[:, None] * R + pair[None, :]
-        cos = tl.load(place, mask=inside, other=1.0).to(tl.float32)
-        sin = tl.load(place + R // 2, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(pointer + ot[:, None] * stride + other[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = turn_back(x, y, cos, sin, first[None, :], moved[None, :], DERIVE)
-    if pointer.dtype.element_ty == tl.float32:
-        x = operand(x, tl.float32, PRECISION)
-    return x
+    """Load a tile of tokens so, that lie a stride apart, and their angles R."""
+    return load_turned(pointer, ot * stride, turns, ot * R, od, rows, D, R, PAIRS, AT_END, EXACT, PRECISION, DERIVE)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ A token t comes and the token t - W leaves the window. With F features and the s
 over the W keys of the window and the sinks, where the mix is "key"; "gate" and "window" join otherwise. Where sums
 fade, ``a = exp(-softplus(b + u.k_{t-W} + w.v_{t-W}))``; else it is 1. A program takes a key head of a row with all its
 query heads, and a tile of BV columns of V. It holds ``S [F, BV]`` in fp32 registers, walks the slots in tiles
-``[BP, BD]``, and reads the weights of a paired map in tiles ``[BK, BM]``; everything but the operands of the slots'
-products is fp32.
+``[BP, BD]``, and reads the weights of a paired map in tiles ``[BK, BM]``; of many rows its features are given
+(``ahead.py``). Everything but the operands of the slots' products is fp32.
 
 Programs of one head, and of one row, run at the same time. What one of them writes none of the others may read:
 
@@ -100,6 +100,12 @@ def features_of_head(
 
 
 @triton.jit
+def load_halves(phi, om, columns, M: tl.constexpr):
+    """Load the features of a vector that were computed ahead, 0 where it has no columns."""
+    return tl.load(phi + om, mask=om < columns, other=0.0), tl.load(phi + M + om, mask=om < columns, other=0.0)
+
+
+@triton.jit
 def fading(
     gone, gone_v, columns, turns, t, bias, of_key, of_value, i_hk, od,
     D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
@@ -119,6 +125,12 @@ def fading(
 
 
 @triton.jit
+def slot_of(place, N, W):
+    """Return the slot of the token of a number; that of the token W before it is the next one's."""
+    return (N + place % (W + 1)).to(tl.int64)
+
+
+@triton.jit
 def stand(rows, length, seen, key_mask, i_b, m_b, N, W, MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr):
     """Return where a row's state lies, the slots that are new and old, the tokens read, and if the new one is real."""
     i_p = i_b
@@ -128,8 +140,8 @@ def stand(rows, length, seen, key_mask, i_b, m_b, N, W, MASKED: tl.constexpr, ST
         place = tl.load(length + i_b)
     elif STATIC:
         place = tl.load(length)
-    new = (N + place % (W + 1)).to(tl.int64)
-    old = (N + (place + 1) % (W + 1)).to(tl.int64)
+    new = slot_of(place, N, W)
+    old = slot_of(place + 1, N, W)
     read = tl.load(seen + i_b)
     real = read >= 0
     if MASKED:
@@ -159,7 +171,7 @@ def attend(
 def hybrid_kernel(
     q, k, v, key_mask, seen, length, rows, kv, z, far_keys, near_k, near_v, near_mask, near_turns, turns,
     weight_q, power_q, weight_k, power_k, decay_bias, decay_key, decay_value, bias, weight,
-    kept_k, kept_v, gone, gone_v, gone_turns, told, o,
+    kept_k, kept_v, gone, gone_v, gone_turns, told, phi_q, phi_k, o,
     HKV, N, W, scaling, eps, factor, sharpness,
     q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, m_b, t_b, wq_h, pq_h, wk_h, pk_h,
     kv_p, z_p, f_p, nk_p, nv_p, nt_p, kk_p, kw_p,
@@ -167,7 +179,8 @@ def hybrid_kernel(
     GP: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, PAIR: tl.constexpr, SIGNED: tl.constexpr, FADES: tl.constexpr, MIX: tl.constexpr,
-    MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, STATIC: tl.constexpr, POOL: tl.constexpr, K: tl.constexpr, GIVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read one token of one key head, fold the one that leaves, and write the outputs of its query heads."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -224,10 +237,13 @@ def hybrid_kernel(
             gone_v = near_v + old * V
             of_gone, at = near_turns, old * D
         columns = tl.where(leaves, D, 0)
-        fk, fk2 = features_of_head(
-            gone, columns, of_gone, at, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
-            D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, False,
-        )  # fmt: skip
+        if GIVEN:
+            fk, fk2 = load_halves(phi_k + bh * F, om, tl.where(leaves, M, 0), M)
+        else:
+            fk, fk2 = features_of_head(
+                gone, columns, of_gone, at, weight_k, power_k, i_hk * wk_h, i_hk * pk_h, factor, 0.0,
+                D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, False,
+            )  # fmt: skip
         fade = 1.0
         if FADES:
             fade = fading(
@@ -267,10 +283,13 @@ def hybrid_kernel(
                 tl.store(state + M * V, s2, mask=inside)
             for g in range(G):
                 i_h = i_hk * G + g
-                fq, fq2 = features_of_head(
-                    q + i_h * q_h, D, turns, 0, weight_q, power_q, i_h * wq_h, i_h * pq_h, factor, sharpness,
-                    D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, True,
-                )  # fmt: skip
+                if GIVEN:
+                    fq, fq2 = load_halves(phi_q + (bh * G + g) * F, om, M, M)
+                else:
+                    fq, fq2 = features_of_head(
+                        q + i_h * q_h, D, turns, 0, weight_q, power_q, i_h * wq_h, i_h * pq_h, factor, sharpness,
+                        D, M, BD, BM, BK, R, PAIRS, AT_END, MAP, PAIR, True,
+                    )  # fmt: skip
                 y, mass = fq[:, None] * s, fq * zz
                 if PAIR:
                     y, mass = y + fq2[:, None] * s2, mass + fq2 * zz2
@@ -351,13 +370,28 @@ class Traded(NamedTuple):
     told: Tensor
 
 
-def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None) -> tuple[Tensor, Launch]:
+class Ahead(NamedTuple):
+    """Features that a step is given, where they were computed before it.
+
+    Attributes:
+        phi_q: Those of the queries ``[B, H, F]`` fp32.
+        phi_k: Those of the key that the linear branch may fold ``[B, HKV, F]`` fp32; anything where it folds none.
+    """
+
+    phi_q: Tensor
+    phi_k: Tensor
+
+
+def hybrid_launch(
+    target: Target, step: HybridStep, traded: Traded | None = None, ahead: Ahead | None = None
+) -> tuple[Tensor, Launch]:
     """Plan one step.
 
     Args:
         target: The device.
         step: The step, with q, k and v in the layout that kernels read and everything else contiguous.
         traded: What goes, where keys are kept; None where none are.
+        ahead: Features that were computed before; None where the step computes them.
 
     Returns:
         The output, allocated, and the launch.
@@ -365,9 +399,11 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
     q, k, v, near_k, z = step.q, step.k, step.v, step.near_k, step.z
     B, (_, HKV, slots, D), V, G = len(q), near_k.shape, v.shape[3], q.shape[1] // k.shape[1]
     o = empty_like_tokens(q, V)
+    paired = step.weight_k is not None
     M = D if step.weight_k is None else step.weight_k.shape[2]
-    F = M if step.weight_k is None else 2 * M
-    chosen = tile(target, q.dtype, "hybrid", F, V, G)
+    if ahead is not None:
+        step = step._replace(weight_q=None, power_q=None, weight_k=None, power_k=None)
+    chosen = tile(target, q.dtype, "hybrid", 2 * M if paired else M, V, G)
     width = chosen.width
     copies = -(-V // width) if z is None else z.shape[2] if z.ndim == 4 else 1
     # A program without a tile would leave its copies behind.
@@ -383,6 +419,7 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
         **{"bias": step.bias, "weight": step.weight, "o": o},
         **{"kept_k": None if step.kept is None else step.kept.k, "kept_v": None if step.kept is None else step.kept.v},
         **(dict.fromkeys(Traded._fields) if traded is None else traded._asdict()),
+        **(dict.fromkeys(Ahead._fields) if ahead is None else ahead._asdict()),
     }
     arguments = {
         **tensors,
@@ -391,17 +428,17 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
         **{"factor": step.factor, "sharpness": step.sharpness},
         "m_b": 0 if step.key_mask is None else step.key_mask.stride(0),
         "t_b": 0 if step.turns is None or len(step.turns) == 1 else step.turns.stride(0),
-        **{"wq_h": _of_heads(step.weight_q), "pq_h": _of_heads(step.power_q)},
-        **{"wk_h": _of_heads(step.weight_k), "pk_h": _of_heads(step.power_k)},
+        **{"wq_h": of_heads(step.weight_q), "pq_h": of_heads(step.power_q)},
+        **{"wk_h": of_heads(step.weight_k), "pk_h": of_heads(step.power_k)},
         **{"kv_p": of_rows(step.kv), "z_p": of_rows(z), "f_p": of_rows(step.far_keys)},
         **{"nk_p": of_rows(near_k), "nv_p": of_rows(step.near_v), "nt_p": of_rows(step.near_turns)},
         **{"kk_p": of_rows(tensors["kept_k"]), "kw_p": of_rows(tensors["kept_v"])},
         "K": 0 if step.kept is None else step.kept.k.shape[2],
         **{"G": G, "C": copies, "D": D, "V": V, "M": M},
         **{"GP": padded(G), "BD": padded(D), "BV": width, "BM": padded(M), "BP": chosen.tokens},
-        **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": step.weight_k is not None},
+        **{"BK": max(1, PRODUCTS // padded(M)), "MAP": step.phi, "PAIR": paired, "GIVEN": ahead is not None},
         **{"R": 0 if step.turns is None else step.turns.shape[2], "PAIRS": step.pairs, "AT_END": step.at_end},
-        "SIGNED": step.weight_k is None and not elementwise_map(step.phi).non_negative,
+        "SIGNED": not paired and not elementwise_map(step.phi).non_negative,
         "FADES": step.decay_bias is not None,
         **{"MIX": step.mix, "MASKED": step.key_mask is not None, "STATIC": step.place is not None},
         "POOL": step.rows is not None,
@@ -409,7 +446,8 @@ def hybrid_launch(target: Target, step: HybridStep, traded: Traded | None = None
     }
     reads = tuple(x for name, x in tensors.items() if x is not None and name != "o")
     written = (o, step.kv, z, step.far_keys, step.near_turns)
-    role = "hybrid_kept" if step.kept is not None else "hybrid" if step.rows is None else "hybrid_rows"
+    role = "hybrid" if ahead is None else "hybrid_given"
+    role += "_kept" if step.kept is not None else "" if step.rows is None else "_rows"
     writes = tuple(x for x in written if x is not None)
     return o, planned(role, hybrid_kernel, B * HKV * copies, arguments, chosen, reads, writes)
 
@@ -419,6 +457,6 @@ def of_rows(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-def _of_heads(x: Tensor | None) -> int:
+def of_heads(x: Tensor | None) -> int:
     """Return the distance between the weights of two heads; 0 where all share them."""
     return 0 if x is None or len(x) == 1 else x.stride(0)

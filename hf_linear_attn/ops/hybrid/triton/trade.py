@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.hybrid.checks import KEPT
 from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep
+from hf_linear_attn.ops.hybrid.triton.ahead import ahead_launch
 from hf_linear_attn.ops.hybrid.triton.step import Traded, hybrid_launch, load_vector, of_rows, stand
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE
 from hf_linear_attn.ops.kept.triton import ENTRIES, LAST, apart, at_age, pick
@@ -207,7 +208,7 @@ def trade_launch(target: Target, step: HybridStep, kept: KeptStep) -> tuple[Trad
 
 
 def hybrid_launches(target: Target, step: HybridStep) -> tuple[Tensor, list[Launch]]:
-    """Plan one step, and before it what becomes of the key that leaves the window, where keys are kept beyond.
+    """Plan one step after what comes before it: the trade where keys are kept, and the features of many rows.
 
     Args:
         target: The device.
@@ -216,9 +217,12 @@ def hybrid_launches(target: Target, step: HybridStep) -> tuple[Tensor, list[Laun
     Returns:
         The output, allocated, and the launches in order.
     """
-    if step.kept is None:
-        o, launch = hybrid_launch(target, step)
-        return o, [launch]
-    traded, first = trade_launch(target, step, step.kept)
-    o, launch = hybrid_launch(target, step, traded)
-    return o, [first, launch]
+    traded, launches = None, []
+    if step.kept is not None:
+        traded, first = trade_launch(target, step, step.kept)
+        launches.append(first)
+    ahead = ahead_launch(target, step, traded)
+    if ahead is not None:
+        launches.append(ahead[1])
+    o, last = hybrid_launch(target, step, traded, None if ahead is None else ahead[0])
+    return o, [*launches, last]
