@@ -120,9 +120,9 @@ def _check_recall(settings: Any) -> None:
 
 def _check_teacher_share(settings: Any) -> None:
     """Refuse a share of the teacher's weights where they are not at hand, whole and as numbers, when training ends."""
-    if not settings.teacher_share:
+    if not settings.teacher_share or settings.trainable == "lora":
         return
-    for name, value in (("trainable", "full"), ("shard", False), ("teacher_logits", None)):
+    for name, value in (("shard", False), ("teacher_logits", None)):
         if getattr(settings, name) != value:
             rule = f"be {value!r} with `teacher_share`, which takes the weights of both models"
             raise ArgumentError(name, rule, getattr(settings, name), "Leave it out, or pass teacher_share=0.")

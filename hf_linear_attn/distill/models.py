@@ -283,5 +283,7 @@ def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
     learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
     compared = bool(settings.heldout_rows or (settings.softmax_budget and settings.softmax_by == "kl"))
-    goes_back = bool(settings.teacher_share) and any(stage_class(stage).lora for stage in settings.stages)
+    # Adapters are weakened without it.
+    trained = settings.trainable == "full" and any(stage_class(stage).lora for stage in settings.stages)
+    goes_back = bool(settings.teacher_share) and trained
     return goes_back or (learns_from_it and settings.teacher_logits is None) or (made and compared)

@@ -176,9 +176,11 @@ def finish_models(
         with source.running() as model:
             metrics["teacher"] = figures(model, branches=False)
     distilled: Any = trained
-    if isinstance(trained, PeftModel) and settings.merge_lora:
-        distilled = trained.merge_and_unload()
-    if settings.teacher_share and source is not None:
+    if isinstance(trained, PeftModel):
+        weaken(trained, settings.teacher_share)
+        if settings.merge_lora:
+            distilled = trained.merge_and_unload()
+    elif settings.teacher_share and source is not None:
         with source.running() as model:
             toward(distilled, model, settings.teacher_share)
     restore_precision(distilled, dtypes)
@@ -211,6 +213,14 @@ def toward(student: nn.Module, teacher: nn.Module, share: float) -> None:
     for name, parameter in student.named_parameters():
         if name in own:
             parameter.lerp_(own[name].to(parameter), share)
+
+
+@torch.no_grad()
+def weaken(student: PeftModel, share: float) -> None:
+    """Move what adapters make of the teacher's weights by a share of the way back: what they add is linear in B."""
+    for name, parameter in student.named_parameters():
+        if ".lora_B." in name:
+            parameter.mul_(1 - share)
 
 
 def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:

@@ -128,7 +128,7 @@ class DistillationSettings:
             if sentence-transformers wrote it, else the mean.
         teacher_share: Share of the teacher's own weights in those that are saved, 0..1: when training has ended, all
             that both models have are moved so far back (Wortsman et al., 2022, arXiv:2109.01903), by which more of the
-            near past comes back than is lost of what was learned.
+            near past comes back than is lost of what was learned. Adapters add that much less.
         window_dropout: Probability, at the start of ``distill``, with which a layer sees only its linear branch in a
             step; falls linearly to 0 at the end.
         trainable: ``full``, or ``lora``: adapters on the attention projections.

@@ -48,6 +48,17 @@ def test_frozen_maps_stay_as_transfer_left_them(settings, teacher, tokenizer, da
         assert torch.equal(x, before[name]) is not changed, name
 
 
+def test_adapters_are_weakened_when_training_has_ended(settings, teacher, tokenizer, data):
+    learned = run(settings, teacher, tokenizer, data).student.state_dict()
+    found = run(settings, teacher, tokenizer, data, teacher_share=0.25).student
+    own, moved = dict(teacher.named_parameters()), 0
+    for name, x in found.named_parameters():
+        expected = torch.lerp(learned[name], own[name], 0.25) if name in own else learned[name]
+        torch.testing.assert_close(x, expected, msg=name)
+        moved += name in own and not torch.equal(x, learned[name])
+    assert moved
+
+
 def test_merged_and_unmerged_students_are_equal(settings, teacher, tokenizer, data, tmp_path):
     unmerged = run(settings, teacher, tokenizer, data, merge_lora=False).student
     merged = run(settings, teacher, tokenizer, data, output_dir=str(tmp_path)).student

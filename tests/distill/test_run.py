@@ -108,7 +108,7 @@ def test_weights_are_moved_back_to_the_teachers_when_training_has_ended(settings
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"trainable": "lora"}, "trainable"), ({"shard": True}, "shard"), ({"teacher_logits": "x"}, "teacher_logits")],
+    [({"shard": True}, "shard"), ({"teacher_logits": "x"}, "teacher_logits")],
 )
 def test_weights_of_both_models_are_needed_to_move_back(changes, named):
     with pytest.raises(ArgumentError, match=f"`{named}` must be .* with `teacher_share`"):
