@@ -148,7 +148,9 @@ class _Bend(torch.autograd.Function):
             return second_gradients(ctx, _bend, (y, power, ctx.sharpness), dfeatures)
         up, down = dfeatures.chunk(2, -1)
         # The gradient of the bent vector, times itself. One of its two features is 0: what reaches that is no part.
-        g = torch.where(bent > 0, up, down).mul_(bent.abs())
+        g = bent.clamp_min(0)
+        other = g - bent
+        g.mul_(up).addcmul_(other, down)
         total = g.sum(-1, keepdim=True)
         # That of the logarithms of y^2, times the power's inverse, twice: a part of each share is everyone's.
         g.addcmul_(bent * (total / length.square()), bent, value=-1)

@@ -243,7 +243,7 @@ def test_what_reaches_features_that_are_0_matters_not() -> None:
     g = torch.Generator().manual_seed(0)
     x, above = torch.randn(1, 1, 64, 8, generator=g), torch.randn(1, 1, 64, 16, generator=g)
     gradients = []
-    for size in (0.0, 1e6, torch.inf):
+    for size in (0.0, 1e3, 1e9):
         token = x.clone().requires_grad_()
         features = phi(token, "k")
         features.backward(torch.where(features > 0, above, size))
