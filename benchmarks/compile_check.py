@@ -59,7 +59,7 @@ from uniform import halved, unwritten
 from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
 from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
-from hf_linear_attn.ops.dispatch import FAULTS, numbers
+from hf_linear_attn.ops.dispatch import FAULTS, LARGEST_FEATURES, LARGEST_HEAD, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
@@ -104,6 +104,8 @@ PROCESSORS = {
     "sm_86": Processor(84, 99 << 10, 100 << 10, 48, r"\bHMMA", "sm_86"),
     "sm_89": Processor(128, 99 << 10, 100 << 10, 48, r"\bHMMA", "sm_89"),
     "sm_90": Processor(132, 227 << 10, 228 << 10, 64, r"\bHGMMA", "sm_90"),
+    # Consumer Blackwell.
+    "sm_120": Processor(170, 99 << 10, 100 << 10, 48, r"\bHMMA", "sm_89"),
     "sm_100": Processor(148, 227 << 10, 228 << 10, 64, r"\bUTC\w*MMA", "sm_90"),
     "gfx942": Processor(304, 64 << 10, 64 << 10, 32, r"\bv_mfma", "gfx942"),
 }
@@ -223,7 +225,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6, log_decay)[1]
         places = torch.empty(len(q), dtype=torch.int64, device="meta")
         yield decode_launch(p.target, q, k, v, out.kv, z[:, :, :1], mask, p.phi, 1e-6, log_decay, places)[1]
-    if config.faded:
+    if config.faded or config.D > LARGEST_HEAD:
         return
     yield from _of_delta_rule(config, p)
     if config.kind != "elu":
@@ -306,7 +308,9 @@ UNCOUNTED = (
 MULTIPLIES = re.compile(
     r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse)"
 )
-"""Kernels whose loops are matrix products; the window's and the features' have smaller tiles than a warp group's."""
+"""Kernels whose loops are matrix products."""
+NARROW = re.compile("features_backward|window_dkv")
+"""Those of which heads of over 128 leave too few registers for the 64 rows of a warp group's products."""
 
 
 def measure(config: Config, launch: Launch) -> Result:
@@ -377,10 +381,13 @@ class Listing:
             return whole
         return whole - self.count(*loop) + trips[0] * self.executed(trips[1:], *loop)
 
+    def outermost(self) -> list[tuple[int, int]]:
+        """List the loops outside of all others."""
+        return [x for x in self.loops if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in self.loops)]
+
     def in_order(self, trips: Sequence[float]) -> float:
         """Return the instructions that run, the longest loops outside of others as often as told, in their order."""
-        outer = [x for x in self.loops if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in self.loops)]
-        chosen = sorted(sorted(outer, key=lambda loop: loop[0] - loop[1])[: len(trips)])
+        chosen = sorted(sorted(self.outermost(), key=lambda loop: loop[0] - loop[1])[: len(trips)])
         lengths = [self.count(*loop) for loop in chosen]
         return self.count() + sum(n * (trip - 1) for n, trip in zip(lengths, trips, strict=False))
 
@@ -408,7 +415,15 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
         others = (length + tokens) / 2 / wide
         of_keys = launch.role != "stored_forward" and launch.role != "stored_dq"
         trips = (config.group, others) if of_keys else (others,)
-        return listing.executed(trips) * clocks / (config.group if of_keys else 1)
+        share = clocks / (config.group if of_keys else 1)
+        tiles = -(-config.D // launch.arguments["BD"])
+        if tiles == 1 or launch.role in ("stored_dq", "stored_dk"):
+            # Programs share out what is too wide for one.
+            return listing.executed(trips) * tiles * share
+        # It goes through tiles of features, once from a state and then for each tile of tokens.
+        outer = [loop for loop in listing.outermost() if loop != listing.largest()]
+        before = sum(listing.count(*loop) for loop in outer) * (tiles - 1)
+        return (listing.executed((*trips, tiles)) + before) * share
     tiled = TILED.get(launch.role)
     passes = max(1, {"D": config.D, "V": config.V}[tiled] / launch.tile.width) if tiled else 1
     if launch.role == "state":
@@ -480,7 +495,9 @@ def configs(*, full: bool) -> list[Config]:
     """List what is compiled: in full, or the sizes that matter."""
     if full:
         sizes = [(64, 64, "elu"), (128, 128, "elu"), (256, 256, "elu"), (80, 80, "elu"), (256, 128, "elu")]
-        sizes += [(D, V, kind) for kind in ("recipe", "packed") for D, V in ((128, 64), (256, 128), (160, 80))]
+        sizes += [
+            (D, V, kind) for kind in ("recipe", "packed") for D, V in ((128, 64), (256, 128), (160, 80), (512, 256))
+        ]
         return [
             Config(arch, dtype, D, V, group, kind)
             for arch in PROCESSORS
@@ -488,18 +505,24 @@ def configs(*, full: bool) -> list[Config]:
             for D, V, kind in sizes
             for group in (1, 4)
         ]
+    # Consumer Blackwell has Ada's tiles: one size shows whether its assembler goes astray with them.
+    usual = [arch for arch in PROCESSORS if arch != "sm_120"]
     # Heads of 64 and of 128: their features, which are twice as wide, and what reads the heads themselves.
     sizes = ((128, 64, 4, "recipe"), (256, 128, 4, "recipe"), (128, 128, 1, "elu"))
     return [
-        *(Config(arch, "bf16", *size) for arch in PROCESSORS for size in sizes),
+        *(Config(arch, "bf16", *size) for arch in usual for size in sizes),
         *(Config(arch, "bf16", 64, 64, 1) for arch in ("sm_80", "sm_90")),
         Config("sm_90", "bf16", 128, 128, 4),
         Config("sm_90", "bf16", 256, 128, 4, "packed"),
         Config("sm_90", "bf16", 160, 80, 4, "recipe"),
         Config("sm_90", "fp32", 64, 64, 1),
-        *(Config(arch, "bf16", 256, 128, 4, "faded-recipe") for arch in PROCESSORS),
-        *(Config(arch, "bf16", 128, 64, 4, "faded-recipe") for arch in PROCESSORS),
-        *(Config(arch, "bf16", 128, 128, 1, "faded-elu") for arch in PROCESSORS),
+        # Heads that are no power of two, and those of 256, whose features no program holds whole.
+        Config("sm_90", "bf16", 80, 80, 4),
+        *(Config(arch, "bf16", 512, 256, 4, "recipe") for arch in PROCESSORS if arch != "sm_86"),
+        Config("sm_90", "bf16", 256, 256, 4),
+        *(Config(arch, "bf16", 256, 128, 4, "faded-recipe") for arch in usual),
+        *(Config(arch, "bf16", 128, 64, 4, "faded-recipe") for arch in usual),
+        *(Config(arch, "bf16", 128, 128, 1, "faded-elu") for arch in usual),
         *(Config(arch, "bf16", 64, 64, 1, "faded-elu") for arch in ("sm_80", "sm_90")),
     ]
 
@@ -529,7 +552,7 @@ def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bo
     has, found = PROCESSORS[arch], []
     if result.shared > has.shared:
         found.append(f"{result.shared} B of shared memory, and {arch} has {has.shared}")
-    wide = dtype == "bf16" and int(size[1:]) >= 64
+    wide = dtype == "bf16" and 64 <= int(size[1:]) <= (128 if NARROW.match(result.role) else LARGEST_FEATURES)
     if wide and MULTIPLIES.match(result.role) and result.matrix == 0:
         found.append(f"none of {arch}'s matrix instructions")
     if result.transposed:

@@ -27,6 +27,8 @@ OLDEST_TRITON = (3, 6)
 HAS_NUMBA = find_spec("numba") is not None
 LARGEST_HEAD = 256
 """Size of a head up to which the kernels hold its tiles."""
+LARGEST_FEATURES = 2 * LARGEST_HEAD
+"""Features of one up to which linear attention does in half precision, which a paired map makes of it."""
 
 
 class Fault(NamedTuple):
@@ -145,16 +147,23 @@ def check_backend(backend: str) -> None:
         raise BackendError("backend", "be able to run here", backend, f"{reason}; use backend='torch'.")
 
 
-def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say why no kernel can take these tensors here, or None where they can."""
+def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, largest: int = LARGEST_HEAD) -> str | None:
+    """Say why no kernel can take these tensors here, or None where they can.
+
+    Args:
+        q: Queries, or their features.
+        k: Keys, or theirs.
+        v: Values.
+        largest: The size of queries up to which it can.
+    """
     reason: str | None = device_obstacle(q.device)
     if reason is not None:
         return reason
     if q.dtype == torch.float64:
         return "the kernels take bf16, fp16 and fp32, not float64"
-    for name, size in (("q", q.shape[3]), ("v", v.shape[3])):
-        if size > LARGEST_HEAD:
-            return f"{name} has head size {size}, and the kernels hold at most {LARGEST_HEAD}"
+    for name, size, most in (("q", q.shape[3], largest), ("v", v.shape[3], LARGEST_HEAD)):
+        if size > most:
+            return f"{name} has head size {size}, and the kernels hold at most {most}"
     return None
 
 

@@ -521,9 +521,10 @@ def test_compile_check_sees_what_the_recipe_runs(monkeypatch: pytest.MonkeyPatch
         "features_backward",
         "hybrid",
     } <= heads
-    # Too large for shared memory, and for the registers.
+    # Too large for shared memory; features come in tiles.
     large = {launch.role for launch in check.launches(check.Config("sm_90", "fp32", 256, 256, 1))}
-    assert not any(role.startswith(("window", "features")) for role in large)
+    assert not any(role.startswith("window") for role in large)
+    assert "features" in large
 
 
 def test_tuner_keeps_the_fastest_tile_and_other_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

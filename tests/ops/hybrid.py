@@ -54,6 +54,9 @@ of which none are left or all are at the text's end."""
 LONG = Shape(H=16, HKV=1, D=128, turned=64, window=9)
 """Heads so large that a text of 150 tokens is walked span by span."""
 
+WIDE = Shape(H=2, HKV=1, D=160, V=132, turned=160, window=5, sinks=1)
+"""Heads whose features no kernel holds whole."""
+
 LIGHT = ("norm_preserving", "elu", "hedgehog")
 """Maps with not too many features of such heads."""
 
@@ -72,7 +75,7 @@ class Spec:
 
     def __str__(self) -> str:
         """Name it in a test's name."""
-        shape = SHAPES.index(self.shape) if self.shape in SHAPES else "long"
+        shape = SHAPES.index(self.shape) if self.shape in SHAPES else "wide" if self.shape == WIDE else "long"
         return f"{self.rule}-{self.mix or 'no window'}-{self.feature_map}-{shape}"
 
     def layer(self, backend: str, dtype: torch.dtype) -> LinearAttention:

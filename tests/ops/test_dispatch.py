@@ -29,6 +29,7 @@ def refusal(reason: str) -> str:
     ("arguments", "reason"),
     [
         ({"dim": 320}, "q has head size 320, and the kernels hold at most 256; use backend='torch'."),
+        ({"dim": 520, "dtype": torch.bfloat16}, "q has head size 520, and the kernels hold at most 512; use"),
         (
             {"dtype": torch.float64},
             "the kernels take bf16, fp16 and fp32, not float64; use backend='torch'.",

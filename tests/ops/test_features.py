@@ -21,18 +21,18 @@ T = 600 if DEVICE.type == "cuda" else 37
 """More than one program walks, on a GPU as in the interpreter."""
 
 
-def drawn(name: str, **options: object) -> FeatureMap:
+def drawn(name: str, dim: int = D, **options: object) -> FeatureMap:
     """Return a map whose weights are not where they start."""
-    feature_map = get_feature_map(name, D, H, HKV, **options)
+    feature_map = get_feature_map(name, dim, H, HKV, **options)
     g = torch.Generator(torch.get_default_device()).manual_seed(0)
     for weight in feature_map.parameters():
         nn.init.normal_(weight, mean=weight.mean().item(), std=0.3, generator=g)
     return feature_map.to(torch.get_default_device())
 
 
-def tokens(heads: int, dtype: torch.dtype, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
+def tokens(heads: int, dtype: torch.dtype, layout: str = "bhtd", dim: int = D) -> tuple[Tensor, Tensor]:
     g = torch.Generator(torch.get_default_device()).manual_seed(1)
-    x, do = (2 * torch.randn(2, T, heads, n, generator=g).to(dtype).transpose(1, 2) for n in (D, 2 * D))
+    x, do = (2 * torch.randn(2, T, heads, n, generator=g).to(dtype).transpose(1, 2) for n in (dim, 2 * dim))
     return (x, do) if layout == "bthd" else (x.contiguous(), do.contiguous())
 
 
@@ -65,6 +65,23 @@ def test_features_and_gradients(name: str, side: str, dtype: torch.dtype) -> Non
     found = run(drawn(name), x, do, side, "triton")
     assert found["o"].dtype == dtype
     assert_near(found, run(drawn(name), x, do, side, "torch"), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype"),
+    [
+        ("norm_preserving", 144, torch.bfloat16),
+        pytest.param("hedgehog", 192, torch.float32, marks=pytest.mark.slow),
+        pytest.param("norm_preserving", 256, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weights_that_no_program_holds_whole(name: str, dim: int, dtype: torch.dtype) -> None:
+    x, do = (0.5 * y for y in tokens(HKV, dtype, dim=dim))
+    angles = 6 * torch.rand(1, T, dim // 2, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
+    rotation = Rotation(torch.cat([angles.cos(), angles.sin()], -1).to(dtype), Layout("half", "pair"))
+    found, exact = (run(drawn(name, dim), x, do, "k", backend, rotation) for backend in ("triton", "torch"))
+    assert_near(found, exact, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.ops.hybrid import (
     LIGHT,
     LONG,
     SHAPES,
+    WIDE,
     Spec,
     call_of,
     defined,
@@ -163,6 +164,8 @@ def cases() -> list[object]:
     found += [
         (Spec(rule), "triton", way, torch.float32) for rule, way in (("additive", "pooled"), ("decay", "by steps"))
     ]
+    ways = ("padded", "padded, in pieces", "pooled")
+    found += [pytest.param(Spec(shape=WIDE), "triton", way, torch.bfloat16, marks=pytest.mark.slow) for way in ways]
     return found
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
+from hf_linear_attn.ops.dispatch import LARGEST_HEAD, device_obstacle, wants_kernels, warn_fallback
 from hf_linear_attn.ops.rotation import Rotation
 
-LARGEST_PAIR = 128
-"""Dimensions up to which the weights of paired maps fit into shared memory."""
+LARGEST_PAIR = LARGEST_HEAD
+"""Dimensions up to which the kernels hold what the weights of paired maps give."""
 
 
 def features_of(
@@ -38,7 +38,10 @@ def features_of(
     """
     if wants_kernels(backend, x.device) and not feature_map.hooked:
         pair = feature_map.pair(side)
-        if pair is not None and computes_features(x, pair):
+        reason = None if pair is None else feature_obstacle(x, pair)
+        if reason is not None:
+            warn_fallback(reason)
+        elif pair is not None:
             # Imported here so that the package needs neither Triton nor a GPU.
             from hf_linear_attn.ops.features.triton.op import features_triton
 
@@ -48,9 +51,15 @@ def features_of(
     return features.to(x.dtype)
 
 
-def computes_features(x: Tensor, pair: Pair) -> bool:
-    """Tell whether a kernel can compute these features here."""
+def feature_obstacle(x: Tensor, pair: Pair) -> str | None:
+    """Say why no kernel can compute these features here, or None where one can."""
     largest = max(pair.weight.shape[1:])
-    # Weights that are kept elsewhere come with the map's own forward.
-    here = pair.weight.device == x.device
-    return here and device_obstacle(x.device) is None and x.dtype != torch.float64 and largest <= LARGEST_PAIR
+    if pair.weight.device != x.device:
+        # They come with the map's own forward.
+        return "the map's weights are kept elsewhere"
+    if x.dtype == torch.float64:
+        return "the kernels take bf16, fp16 and fp32, not float64"
+    if largest > LARGEST_PAIR:
+        return f"the map's weights have size {largest}, and the kernels hold at most {LARGEST_PAIR}"
+    reason: str | None = device_obstacle(x.device)
+    return reason

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loops
-from hf_linear_attn.ops.features import LARGEST_PAIR, computes_features
+from hf_linear_attn.ops.features import LARGEST_PAIR, feature_obstacle
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
 from hf_linear_attn.ops.kept import AGES, choice_obstacle
@@ -46,7 +46,7 @@ def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> st
         return None
     if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
         return (
-            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernel holds at most {LARGEST_PAIR}"
+            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernels hold at most {LARGEST_PAIR}"
         )
     if not step.weight_q.device == step.weight_k.device == step.q.device:
         return "the map's weights are kept elsewhere"
@@ -142,8 +142,9 @@ def prefill_obstacle(
     reason = window_obstacle(q, k, v)
     if reason is not None:
         return reason
-    if not computes_features(q, of_q) or not computes_features(k, of_k):
-        return "no kernel computes the map's features here"
+    reason = feature_obstacle(q, of_q) or feature_obstacle(k, of_k)
+    if reason is not None:
+        return reason
     features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
     if not _has_tile(q.device, q.dtype, features, dim):
         return f"there is no tile for {features} features and values of {dim} on this device"

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from hf_linear_attn.checks import check_eps, check_type
 from hf_linear_attn.errors import ArgumentTypeError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD, choose_backend, kernel_obstacle
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.linear_attention.checks import (
@@ -164,7 +165,10 @@ def linear_attention(
 
 def _backend(backend: str, call: LinearCall) -> Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]:
     """Return the backend's function."""
-    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
+    # Products of fp32 over so many columns take kilobytes of stack.
+    largest = LARGEST_HEAD if call.q.dtype == torch.float32 else LARGEST_FEATURES
+    tokens = call.q, call.k, call.v
+    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(*tokens, largest))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton

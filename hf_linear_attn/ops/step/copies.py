@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from hf_linear_attn.ops.dispatch import LARGEST_HEAD
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD
 from hf_linear_attn.ops.triton.plan import target_of, tile
 
 
@@ -16,7 +16,7 @@ def copies_of(device: torch.device, role: Literal["decode", "hybrid"], feature_d
     It is None where no kernel runs, or only interpreted ones, which run one after another.
     """
     target = target_of(device) if device.type == "cuda" else None
-    if target is None or max(feature_dim, value_dim) > LARGEST_HEAD:
+    if target is None or feature_dim > LARGEST_FEATURES or value_dim > LARGEST_HEAD:
         return None
     # Widths are the same for every dtype: a state is fp32.
     return -(-value_dim // tile(target, torch.bfloat16, role, feature_dim, value_dim, 0).width)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import no_gradients, operator
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
@@ -91,7 +91,7 @@ def decode_step_(
             raise ArgumentError("state.z", "have no copies in a pool", shape, "Allocate it without them.")
     if log_decay is not None:
         log_decay = check_log_decay(log_decay, k, True, key_mask)
-    if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":
+    if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v, LARGEST_FEATURES)) == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.step.triton.op import decode_step_triton_
 

@@ -27,6 +27,12 @@ TILED = {
 """Kernels whose programs share a head, and the dimension that they share out."""
 
 
+WIDEST, HELD = 256, 128
+"""Features that a walk which reads its states holds whole, and the most of them at a time where there are more."""
+STATE_BYTES = {"gfx942": 32 << 10}
+"""Bytes of a state that it then holds at a time; elsewhere twice as many."""
+
+
 class Target(NamedTuple):
     """The device that a plan is for.
 
@@ -119,8 +125,15 @@ def padded_for(target: Target, dtype: torch.dtype, dim: int) -> int:
 
 
 def bucket(dim: int) -> int:
-    """Return the head size under which tiles for ``dim`` are filed: 64, 128 or 256."""
+    """Return the size under which tiles for ``dim`` are filed: 64, 128, 256 or, of features, 512."""
     return max(64, padded(dim))
+
+
+def filed(D: int, V: int) -> tuple[int, int]:
+    """Return the sizes under which a tile for D features and values of V is filed."""
+    features, values = bucket(D), bucket(V)
+    # Where features are that wide, they decide.
+    return features, max(values, WIDEST) if features > WIDEST else values
 
 
 def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: int, *, faded: bool = False) -> Tile:
@@ -133,14 +146,14 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
     D, V, group = int(D), int(V), int(group)
     kind = KINDS[dtype]
     # A value wider or narrower than the head has no row of its own: the larger of both decides.
-    larger = max(bucket(D), bucket(V))
+    sizes = filed(D, V)
     keys: tuple[Key, ...] = (
-        (target.arch, kind, role, bucket(D), bucket(V), group),
-        (target.arch, kind, role, bucket(D), bucket(V), 0),
-        (target.arch, kind, role, larger, larger, 0),
+        (target.arch, kind, role, *sizes, group),
+        (target.arch, kind, role, *sizes, 0),
+        (target.arch, kind, role, max(sizes), max(sizes), 0),
     )
     if faded:
-        keys = ((target.arch, kind, f"faded_{role}", bucket(D), bucket(V), 0), *keys)
+        keys = ((target.arch, kind, f"faded_{role}", *sizes, 0), *keys)
     found = next(table[key] for key in keys if key in table)
     if role in TILED:
         shared = V if TILED[role] == "V" else D
@@ -152,7 +165,7 @@ def tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int, group: i
 
 def has_tile(target: Target, dtype: torch.dtype, role: str, D: int, V: int) -> bool:
     """Tell whether the table has a tile for a kernel that not every size has; arguments as of :func:`tile`."""
-    return (target.arch, KINDS[dtype], role, bucket(D), bucket(V), 0) in tile_table()
+    return (target.arch, KINDS[dtype], role, *filed(D, V), 0) in tile_table()
 
 
 @dataclass(frozen=True)
@@ -337,6 +350,16 @@ class Problem(NamedTuple):
     def padded(self, dim: int) -> int:
         """Return the size of the tile that holds ``dim`` whole."""
         return padded_for(self.target, self.q.dtype, dim)
+
+    def held(self) -> int:
+        """Return how many features a walk that reads its states holds at a time."""
+        whole = self.padded(self.k.shape[3])
+        if whole <= WIDEST:
+            return whole
+        # Products take fp16 as tf32.
+        size = 2 if self.q.dtype == torch.bfloat16 else 4
+        most = STATE_BYTES.get(self.target.arch, 64 << 10) // (size * self.padded(self.v.shape[3]))
+        return min(HELD, most)
 
     def has(self, role: str) -> bool:
         """Tell whether the table has a tile for a kernel that not every size has."""

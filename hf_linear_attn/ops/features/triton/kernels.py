@@ -1,8 +1,9 @@
 """Kernels of learned maps that turn y = x W into a pair of halves, one of y and one of -y.
 
 A program takes one head and walks tiles of BT tokens: x ``[BT, BD]``, W ``[BD, BM]`` in fast memory throughout, the
-features ``[BT, BM]`` twice. bf16 x meets W as a sum of two rounded parts, so that y is as exact as from fp32; the rest
-is fp32. The backward computes y anew from x and writes its gradient; products of that with W and x are a library's.
+features ``[BT, BM]`` twice. A W that is too large for that is read BD rows at a time by each tile. bf16 x meets W as a
+sum of two rounded parts, so that y is as exact as from fp32; the rest is fp32. The backward computes y anew from x and
+writes its gradient; products of that with W and x are a library's.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -21,6 +22,9 @@ from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_plain, lo
 TINY = tl.constexpr(_TINY)
 LARGEST_FP16 = tl.constexpr(65504.0)
 
+WEIGHTS = 1 << 14
+"""Entries of W that a program holds at a time."""
+
 
 @triton.jit
 def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
@@ -29,6 +33,30 @@ def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexp
     if SPLIT:
         y = dot(x, rest, y, PRECISION)
     return y * factor
+
+
+@triton.jit
+def project_rows(
+    x, x_t, turns, weight, w_d, w, rest, ot, od, om, rows, factor,
+    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
+    kind: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of tokens, turned back, and return ``factor x W``, where W is either loaded already or too large."""
+    if BD >= D:
+        xx = load_plain(x, x_t, turns, ot, od, rows, D, R, PAIRS, AT_END, D == BD, PRECISION)
+        y = project(xx, w, rest, factor, PRECISION, SPLIT)
+    else:
+        y = tl.zeros([ot.shape[0], BM], tl.float32)
+        for d in range(0, D, BD):
+            # [BD, BM] and [BT, BD]
+            high, low = load_weight(weight, w_d, d + od, om, D, M, kind, PRECISION, SPLIT)
+            xx = load_plain(x, x_t, turns, ot, d + od, rows, D, R, PAIRS, AT_END, D % BD == 0, PRECISION)
+            y = dot(xx, high, y, PRECISION)
+            if SPLIT:
+                y = dot(xx, low, y, PRECISION)
+        y *= factor
+    return y
 
 
 @triton.jit
@@ -108,8 +136,11 @@ def features_kernel(
         turns += i_b * t_b
     o += i_b * o_b + i_h.to(tl.int64) * o_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
-    # [BD, BM]
-    w, rest = load_weight(weight + i_h.to(tl.int64) * w_h, w_d, od, om, D, M, kind, PRECISION, SPLIT)
+    weight += i_h.to(tl.int64) * w_h
+    w, rest = 0.0, 0.0
+    if BD >= D:
+        # [BD, BM]
+        w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
     a = 0.0
     if MAP == "norm_preserving":
@@ -117,13 +148,14 @@ def features_kernel(
     start = i_l.to(tl.int64) * L
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
-        # [BT, BD]
         of_tokens = turns
         if R > 0:
             of_tokens = turns + c * R
-        xx = load_plain(x + c * x_t, x_t, of_tokens, ot, od, rows, D, R, PAIRS, AT_END, D == BD, PRECISION)
         # [BT, BM]
-        y = project(xx, w, rest, factor, PRECISION, SPLIT)
+        y = project_rows(
+            x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
+            D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
+        )  # fmt: skip
         above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty)
         store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
@@ -152,8 +184,11 @@ def features_backward_kernel(
     do += i_b * do_b + i_h.to(tl.int64) * do_h
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
-    # [BD, BM]
-    w, rest = load_weight(weight + i_h.to(tl.int64) * w_h, w_d, od, om, D, M, kind, PRECISION, SPLIT)
+    weight += i_h.to(tl.int64) * w_h
+    w, rest = 0.0, 0.0
+    if BD >= D:
+        # [BD, BM]
+        w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
@@ -161,15 +196,16 @@ def features_backward_kernel(
     start = i_l.to(tl.int64) * L
     for c in range(start, tl.minimum(start + L, T), BT):
         rows = ot < (T - c).to(tl.int32)
-        # [BT, BD]
         of_tokens = turns
         if R > 0:
             of_tokens = turns + c * R
-        xx = load_plain(x + c * x_t, x_t, of_tokens, ot, od, rows, D, R, PAIRS, AT_END, D == BD, PRECISION)
         # [BT, BM]
         above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
         below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)
-        y = project(xx, w, rest, factor, PRECISION, SPLIT)
+        y = project_rows(
+            x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
+            D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
+        )  # fmt: skip
         if MAP == "hedgehog":
             p = softmax(y, inside)
             g = p * (above - tl.sum(p * above, 1)[:, None])
@@ -235,7 +271,7 @@ class FeatureProblem(NamedTuple):
             **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
             **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
             "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
-            **{"D": D, "M": M, "BD": padded(D), "BM": padded(M), "BT": chosen.tokens},
+            **{"D": D, "M": M, "BD": min(padded(D), WEIGHTS // padded(M)), "BM": padded(M), "BT": chosen.tokens},
             "t_b": 0 if self.turns is None or len(self.turns) == 1 else self.turns.stride(0),
             **{"R": 0 if self.turns is None else self.turns.shape[2], "PAIRS": self.pairs, "AT_END": self.at_end},
             **{"MAP": self.name, "QUERY": self.sharpness > 0},

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
+from hf_linear_attn.ops.features.triton.kernels import WEIGHTS, halves, load_weight, project
 from hf_linear_attn.ops.hybrid.records import HybridStep
 from hf_linear_attn.ops.hybrid.triton.step import Ahead, Traded, of_heads, of_rows, slot_of
 from hf_linear_attn.ops.triton.plan import Launch, Target, padded, planned, precision, tile
@@ -104,14 +104,16 @@ def ahead_kernel(
 def ahead_launch(target: Target, step: HybridStep, traded: Traded | None) -> tuple[Ahead, Launch] | None:
     """Plan what comes before a step of many rows: return the features, allocated, and the launch.
 
-    Arguments are those of :func:`hybrid_launch`. None where the step computes features itself: of few rows, or where
-    there are no weights to read.
+    Arguments are those of :func:`hybrid_launch`. None where the step computes features itself: of few rows, where
+    there are no weights to read, and where a program does not hold them.
     """
     q, near_k = step.q, step.near_k
     B, (_, HKV, slots, D), H = len(q), near_k.shape, q.shape[1]
     if step.weight_q is None or step.mix == "window" or B < FEWEST:
         return None
     M = step.weight_q.shape[2]
+    if padded(D) * padded(M) > WEIGHTS:
+        return None
     found = Ahead(*(torch.empty(B, heads, 2 * M, dtype=torch.float32, device=q.device) for heads in (H, HKV)))
     names = ("q", "seen", "rows", "near_k", "near_mask", "near_turns", "turns")
     tensors = {name: getattr(step, name) for name in (*names, "weight_q", "power_q", "weight_k", "power_k")}

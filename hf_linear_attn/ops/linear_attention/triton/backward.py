@@ -166,7 +166,7 @@ def _rows_of(p: Problem, role: str, x: Tensor, cut: Cut) -> Tensor | None:
     """Allocate a number per token and tile of features ``[B, heads, tiles, T]``, where sums fade."""
     if p.log_decay is None:
         return None
-    tiles = 1 if cut.stored else -(-x.shape[3] // p.tile(role).width)
+    tiles = -(-x.shape[3] // (p.held() if cut.stored else p.tile(role).width))
     return torch.empty(*x.shape[:2], tiles, x.shape[2], dtype=torch.float32, device=x.device)
 
 
@@ -190,8 +190,8 @@ def dq_launch(p: Problem, saved: Saved, known: Known, cut: Cut, starts: Starts) 
     if cut.stored:
         chosen = p.tile("stored_dq")
         known |= {"starts": starts.states, "parts": starts.parts}
-        known |= {"BD": p.padded(D), "BT": chosen.tokens, "BN": chosen.width}
-        programs = segments.count * -(-cut.length // chosen.tokens) * H
+        known |= {"BD": p.held(), "BT": chosen.tokens, "BN": chosen.width}
+        programs = segments.count * -(-cut.length // chosen.tokens) * H * -(-D // p.held())
         return planned("stored_dq", stored_dq_kernel, programs, known, chosen, reads, writes)
     chosen = p.tile("dq")
     kv0, z0 = (p.kv0, p.z0) if p.causal else (saved.kv, saved.z)
@@ -212,8 +212,10 @@ def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, 
     for role in roles:
         chosen, of_k, of_v = p.tile(role), "k" in role[7:], "v" in role[7:]
         own: Known = {"starts": ends.states, "parts": ends.parts, "OF_K": of_k, "OF_V": of_v}
-        own |= {"BD": p.padded(k.shape[3]), "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
-        programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1]
+        D, held = k.shape[3], p.held()
+        own |= {"BD": held, "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
+        tiles = -(-D // held) if of_k else 1
+        programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1] * tiles
         writes = (*((known["dk"],) if of_k else ()), *((known["dv"],) if of_v else ()))
         reads = (p.q, k, v, do, den, delta) if of_k else (p.q, k, do, den)
         launches.append(planned(role, stored_dkv_kernel, programs, known | own, chosen, reads, writes))

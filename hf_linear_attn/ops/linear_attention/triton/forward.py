@@ -29,14 +29,18 @@ from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
     counted_in,
     faded,
+    features_product,
     fold,
     guarded,
     kept_by_chunk,
     load_sums,
     read,
+    read_mass,
+    read_stored,
     sums_at,
     sums_since,
     sums_until,
+    weigh,
 )
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Tile, padded, planned
@@ -293,6 +297,7 @@ def stored_forward_kernel(
 ):  # fmt: skip
     """Write the outputs and normalisers of BT queries, from their segment's start and its keys so far."""
     EXACT_D: tl.constexpr = D == BD
+    WHOLE: tl.constexpr = BD >= D
     EXACT_V: tl.constexpr = V == BV
     pid = tl.program_id(0)
     i_h = pid % H
@@ -316,16 +321,22 @@ def stored_forward_kernel(
         b += (row * (H // G) + i_hk) * 2 * T
     mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
-    # [BT, BD]
-    fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
     sh = i_s.to(tl.int64) * (H // G) + i_hk
-    # [BD, BV]
-    s = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
-    acc = product(fq, s, PRECISION)
-    # [16, BD], of which three rows have z: so narrow a product costs less than sums of fp32.
-    o3 = tl.arange(0, 16)
-    z = load_tile(parts + sh * (3 * D), o3[:, None] * D + od[None, :], o3 < 3, od < D, EXACT_D)
-    total = tl.sum(product(fq, tl.trans(z), PRECISION), 1)
+    starts += sh * (D * V)
+    parts += sh * (3 * D)
+    if WHOLE:
+        # [BT, BD]
+        fq = load_features(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, MAP, PRECISION, PIN)
+        # [BD, BV]
+        s = load_tile(starts, od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
+        acc = product(fq, s, PRECISION)
+        # [16, BD], of which three rows have z: so narrow a product costs less than sums of fp32.
+        o3 = tl.arange(0, 16)
+        z = load_tile(parts, o3[:, None] * D + od[None, :], o3 < 3, od < D, EXACT_D)
+        total = tl.sum(product(fq, tl.trans(z), PRECISION), 1)
+    else:
+        acc = read_stored(q, q_t, ot, rows, starts, ov, D, V, BD, MAP, PRECISION, PIN)
+        total = read_mass(q, q_t, ot, rows, parts, D, BD, MAP, PRECISION, PIN)
     at = None
     if FADED:
         left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
@@ -334,15 +345,21 @@ def stored_forward_kernel(
         at = sums_at(b, T, c, end, ot)
     for j in range(start, tl.minimum(c + BT, end), BN):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
-        # [BN, BD]
-        fk = load_features(k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         # [BN, BV]
         vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         visible = (c - j).to(tl.int32) + ot[:, None] >= on[None, :]
         before = None
         if FADED:
             before = sums_at(b, T, j, end, on)
-        acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, at, before, FADED)
+        if WHOLE:
+            # [BN, BD]
+            fk = load_features(
+                k + j * k_t, on[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN
+            )
+            acc, p = attend(fq, fk, vv, 0.0, visible, acc, PRECISION, PIN, at, before, FADED)
+        else:
+            p = features_product(q, q_t, ot, rows, k + j * k_t, k_t, on, counts, D, BD, MAP, PRECISION, PIN)
+            acc, p = weigh(p, vv, visible, acc, PRECISION, PIN, at, before, FADED)
         total += tl.sum(p, 1)
     total = guarded(total, eps, SIGNED)
     acc = acc * (1.0 / total)[:, None]
@@ -477,7 +494,7 @@ def forward_launches(p: Problem, eps: float) -> tuple[Forward, list[Launch]]:
     reads, writes = (q, k, v) if p.causal else (q,), (out.o, out.den)
     if cut.stored:
         chosen = p.tile("stored_forward")
-        known |= {"BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
+        known |= {"BD": p.held(), "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
         programs = segments.count * -(-cut.length // chosen.tokens) * q.shape[1]
         last = planned("stored_forward", stored_forward_kernel, programs, known, chosen, reads, writes)
     else:

@@ -10,7 +10,7 @@ would lose is in docs/results/notebook.md.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hf_linear_attn.ops.triton.plan import Problem, Target
+from hf_linear_attn.ops.triton.plan import WIDEST, Problem, Target
 
 
 class Processor(NamedTuple):
@@ -203,8 +203,8 @@ class Costs:
 def cuts(p: Problem, tokens: int, role: str) -> Iterator[Cut]:
     """List the cuts that are considered for a walk, or for its sums, whole sequences first."""
     stored = p.causal and p.has("stored_" + role)
-    # A walk that carries a state that fades does not fit into registers.
-    if not stored or p.log_decay is None:
+    # A walk that carries a state that fades does not fit into registers, nor one with as many features as that.
+    if not stored or (p.log_decay is None and p.k.shape[3] <= WIDEST):
         yield Cut(False, tokens)
         chunk, pieces = p.tile(role).tokens, 2
         while tokens > pieces * chunk and pieces <= 4 * p.target.processors:

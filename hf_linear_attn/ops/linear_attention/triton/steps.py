@@ -13,7 +13,17 @@ behind a reset, which is so large a term that nothing is left of what came befor
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.triton.primitives import between, dot, load_tile, opaque, operand, phi, product, rounded
+from hf_linear_attn.ops.triton.primitives import (
+    between,
+    dot,
+    load_features,
+    load_tile,
+    opaque,
+    operand,
+    phi,
+    product,
+    rounded,
+)
 
 
 @triton.jit
@@ -31,6 +41,16 @@ def attend(
     eight warps share out a chunk of 64 rows, in registers that a carried state needs.
     """
     p = product(a, tl.trans(b), PRECISION) - less
+    return weigh(p, c, visible, acc, PRECISION, PIN, of_rows, of_columns, FADED, APART, LAST)
+
+
+@triton.jit
+def weigh(
+    p, c, visible, acc,
+    PRECISION: tl.constexpr, PIN: tl.constexpr, of_rows, of_columns,
+    FADED: tl.constexpr = False, APART: tl.constexpr = False, LAST: tl.constexpr = False,
+):  # fmt: skip
+    """Return ``acc + p c`` and p, of products that are there already; see :func:`attend`."""
     if FADED:
         p *= tl.exp2(between(of_rows, of_columns))
     p = tl.where(visible, p, 0.0)
@@ -40,6 +60,52 @@ def attend(
         return acc + opaque(product(operand(p, c.dtype, PRECISION), c, PRECISION), PIN), p
     else:
         return dot(operand(p, c.dtype, PRECISION), c, acc, PRECISION), p
+
+
+@triton.jit
+def features_product(
+    a, a_t, oa, of_a, b, b_t, ob, of_b,
+    D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Return ``phi(a) phi(b)^T`` of rows whose D features come in tiles of BD, loaded anew each time."""
+    p = tl.zeros([oa.shape[0], ob.shape[0]], tl.float32)
+    for d in range(0, D, BD):
+        od = d + tl.arange(0, BD)
+        fa = load_features(a, oa[:, None] * a_t + od[None, :], of_a, od < D, D % BD == 0, MAP, PRECISION, PIN)
+        fb = load_features(b, ob[:, None] * b_t + od[None, :], of_b, od < D, D % BD == 0, MAP, PRECISION, PIN)
+        p = dot(fa, tl.trans(fb), p, PRECISION)
+    return p
+
+
+@triton.jit
+def read_stored(
+    a, a_t, oa, of_a, state, ov,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Return ``phi(a) S`` of such rows, for a state that a scan wrote."""
+    acc = tl.zeros([oa.shape[0], ov.shape[0]], tl.float32)
+    for d in range(0, D, BD):
+        od = d + tl.arange(0, BD)
+        fa = load_features(a, oa[:, None] * a_t + od[None, :], of_a, od < D, D % BD == 0, MAP, PRECISION, PIN)
+        s = load_tile(state, od[:, None] * V + ov[None, :], od < D, ov < V, ov.shape[0] == V)
+        acc = dot(fa, s, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def read_mass(
+    a, a_t, oa, of_a, parts,
+    D: tl.constexpr, BD: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Return ``phi(a) z`` of such rows, likewise: z is three numbers whose sum it is."""
+    o3 = tl.arange(0, 16)
+    total = tl.zeros([oa.shape[0], 16], tl.float32)
+    for d in range(0, D, BD):
+        od = d + tl.arange(0, BD)
+        fa = load_features(a, oa[:, None] * a_t + od[None, :], of_a, od < D, D % BD == 0, MAP, PRECISION, PIN)
+        z = load_tile(parts, o3[:, None] * D + od[None, :], o3 < 3, od < D, D % BD == 0)
+        total = dot(fa, tl.trans(z), total, PRECISION)
+    return tl.sum(total, 1)
 
 
 @triton.jit

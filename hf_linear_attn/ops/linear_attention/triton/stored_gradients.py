@@ -12,9 +12,12 @@ import triton.language as tl
 from hf_linear_attn.ops.linear_attention.triton.fade import products
 from hf_linear_attn.ops.linear_attention.triton.steps import (
     attend,
+    features_product,
+    read_stored,
     sums_at,
     sums_since,
     sums_until,
+    weigh,
     weighted_queries,
     whole_z,
 )
@@ -44,9 +47,11 @@ def stored_dq_kernel(
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write dq of BT queries, from their segment's start and its keys so far."""
-    EXACT_D: tl.constexpr = D == BD
+    EXACT_D: tl.constexpr = D % BD == 0
     EXACT_V: tl.constexpr = V == BV
-    pid = tl.program_id(0)
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_d = tl.program_id(0) % ND
+    pid = tl.program_id(0) // ND
     i_h = pid % H
     i_t = (pid // H) % tl.cdiv(L, BT)
     i_s = pid // H // tl.cdiv(L, BT)
@@ -55,7 +60,7 @@ def stored_dq_kernel(
     c = start + i_t * BT
     if c >= end:
         return
-    od = tl.arange(0, BD)
+    od = i_d * BD + tl.arange(0, BD)
     ov = tl.arange(0, BV)
     ot = tl.arange(0, BT)
     on = tl.arange(0, BN)
@@ -68,7 +73,7 @@ def stored_dq_kernel(
     v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * (H // G) + i_hk) * 2 * T
-        asked += (row * H + i_h) * T + c
+        asked += ((row * H + i_h) * ND + i_d) * T + c
     mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
     rows = rows_before(end, c, ot)
     # [BT, BV]
@@ -114,9 +119,13 @@ def stored_dkv_kernel(
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time."""
-    EXACT_D: tl.constexpr = D == BD
+    EXACT_D: tl.constexpr = D % BD == 0
+    WHOLE: tl.constexpr = BD >= D
     EXACT_V: tl.constexpr = V == BV
-    pid = tl.program_id(0)
+    # Programs share out the features where one of them does not hold all, but for dv, which needs all.
+    ND: tl.constexpr = (D + BD - 1) // BD if OF_K else 1
+    i_d = tl.program_id(0) % ND
+    pid = tl.program_id(0) // ND
     i_hk = pid % HKV
     i_t = (pid // HKV) % tl.cdiv(L, BT)
     i_s = pid // HKV // tl.cdiv(L, BT)
@@ -124,7 +133,7 @@ def stored_dkv_kernel(
     j = start + i_t * BT
     if j >= end:
         return
-    od = tl.arange(0, BD)
+    od = i_d * BD + tl.arange(0, BD)
     ov = tl.arange(0, BV)
     ot = tl.arange(0, BT)
     on = tl.arange(0, BN)
@@ -134,7 +143,7 @@ def stored_dkv_kernel(
     dv += row * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
     if FADED:
         b += (row * HKV + i_hk) * 2 * T
-        drawn += (row * HKV + i_hk) * T + j
+        drawn += ((row * HKV + i_hk) * ND + i_d) * T + j
     if MASKED:
         mask += row * m_b
     if DELAYED:
@@ -150,17 +159,21 @@ def stored_dkv_kernel(
     delta += row * d_b
     there, counts = key_rows(mask, j, rows_before(end, j, ot), ot, first, delay, MASKED, DELAYED)
     sh = i_s.to(tl.int64) * HKV + i_hk
-    # [BD, BV]
-    r = load_tile(starts + sh * (D * V), od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
+    starts += sh * (D * V)
+    if OF_K or WHOLE:
+        # [BD, BV]
+        r = load_tile(starts, od[:, None] * V + ov[None, :], od < D, ov < V, EXACT_V)
     if OF_K:
         # [BT, BV]
         vv = load_operand(v, ot[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
         acc_k = product(vv, tl.trans(r), PRECISION)
         acc_k += whole_z(parts + sh * (3 * D), od, od < D, D)[None, :]
-    if OF_V:
+    if OF_V and WHOLE:
         # [BT, BD]
         fk = load_features(k, ot[:, None] * k_t + od[None, :], counts, od < D, EXACT_D, MAP, PRECISION, PIN)
         acc_v = product(fk, r, PRECISION)
+    elif OF_V:
+        acc_v = read_stored(k, k_t, ot, counts, starts, ov, D, V, BD, MAP, PRECISION, PIN)
     at = None
     if FADED:
         at = back(sums_at(b, T, j, end, ot))
@@ -173,11 +186,12 @@ def stored_dkv_kernel(
         i_h = (i_hk * G + g).to(tl.int64)
         for c in range(start + i_t * BT // BN * BN, end, BN):
             rows = rows_before(end, c, on)
-            # [BN, BD]
-            fq = weighted_queries(
-                q + i_h * q_h + c * q_t, on[:, None] * q_t + od[None, :], den + i_h * T + c + on, rows, od < D,
-                EXACT_D, MAP, PRECISION, PIN,
-            )  # fmt: skip
+            if OF_K or WHOLE:
+                # [BN, BD]
+                fq = weighted_queries(
+                    q + i_h * q_h + c * q_t, on[:, None] * q_t + od[None, :], den + i_h * T + c + on, rows, od < D,
+                    EXACT_D, MAP, PRECISION, PIN,
+                )  # fmt: skip
             # [BN, BV]
             dd = load_operand(
                 do + i_h * do_h + c * do_t, on[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION
@@ -186,11 +200,16 @@ def stored_dkv_kernel(
             after = None
             if FADED:
                 after = back(sums_at(b, T, c, end, on))
-            if OF_V:
+            if OF_V and WHOLE:
                 acc_v, _p = attend(
                     fk, fq, dd, 0.0, visible, acc_v, PRECISION, PIN, at, after, FADED,
                     LAST=OF_K and MAP != "identity",
                 )  # fmt: skip
+            elif OF_V:
+                x = q + i_h * q_h + c * q_t
+                p = features_product(k, k_t, ot, counts, x, q_t, on, rows, D, BD, MAP, PRECISION, PIN)
+                w = 1.0 / tl.load(den + i_h * T + c + on, mask=rows, other=1.0)
+                acc_v, _p = weigh(p * w[None, :], dd, visible, acc_v, PRECISION, PIN, at, after, FADED)
             if OF_K:
                 dl = tl.load(delta + i_h * T + c + on, mask=rows, other=0.0)
                 acc_k, _p = attend(vv, dd, fq, dl[None, :], visible, acc_k, PRECISION, PIN, at, after, FADED, LAST=True)
