@@ -38,8 +38,12 @@ class Graph(NamedTuple):
     states: dict[str, Tensor]
 
 
-def trace(model: PreTrainedModel) -> Graph:
+def trace(model: PreTrainedModel, *, standard: bool = False) -> Graph:
     """Trace a causal language model, on the CPU and in evaluation mode; layers are set to PyTorch's form of operations.
+
+    Args:
+        model: The model.
+        standard: Read states by ONNX's LinearAttention: the program is then for its exporter alone.
 
     Raises:
         UnsupportedError: If a layer of it keeps something that grows with the context, or an operation of it cannot be
@@ -54,7 +58,7 @@ def trace(model: PreTrainedModel) -> Graph:
     try:
         with torch.no_grad():
             states = _states(model, parts)
-            return Graph(_traced(Reader(model, parts, list(states)), states), states)
+            return Graph(_traced(Reader(model, parts, list(states)), states, standard=standard), states)
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever tracing raises of code that no graph can hold
@@ -135,22 +139,22 @@ def _states(model: PreTrainedModel, parts: dict[int, LinearAttention]) -> dict[s
     return found
 
 
-def _traced(reader: Reader, states: dict[str, Tensor]) -> ExportedProgram:
+def _traced(reader: Reader, states: dict[str, Tensor], *, standard: bool) -> ExportedProgram:
     rows, tokens = Dim("rows", min=1), Dim("tokens", min=1)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     begun = tuple(x.repeat(ROWS, *(1,) * (x.ndim - 1)) if x.ndim else x for x in states.values())
     by_row = tuple({0: rows} if x.ndim else None for x in begun)
     shapes = ({0: rows, 1: tokens}, {0: rows, 1: tokens}, by_row)
-    with _PlainForms():
+    with _PlainForms(standard=standard):
         return torch.export.export(reader, (ids, torch.ones_like(ids), *begun), dynamic_shapes=shapes, strict=False)
 
 
 class _PlainForms(TorchFunctionMode):
     """Put ordinary operators in the place of the package's own while a graph is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, standard: bool) -> None:
         super().__init__()
-        self.forms = plain_forms()
+        self.forms = plain_forms(standard=standard)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         form = self.forms.get(func)

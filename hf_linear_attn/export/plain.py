@@ -7,6 +7,7 @@ choice of kept keys, which needs the keys that were kept before, are scans over 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,63 @@ from hf_linear_attn.ops.linear_attention.problem import LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.window.problem import WindowCall
 
+STANDARD_OPSET = 27
+"""Version of ONNX's operators from which on LinearAttention is one."""
+UNTIL_CONVERTED = "hf_linear_attn"
+"""Its domain until the graph has that version: what converts a graph knows no way for it."""
 
-def linear(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+def by_standard(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Read tokens by ONNX's LinearAttention.
+
+    Args:
+        q: Features of queries ``[B, HKV, G, T, F]``.
+        k: Those of keys ``[B, HKV, T, F]``.
+        v: Values ``[B, HKV, T, V]``.
+        state: What was read before ``[B, HKV, F, V]``.
+        log_decay: By which it fades ``[B, HKV, T]``, or None.
+        beta: The delta rule's rates ``[B, HKV, T]``, or None.
+
+    Returns:
+        ``[B, HKV, G, T, V]`` and the state after them.
+    """
+    rows, heads, group, tokens, _ = q.shape
+    rule = {(0, 0): "linear", (1, 0): "gated", (0, 1): "delta", (1, 1): "gated_delta"}
+    packed = [x.transpose(1, 2).flatten(2) for x in (q.flatten(1, 2), k, v)]
+    gates = [None if x is None else x.mT.contiguous() for x in (log_decay, beta)]
+    o, state = torch.onnx.ops.symbolic_multi_out(
+        f"{UNTIL_CONVERTED}::LinearAttention",
+        (*packed, state, *gates),
+        {
+            "q_num_heads": heads * group,
+            "kv_num_heads": heads,
+            "scale": 1.0,
+            "update_rule": rule[log_decay is not None, beta is not None],
+        },
+        dtypes=(v.dtype, v.dtype),
+        shapes=((rows, tokens, heads * group * v.shape[3]), state.shape),
+        version=1,
+    )
+    return torch.unflatten(o, 2, (heads, group, -1)).movedim(1, 3), state
+
+
+def by_pairs(q: Tensor, k: Tensor, v: Tensor, before: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Do what :func:`by_standard` does without the delta rule, in ordinary operators."""
+    scores = q @ k[:, :, None].mT
+    kept, read, state = k, q, before
+    if log_decay is not None:
+        # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
+        b = log_decay.double().cumsum(-1)
+        scores = scores * (b[..., None] - b[..., None, :]).clamp(max=0).exp().to(v.dtype)[:, :, None]
+        read = q * b.exp().to(v.dtype)[:, :, None, :, None]
+        kept = k * (b[..., -1:] - b).exp().to(v.dtype)[..., None]
+        state = before * b[..., -1:].exp().to(v.dtype)[..., None]
+    return scores.tril() @ v[:, :, None] + read @ before[:, :, None], state + kept.mT @ v
+
+
+def linear(*inputs: Any, standard: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``hf_linear_attn::chunked_forward``: o, the guarded normaliser, and the final ``kv`` and ``z``."""
     call = LinearCall.of(*inputs)
     _refuse(call.delay, call.cu_seqlens, causal=call.causal)
@@ -34,26 +90,15 @@ def linear(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     phi_q, phi_k, v = grouped(phi.phi(upcast(call.q)), call.k.shape[1]), phi.phi(upcast(call.k)), upcast(call.v)
     if call.key_mask is not None:
         phi_k = phi_k * call.key_mask[:, None, :, None]
-    scores = phi_q @ phi_k[:, :, None].mT
     # The normaliser is one more column of the values.
     v1 = F.pad(v, (0, 1), value=1.0)
     rows, heads, _, width = phi_k.shape
     before = phi_k.new_zeros(rows, heads, width, v1.shape[3])
     if call.state is not None:
         before = torch.cat([call.state.kv, call.state.z[..., None]], -1)
-    kept, read = phi_k, phi_q
-    if call.log_decay is not None:
-        # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
-        b = call.log_decay.double().cumsum(-1)
-        scores = scores * (b[..., None] - b[..., None, :]).clamp(max=0).exp().to(v.dtype)[:, :, None]
-        read = phi_q * b.exp().to(v.dtype)[:, :, None, :, None]
-        kept = phi_k * (b[..., -1:] - b).exp().to(v.dtype)[..., None]
-        state = before * b[..., -1:].exp().to(v.dtype)[..., None]
-    else:
-        state = before
-    o1 = scores.tril() @ v1[:, :, None] + read @ before[:, :, None]
+    log_decay = None if call.log_decay is None else upcast(call.log_decay)
+    o1, state = (by_standard if standard else by_pairs)(phi_q, phi_k, v1, before, log_decay)
     den = o1[..., -1:] + call.eps if phi.non_negative else guarded(o1[..., -1:], call.eps)
-    state = state + kept.mT @ v1
     o = (o1[..., :-1] / den).flatten(1, 2).to(call.q.dtype)
     return o, den[..., 0].flatten(1, 2), state[..., :-1].clone(), state[..., -1].clone()
 
@@ -103,19 +148,23 @@ def _scores(call: WindowCall) -> tuple[Tensor, Tensor]:
     return torch.where(visible[:, :, None], scores, torch.finfo(scores.dtype).min), v[:, :, None]
 
 
-def delta(*inputs: Any) -> tuple[Tensor, Tensor]:
+def delta(*inputs: Any, standard: bool) -> tuple[Tensor, Tensor]:
     """Compute ``hf_linear_attn::delta_forward``: o and the final ``kv``."""
     call = DeltaCall.of(*inputs)
     _refuse(call.delay, call.cu_seqlens)
     q, k, v, beta = grouped(upcast(call.q), call.k.shape[1]), upcast(call.k), upcast(call.v), upcast(call.beta)
-    decay = torch.ones_like(beta) if call.log_decay is None else upcast(call.log_decay).exp()
+    log_decay = None if call.log_decay is None else upcast(call.log_decay)
     if call.l2norm:
         q, k = unit(q), unit(k)
     if call.key_mask is not None:
         real = call.key_mask[:, None]
         k, v = k * real[..., None], v * real[..., None]
-        beta, decay = beta * real, torch.where(real, decay, 1.0)
+        beta, log_decay = beta * real, None if log_decay is None else log_decay.masked_fill(~real, 0)
     start = call.kv0 if call.kv0 is not None else k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+    if standard:
+        o, state = by_standard(q, k, v, start, log_decay, beta)
+        return o.flatten(1, 2).to(call.q.dtype), state
+    decay = torch.ones_like(beta) if log_decay is None else log_decay.exp()
 
     def take(state: Tensor, token: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q_t, k_t, v_t, beta_t, decay_t = token
@@ -166,13 +215,17 @@ def _refuse(delay: Any, cu_seqlens: Tensor | None, *, causal: bool = True) -> No
         )
 
 
-def plain_forms() -> dict[Any, Callable[..., Any]]:
-    """Return the ordinary form of each of the package's operators."""
+def plain_forms(*, standard: bool) -> dict[Any, Callable[..., Any]]:
+    """Return the ordinary form of each of the package's operators.
+
+    Args:
+        standard: Read states by ONNX's LinearAttention, which PyTorch cannot run.
+    """
     ours = torch.ops.hf_linear_attn
     return {
-        ours.chunked_forward.default: linear,
+        ours.chunked_forward.default: partial(linear, standard=standard),
         ours.window_forward.default: window,
         ours.sums_forward.default: window_sums,
-        ours.delta_forward.default: delta,
+        ours.delta_forward.default: partial(delta, standard=standard),
         ours.choose_kept.default: choose_kept,
     }

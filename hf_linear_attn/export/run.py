@@ -20,6 +20,7 @@ from hf_linear_attn.checks import check_types
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from hf_linear_attn.export.example import Format, example
 from hf_linear_attn.export.graph import Graph, trace
+from hf_linear_attn.export.plain import STANDARD_OPSET, UNTIL_CONVERTED
 from hf_linear_attn.files import output_folder, paths_read, whole_folder
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.loading import load_model, load_tokenizer, load_users_maps, position_limit
@@ -41,7 +42,7 @@ class ExportSettings:
         model: Folder or hub name of a converted causal language model.
         format: ``onnx`` for ONNX Runtime and others, ``torch`` for ``torch.export.load``.
         output_dir: Folder to write to; the model's folder with ``-onnx`` or ``-torch`` behind it where it is not set.
-        opset: Version of ONNX's operators, 18 or newer.
+        opset: Version of ONNX's operators, 18 or newer; from 27 on its LinearAttention is one.
         overwrite: Replace files of the same names.
         feature_map_file: Python file that registers the feature map of your own model.
     """
@@ -101,7 +102,7 @@ def export_model(settings: ExportSettings) -> Exported:
     )
     model.requires_grad_(False)
     with _quiet():
-        graph = trace(model)
+        graph = trace(model, standard=opset is not None and opset >= STANDARD_OPSET)
         onnx = None if opset is None else _onnx(graph, opset)
     with whole_folder(folder) as temporary:
         path = temporary / FILES[settings.format]
@@ -204,6 +205,9 @@ def _onnx(graph: Graph, opset: int) -> Any:
     optimizer.remove_unused_nodes(program.model)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()
+        if node.domain == UNTIL_CONVERTED:
+            node.domain = ""
+    program.model.opset_imports.pop(UNTIL_CONVERTED, None)
     return program
 
 

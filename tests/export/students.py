@@ -28,6 +28,7 @@ RECIPES = {
     "kept_window_learned": {**KEPT, "mix": "window", "retention": "learned"},
     "elu": {"feature_map": "elu"},
     "decay": {"feature_map": "elu", "update_rule": "decay"},
+    "delta": {"feature_map": "elu", "update_rule": "delta"},
     "gated_delta": {"feature_map": "elu", "update_rule": "gated_delta"},
 }
 

@@ -8,6 +8,7 @@ import torch
 from hf_linear_attn.cli import main
 from hf_linear_attn.errors import HFLinearAttnError
 from hf_linear_attn.export import ExportSettings, export_model
+from hf_linear_attn.export.plain import STANDARD_OPSET
 from tests.export.students import RECIPES, SHAPES, generated, prompts, save, student, written_alone
 from tests.export.test_export import check_padding
 
@@ -67,6 +68,23 @@ def test_the_number_of_nodes_is_that_of_the_layers(recipe, tmp_path):
         numbers.append(len(nodes_of(onnx.load(folder / "model.onnx").graph)))
     assert numbers[0] == numbers[1]
     assert b"/hf_linear_attn/" not in (folder / "model.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["recommended", "elu", "decay", "delta", "gated_delta"])
+def test_linear_attention_is_the_standards_operator_where_there_is_one(recipe, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    if onnx.defs.onnx_opset_version() < STANDARD_OPSET:
+        pytest.skip("this release of onnx has no LinearAttention")
+    model = student("llama", recipe)
+    save(model, tmp_path / "student")
+    folder = export_model(ExportSettings(str(tmp_path / "student"), opset=STANDARD_OPSET)).folder
+    texts = prompts(10)
+    assert written_alone(folder / "example.py", texts, ALL) == [generated(model, text) for text in texts]
+    file = onnx.load(folder / "model.onnx")
+    onnx.checker.check_model(file, full_check=True)
+    assert [(opset.domain, opset.version) for opset in file.opset_import] == [("", STANDARD_OPSET)]
+    assert [node.op_type for node in nodes_of(file.graph)].count("LinearAttention") == 2
+    check_padding(session_of(folder), model, json.loads((folder / "export.json").read_text()))
 
 
 def test_newer_operators_are_written_where_there_are_any(tmp_path):
