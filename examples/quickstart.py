@@ -1,10 +1,10 @@
 """Convert a small softmax Llama to a memory of constant size, teach it what to keep, and see what it gained and cost.
 
 Beside a window every layer keeps some keys exactly. Which ones, a small net of each key head learns from the teacher's
-attention; every other weight stays as it was, unless --distill-steps lets all learn to do with what is kept. With no
-argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any other
-causal language model, a folder or a hub name, takes its place with --model. With --linear-steps a student with linear
-attention of the same cache bytes is distilled and stands beside it.
+attention. Then all weights learn to do with what is kept, and go most of the way back; --distill-steps 0 leaves them.
+With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any
+other causal language model, a folder or a hub name, takes its place with --model. With --linear-steps a student with
+linear attention of the same cache bytes is distilled and stands beside it.
 """
 
 import copy
@@ -65,8 +65,8 @@ class Arguments:
     window: int = 64
     sinks: int = RECOMMENDED.sinks
     kept: int = 64
-    retain_steps: int = 300
-    distill_steps: int = 0
+    retain_steps: int = 250
+    distill_steps: int = 120
     linear_steps: int = 0
     feature_map: str = RECOMMENDED.feature_map
     rows: int = 4
@@ -144,7 +144,7 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
         ),
     }
     parts = 3 if arguments.linear_steps else 2
-    print(f"1/{parts} Learning which {arguments.kept} keys to keep", flush=True)
+    print(f"1/{parts} Learning which {arguments.kept} keys to keep, and to do with them", flush=True)
     student = distill(
         settings, teacher=teacher, student=student, tokenizer=tokenizer, data=load_data(settings, tokenizer)
     ).student
