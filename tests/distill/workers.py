@@ -35,11 +35,11 @@ def run(folder: str, accumulation: int, sharded: bool = False) -> DistillResult:
     )
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    result = run(sys.argv[1], 1, sharded=sys.argv[2] == "sharded")
+def main(folder: str, kind: str) -> None:
+    """Distil as one of several processes, and write the losses."""
+    result = run(folder, 1, sharded=kind == "sharded")
     first = dist.get_rank() == 0
-    if sys.argv[2] == "sharded":
+    if kind == "sharded":
         # Only one process holds what is gathered: all of them together would need as many times the memory.
         names = [name for name, _ in result.student.named_parameters()]
         gathered = full_tensors(result.student, names, keep=first)
@@ -48,5 +48,11 @@ if __name__ == "__main__":
         assert kept == (set(names) if first else maps), kept
     if first:
         losses = [record["loss_nats"] for record in result.history]
-        Path(sys.argv[1], "losses.txt").write_text("\n".join(map(repr, losses)))
+        Path(folder, "losses.txt").write_text("\n".join(map(repr, losses)))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    # A function of its own: shards that outlive their group can abort a process as it ends.
+    main(*sys.argv[1:])
     dist.destroy_process_group()
