@@ -34,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kept": 64,
         "retention": "learned",
         "stages": ["retain", "distill"],
-        "distill_steps": 300,
+        "distill_steps": 150,
         "teacher_share": 0.7,
         "recall_share": 0.4,
         "recall_text": 0.75,
