@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "retention": "learned",
         "stages": ["retain", "distill"],
         "distill_steps": 150,
-        "teacher_share": 0.7,
+        "teacher_share": 0.75,
         "recall_share": 0.4,
         "recall_text": 0.75,
     },
