@@ -317,12 +317,11 @@ def keys_of(x, row, head, x_b, x_h, x_t, delay, DELAYED: tl.constexpr):
 
 
 @triton.jit
-def mask_of(mask, row, m_b, delay, MASKED: tl.constexpr, DELAYED: tl.constexpr):
-    """Return where the mask of a row's keys begins, likewise."""
-    if MASKED:
-        mask += row * m_b
-        if DELAYED:
-            mask -= delay
+def mask_of(mask, row, m_b, delay, DELAYED: tl.constexpr):
+    """Return where the mask of a row's keys begins, likewise; there must be one, as Triton 3.6 returns no None."""
+    mask += row * m_b
+    if DELAYED:
+        mask -= delay
     return mask
 
 

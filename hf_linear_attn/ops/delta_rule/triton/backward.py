@@ -74,7 +74,8 @@ def local_kernel(
     ot = tl.arange(0, BT)
     at = (row * HKV + h) * T
     k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     sums, _after, _all = load_decay(b, at, c, end, ot, GATED)
@@ -134,7 +135,8 @@ def back_kernel(
     beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED)
     w += at * F
     dn += at * V
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV]
@@ -201,7 +203,8 @@ def dq_kernel(
     dq += row * dq_b + i_h * dq_h + c * dq_t
     k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
     beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     states += (i_s.to(tl.int64) * HKV + h) * (F * V)

@@ -74,7 +74,8 @@ def inverse_kernel(
     beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
     if GATED:
         g = keys_of(g, row, h, g_b, g_h, g_t, delay, DELAYED) + c * g_t
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     # Of the first half and of the second; without one its rows do not count.
     rows_1 = rows_before(end, c, oh)
     _, counts_1 = key_rows(mask, c, rows_1, oh, first, delay, MASKED, DELAYED)
@@ -147,7 +148,8 @@ def prepare_kernel(
     at = (row * HKV + h) * T
     k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
     v = keys_of(v, row, h, v_b, v_h, v_t, delay, DELAYED) + c * v_t
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     sums, _after, _all = load_decay(b, at, c, end, ot, GATED)
@@ -197,7 +199,8 @@ def walk_kernel(
     beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED)
     w += at * F
     u += at * V
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     in_state = (od < F)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     # [BD, BV]
@@ -254,7 +257,8 @@ def read_kernel(
     q += row * q_b + i_h * q_h + c * q_t
     k = keys_of(k, row, h, k_b, k_h, k_t, delay, DELAYED) + c * k_t
     beta = keys_of(beta, row, h, beta_b, beta_h, beta_t, delay, DELAYED) + c * beta_t
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     _, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)
     states += (i_s.to(tl.int64) * HKV + h) * (F * V)

@@ -53,7 +53,8 @@ def fade_kernel(
     ot = tl.arange(0, BT)
     g = keys_of(g, row, i_hk, g_b, g_h, g_t, delay, DELAYED)
     b += (row * HKV + i_hk) * 2 * T
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     total = tl.zeros([], tl.float64)
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
@@ -124,7 +125,8 @@ def fade_back_kernel(
     dg = keys_of(dg, row, i_hk, dg_b, dg_h, dg_t, delay, DELAYED)
     drawn += (row * HKV + i_hk) * OF_K * T
     asked += (row * HKV + i_hk) * OF_Q * T
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     for c in range(start, end, BT):
         rows = rows_before(end, c, ot)
         there, counts = key_rows(mask, c, rows, ot, first, delay, MASKED, DELAYED)

@@ -87,7 +87,8 @@ def segment_state_kernel(
     v = keys_of(v, row, i_h, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * HKV + i_h) * 2 * T
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     s = tl.zeros([BD, BV], tl.float32)
     z = tl.zeros([BD], tl.float32)
     BY_PRODUCT: tl.constexpr = k.dtype.element_ty == tl.bfloat16 and not FADED
@@ -227,7 +228,8 @@ def forward_kernel(
         v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
         if FADED:
             b += (row * (H // G) + i_hk) * 2 * T
-        mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+        if MASKED:
+            mask = mask_of(mask, row, m_b, delay, DELAYED)
     in_state = (od < D)[:, None] & (ov < V)[None, :]
     o_state = od[:, None] * V + ov[None, :]
     sh, nh = i_s.to(tl.int64) * (H // G) + i_hk, n * (H // G) + i_hk
@@ -319,7 +321,8 @@ def stored_forward_kernel(
     v = keys_of(v, row, i_hk, v_b, v_h, v_t, delay, DELAYED)
     if FADED:
         b += (row * (H // G) + i_hk) * 2 * T
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     sh = i_s.to(tl.int64) * (H // G) + i_hk
     starts += sh * (D * V)

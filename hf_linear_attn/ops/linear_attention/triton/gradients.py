@@ -162,7 +162,8 @@ def dq_kernel(
         if FADED:
             b += (row * (H // G) + i_hk) * 2 * T
             asked += ((row * H + i_h) * ND + i_d) * T
-        mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+        if MASKED:
+            mask = mask_of(mask, row, m_b, delay, DELAYED)
     # [BV, BD]: the state, transposed
     in_state = (ov < V)[:, None] & (od < D)[None, :]
     o_state = od[None, :] * V + ov[:, None]
@@ -234,7 +235,8 @@ def dk_kernel(
     if FADED:
         b += (row * HKV + i_hk) * 2 * T
         drawn += ((row * HKV + i_hk) * ND + i_d) * T
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     q += row * q_b
     do += row * do_b
     den += row * d_b

@@ -74,7 +74,8 @@ def stored_dq_kernel(
     if FADED:
         b += (row * (H // G) + i_hk) * 2 * T
         asked += ((row * H + i_h) * ND + i_d) * T + c
-    mask = mask_of(mask, row, m_b, delay, MASKED, DELAYED)
+    if MASKED:
+        mask = mask_of(mask, row, m_b, delay, DELAYED)
     rows = rows_before(end, c, ot)
     # [BT, BV]
     dd = load_operand(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
