@@ -142,7 +142,9 @@ def models(part: str, flag: str, limits: Mapping[int, float], *, of_softmax: boo
     return Step(part, words, full, tiny, [limit(*x) for x in limits.items()])
 
 
-PYTEST, SUITE = "{python} -m pytest -q -p no:cacheprovider", "{python} benchmarks/run.py --output {result} --suite"
+# pytest-benchmark, where it is installed, refuses several processes.
+PYTEST = "{python} -m pytest -q -p no:cacheprovider -p no:benchmark"
+SUITE = "{python} benchmarks/run.py --output {result} --suite"
 MEASURE, TUNE = "{python} benchmarks/gpu.py --output {folder} --measure", "{python} benchmarks/tune.py --output {tiles}"
 TESTS = 'tests/ops -n {jobs} -m "not slow and not optional and not sweep"'
 ONE_TEST = "tests/ops/test_decode.py -k empty_and_fits"
@@ -405,10 +407,11 @@ class Book:
         filled |= {"python": shlex.quote(sys.executable), "jobs": str(min(12, os.cpu_count() or 1))}
         command = shlex.split(f"{step.words} {step.tiny if self.dry_run else step.full}".format_map(filled))
         # Products of cuBLAS are alike on two streams only with its setting; steps find the package as it is here.
-        environment = {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": str(ROOT)}
+        searched = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": searched}
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if self.dry_run else {}
         if step.name == "tests-newest-triton":
-            environment["PYTHONPATH"] = f"{NEWEST_TRITON}{os.pathsep}{ROOT}"
+            environment["PYTHONPATH"] = f"{NEWEST_TRITON}{os.pathsep}{searched}"
 
         def told(process: int) -> None:
             self.running = {"process": process, "command": command}

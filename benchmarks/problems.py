@@ -137,7 +137,8 @@ def keeping(step: HybridStep, *, scores: bool) -> HybridStep:
     kept = KeptStep(
         k=new(D, dtype=step.k.dtype),
         v=new(V, dtype=step.v.dtype),
-        at=new(dtype=torch.int64),
+        # No two have the same number.
+        at=torch.arange(WINDOW, device=step.q.device).expand(batch, kv_heads, -1).contiguous(),
         turns=None if step.near_turns is None else new(D, dtype=step.k.dtype),
         nearest=None if scores else new(),
         scores=new(AGES) if scores else None,

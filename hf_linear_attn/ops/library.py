@@ -91,6 +91,13 @@ def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
         _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
 
 
+# Traced, torch 2.11 takes its own answer for a yes, whatever is compiled.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """Tell whether torch.export traces this."""
+    return torch.compiler.is_exporting()
+
+
 _NOTHING = nullcontext()
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Common, State
+from hf_linear_attn.ops.library import is_exporting
 from hf_linear_attn.patching.call_cache import own_cache
 
 RECORDED = 512
@@ -298,7 +299,7 @@ def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = Fals
     layer: Any = cache.layers[index]
     if isinstance(layer, LinearAttentionCacheLayer):
         return layer
-    if torch.compiler.is_exporting():
+    if is_exporting():
         _refuse_export(name)
     keys = getattr(layer, "keys", None)
     if keys is not None and layer.get_seq_length() > 0:

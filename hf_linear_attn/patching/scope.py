@@ -102,8 +102,10 @@ def _rotation(
     told, layout, scope = rotation_in(args, kwargs), part.layout, current.model
     if told is None:
         return None
-    if layout is not None and scope is not None and (id(told), layout) in scope.rotations:
-        return scope.rotations[id(told), layout][1]
+    # A graph has no use for them: what it computes twice, compilers find.
+    known = None if scope is None or torch.compiler.is_compiling() else scope.rotations
+    if known is not None and layout is not None and (id(told), layout) in known:
+        return known[id(told), layout][1]
     cos, sin = angles_of(part.name, told)
     if layout is None and not has_values(cos):
         # Whatever it is, it takes as much memory and time.
@@ -113,9 +115,8 @@ def _rotation(
     if layout is None or layout.pairs == "none":
         return None
     rotation = Rotation.of(cos, sin, layout, source_of(told))
-    # A graph has no use for it: what it computes twice, compilers find.
-    if scope is not None and not torch.compiler.is_compiling():
-        scope.rotations[id(told), layout] = told, rotation
+    if known is not None:
+        known[id(told), layout] = told, rotation
     return rotation
 
 

@@ -5,6 +5,7 @@ import torch
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.kept import AGES, Choice, Entering, choose_kept
+from tests.ops.oracle import DEVICE
 
 B, HKV, V, W = 2, 2, 6, 4
 
@@ -13,7 +14,7 @@ def entering(
     keys: int, tokens: int, scores: bool, dtype: torch.dtype, *, alike: bool = False, seed: int = 0
 ) -> Entering:
     """Return keys that leave a window: in one row hardly any before these, in the other more than are kept."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(DEVICE).manual_seed(seed)
     compared = torch.randn(B, HKV, keys + tokens, AGES if scores else V, generator=g).to(dtype)
     if alike:
         # As a text has it that says one thing again and again, near enough to be alike but for scores.

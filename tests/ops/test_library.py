@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.autograd import forward_ad
 
 from hf_linear_attn import DeltaRuleState, LinearAttentionState, delta_rule, linear_attention
@@ -47,6 +48,15 @@ def test_opcheck(backend: str, case: Case) -> None:
 
 
 @pytest.mark.usefixtures("short_segments")
+def test_no_op_has_a_default_for_what_it_changes() -> None:
+    """A call does not hand on what is as by default, and torch 2.11 then fails to find what it should mark as changed."""
+    ours = [whole._opoverload._schema for name, whole in OPDEFS.items() if name.startswith("hf_linear_attn::")]
+    assert len(ours) > 10
+    for schema in ours:
+        changed = [x for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+        assert not [x.name for x in changed if x.has_default_value()], schema.name
+
+
 def test_opcheck_split() -> None:
     torch.library.opcheck(op.triton_forward, positional(Case(B=1, H=1, HKV=1, T=20, D=8, V=4)))
 

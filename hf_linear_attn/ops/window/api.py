@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
+from hf_linear_attn.ops.library import is_exporting
 from hf_linear_attn.ops.window.opaque import sums_forward, window_forward
 from hf_linear_attn.ops.window.problem import KeptKeys, Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
@@ -127,7 +128,7 @@ def window_attention(
         from hf_linear_attn.ops.window.triton.op import window_attention_triton
 
         return window_attention_triton(call, own_key)
-    exporting = torch.compiler.is_exporting()
+    exporting = is_exporting()
     opaque = chosen == "torch" and (exporting or (torch.compiler.is_compiling() and not torch.is_grad_enabled()))
     if own_key is not None:
         score = own_key.score(q, k, window, scaling)
@@ -155,7 +156,7 @@ def window_sums(
         Numerator ``[B, H, T, V]`` and denominator ``[B, H, T]``, fp32, relative to the row's largest score m_i.
     """
     call = WindowCall(q, k, v, key_mask, sinks, None, kept, window, scaling)
-    num, den = sums_forward(*call.inputs()) if torch.compiler.is_exporting() else window_sums_torch(call)
+    num, den = sums_forward(*call.inputs()) if is_exporting() else window_sums_torch(call)
     return num, den
 
 

@@ -19,6 +19,7 @@ CHANGING = ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns"
 
 _LENGTH, _KEPT = (HybridStep._fields.index(name) for name in ("length", "kept"))
 _CHANGING = [HybridStep._fields.index(name) for name in CHANGING if name not in KEPT]
+_NOTHING_KEPT = (*(None,) * (len(KEPT) + len(NET)), 0)
 
 
 @torch.library.custom_op("hf_linear_attn::triton_hybrid_", mutates_args=CHANGING)
@@ -57,19 +58,19 @@ def triton_hybrid_(
     eps: float,
     pairs: str,
     at_end: bool,
-    kept_k: Tensor | None = None,
-    kept_v: Tensor | None = None,
-    kept_at: Tensor | None = None,
-    kept_turns: Tensor | None = None,
-    kept_nearest: Tensor | None = None,
-    kept_scores: Tensor | None = None,
-    mean: Tensor | None = None,
-    deviation: Tensor | None = None,
-    weight_in: Tensor | None = None,
-    bias_in: Tensor | None = None,
-    weight_out: Tensor | None = None,
-    bias_out: Tensor | None = None,
-    ahead: int = 0,
+    kept_k: Tensor | None,
+    kept_v: Tensor | None,
+    kept_at: Tensor | None,
+    kept_turns: Tensor | None,
+    kept_nearest: Tensor | None,
+    kept_scores: Tensor | None,
+    mean: Tensor | None,
+    deviation: Tensor | None,
+    weight_in: Tensor | None,
+    bias_in: Tensor | None,
+    weight_out: Tensor | None,
+    bias_out: Tensor | None,
+    ahead: int,
 ) -> Tensor:
     """Return o of one token per row and update its state in place; see :class:`HybridStep` and :class:`KeptStep`."""
     state = kv, z, far_keys, near_k, near_v, near_mask, near_turns
@@ -96,7 +97,7 @@ def _read(*inputs: Any) -> Tensor:
 
 def _kept(*inputs: Any) -> KeptStep | None:
     """Return what a step is told of kept keys, of an op's inputs."""
-    if not inputs or inputs[0] is None:
+    if inputs[0] is None:
         return None
     tensors, (*net, ahead) = inputs[: len(KEPT)], inputs[len(KEPT) :]
     return KeptStep._make((*tensors, tuple(x.contiguous() for x in net if x is not None), ahead))
@@ -117,7 +118,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 def inputs_of(step: HybridStep) -> tuple[Any, ...]:
     """Return a step as its op takes it."""
     if step.kept is None:
-        return step[:_KEPT]
+        # None has a default: torch 2.11 fails at ops that change what they are not given.
+        return *step[:_KEPT], *_NOTHING_KEPT
     *tensors, weights, ahead = step.kept
     return *step[:_KEPT], *tensors, *(weights or (None,) * len(NET)), ahead
 
