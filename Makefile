@@ -13,9 +13,11 @@ INSTALLED := $(VENV)/installed
 CONSTRAIN := --constraint constraints.txt
 endif
 
+OLDEST_TORCH := 2.11.0
+OLDEST_TRANSFORMERS := 5.17.0
 OLDEST_TRITON := 3.6.0
 
-.PHONY: demo test slow-tests newest quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
+.PHONY: demo test slow-tests newest oldest quick quick-tests lint format docs front release-check kernels-check kernels-check-oldest sweep transformers-tests vllm-environment vllm clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/quickstart.py --output-dir runs/quickstart --overwrite
@@ -38,6 +40,17 @@ newest:
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --no-deps triton
 	$(NEWEST)/bin/hf-linear-attn check --device cpu
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
+
+# The same with the oldest torch and Transformers, whose torch is one for GPUs. The Triton that interprets is the newest:
+# the oldest one's interpreter does not know all that its compiler does, which kernels-check-oldest tries.
+OLDEST := build/oldest
+
+oldest:
+	$(BASE) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet torch==$(OLDEST_TORCH) transformers==$(OLDEST_TRANSFORMERS) \
+		--editable ".[dev,report]"
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade --no-deps triton
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not optional and not sweep"
 
 # What to run before every commit: the linters, and tests of each part that take a second or two. Under 90 seconds.
 QUICK := tests/test_api.py tests/test_arguments.py tests/test_config.py tests/test_shell.py \
@@ -87,10 +100,11 @@ release-check: $(INSTALLED)-release
 kernels-check: $(INSTALLED)
 	$(RUN) benchmarks/compile_check.py --jobs 2
 
-# The same with the oldest supported Triton, held to what processors have alone: budgets are of the newest.
+# The same with the oldest supported Triton, held to what processors have alone: budgets are of the newest. ONLY=sm_90 is
+# for one architecture, some six minutes.
 kernels-check-oldest: $(INSTALLED)
-	$(RUN) -m pip install --quiet --no-deps --target build/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	PYTHONPATH=build/triton-$(OLDEST_TRITON) $(RUN) benchmarks/compile_check.py --jobs 2
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target build/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	PYTHONPATH=build/triton-$(OLDEST_TRITON) $(RUN) benchmarks/compile_check.py --jobs 2 $(if $(ONLY),--only $(ONLY))
 
 # Every configuration that Transformers registers: some minutes on two cores; writes docs/results/architectures.md.
 # With SWEEP="--update-rule gated_delta --rotary undo" they are converted so, and the page is another.

@@ -139,7 +139,8 @@ def models(part: str, flag: str, limits: Mapping[int, float], *, of_softmax: boo
     words = f"{SUITE} models --parts {part} --variants softmax {RECIPE} --{flag} "
     tiny = "32 --shapes tiny --device cpu --dtype float32 --repeats 1 --seconds 0 --decode-tokens 1 --decode-warm-up 1"
     full = f"{' '.join(map(str, limits))} --shapes llama-8b"
-    return Step(part, words, full, tiny, [limit(*x) for x in limits.items()])
+    # Prompts and training took an H100 45 s, decode with its compiler more.
+    return Step(part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=300 if part == "decode" else 120)
 
 
 # pytest-benchmark, where it is installed, refuses several processes.
@@ -182,12 +183,12 @@ NO_NEWEST = "" if NEWEST_TRITON.is_dir() else "no build/triton-newest"
 NO_ROLE = "" if "prefill" in ROLES else "tune.py has no such role"
 NO_CHECK = "" if shutil.which("compute-sanitizer") else "no compute-sanitizer"
 STEPS = [
-    Step("repeats", f"{MEASURE} repeats", "", "--dry-run", OF_REPEATS),
+    Step("repeats", f"{MEASURE} repeats", "", "--dry-run", OF_REPEATS, seconds=300),
     Step("check", "{python} -m hf_linear_attn.cli check", "--full", "--backend torch"),
     Step("tests", PYTEST, TESTS, ONE_TEST),
     Step("tests-newest-triton", PYTEST, TESTS, ONE_TEST, (), NO_NEWEST),
     Step("tests-marked-gpu", PYTEST, "-m gpu tests", ONE_TEST),
-    Step("kernels", f"{MEASURE} kernels", "", "--dry-run", OF_KERNELS),
+    Step("kernels", f"{MEASURE} kernels", "", "--dry-run", OF_KERNELS, seconds=120),
     Step("tune-step", TUNE, "--roles hybrid", "--roles hybrid --help"),
     Step("tune-prefill", TUNE, "--roles prefill", "--help", (), NO_ROLE),
     models("prefill", "lengths", {8192: 225, 32768: 1016}),
