@@ -126,8 +126,24 @@ def host(result: Any) -> float:
     return float(1e3 * (mine["forward"] - mine["forward_on_device"]))
 
 
-def models(part: str, flag: str, limits: Mapping[int, float], *, of_softmax: bool = False) -> Step:
-    """Return a step of the models suite: a part at some lengths, limited in ms or as a part of softmax's time."""
+def models(
+    part: str,
+    flag: str,
+    limits: Mapping[int, float],
+    name: str | None = None,
+    *more: str,
+    of_softmax: bool = False,
+) -> Step:
+    """Return a step of the models suite: a part at some lengths, limited in ms or as a part of softmax's time.
+
+    Args:
+        part: The part.
+        flag: What its lengths are called.
+        limits: Limits by length.
+        name: The step's; None for the part's, beside softmax. Others are of the recommended recipe alone.
+        *more: Further words.
+        of_softmax: Whether the limits are parts of softmax's time.
+    """
 
     def limit(tokens: int, most: float) -> Limit:
         def value(result: Any) -> float:
@@ -136,11 +152,14 @@ def models(part: str, flag: str, limits: Mapping[int, float], *, of_softmax: boo
 
         return Limit(f"{tokens} tokens, {'over softmax' if of_softmax else 'ms'}", most, value)
 
-    words = f"{SUITE} models --parts {part} --variants softmax {RECIPE} --{flag} "
+    variants = "" if name else "softmax "
+    words = f"{SUITE} models --parts {part} --variants {variants}{RECIPE} {' '.join(more)} --{flag} "
     tiny = "32 --shapes tiny --device cpu --dtype float32 --repeats 1 --seconds 0 --decode-tokens 1 --decode-warm-up 1"
     full = f"{' '.join(map(str, limits))} --shapes llama-8b"
     # Prompts and training took an H100 45 s, decode with its compiler more.
-    return Step(part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=300 if part == "decode" else 120)
+    return Step(
+        name or part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=300 if part == "decode" else 120
+    )
 
 
 # pytest-benchmark, where it is installed, refuses several processes.
@@ -193,9 +212,10 @@ STEPS = [
     Step("tune-prefill", TUNE, "--roles prefill", "--help", (), NO_ROLE),
     models("prefill", "lengths", {8192: 225, 32768: 1016}),
     models("decode", "decode-lengths", {32768: 8}),
-    Step("decode-64", obstacle="the models suite decodes one text at a time"),
+    # What a step takes does not depend on what came before, and 64 long texts take long to read.
+    models("decode", "decode-lengths", {1024: 9}, "decode-64", "--decode-batch 64"),
     models("training", "training-lengths", {4096: 1}, of_softmax=True),
-    Step("training-recipe", obstacle="the models suite trains all weights, the one-GPU recipe adapters"),
+    models("training", "training-lengths", {4096: 480}, "training-recipe", "--adapters"),
     Step("peers", f"{SUITE} kernels --lengths 2048 8192 32768", "", "--help", OF_PEERS),
     Step(
         "racecheck",

@@ -7,8 +7,9 @@ and the same command goes on from there. Prefill reads one sequence into a growi
 models in pieces of `--chunk`. Decode is `generate` with a static cache, token by token as a streamer sees it, compiled
 and replayed as a graph where Transformers does so; softmax's cache is filled with random keys and values, since reading
 so long a prompt into a static cache takes a mask of T^2. A training step is a forward and a backward of all layers with
-recomputed activations, without the vocabulary's logits and the optimiser's step, which are the same for all. The batch
-that fits is that of a decode step over caches of full length; reading the prompts takes more.
+recomputed activations, without the vocabulary's logits and the optimiser's step, which are the same for all; of all
+weights, or with `--adapters` of what distillation on one GPU trains of a converted model. The batch that fits is that
+of a decode step over caches of full length; reading the prompts takes more.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.generation.streamers import BaseStreamer
 
 from hf_linear_attn import patch_model, unpatch_model
+from hf_linear_attn.distill import DistillationSettings
+from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.evaluation.generation import forward, is_out_of_memory, prefill
 from hf_linear_attn.evaluation.meters import cache_bytes, peak_memory_mib, timed
@@ -61,6 +64,8 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=LONGEST,
     ),
 }
+DEFAULTS = DistillationSettings()
+"""Of distillation, such as the rank of adapters."""
 PARTS = ("prefill", "decode", "batch", "training")
 
 
@@ -130,11 +135,11 @@ class Bench:
         new = self.arguments.decode_warm_up + counted + 1
         torch._dynamo.reset()
         cache = self.static_cache(tokens + new)
-        ids = self.draw(tokens + 1)
+        ids = self.draw(tokens + 1, self.arguments.decode_batch)
         if is_patched(self.model):
             prefill(self.model, ids[:, :-1], cache, self.arguments.chunk)
         else:
-            self.fill(cache, tokens)
+            self.fill(cache, tokens, len(ids))
         clock = Clock()
         self.model.generate(
             ids,
@@ -201,13 +206,13 @@ class Bench:
         """Return an empty cache for so many tokens."""
         return StaticCache(config=self.model.config, max_cache_len=tokens)
 
-    def fill(self, cache: StaticCache, tokens: int) -> None:
-        """Put random keys and values of one sequence into a softmax cache."""
+    def fill(self, cache: StaticCache, tokens: int, batch: int) -> None:
+        """Put random keys and values of some sequences into a softmax cache."""
         config = self.model.config
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for layer in cache.layers:
-            shape = (1, heads, tokens, head_dim)
+            shape = (batch, heads, tokens, head_dim)
             layer.update(*(torch.randn(shape, dtype=self.model.dtype, device=self.device) for _ in range(2)))
 
 
@@ -264,8 +269,11 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         for variant, of_variant in groupby(of_shape, lambda cell: cell.variant):
             if is_patched(model):
                 unpatch_model(model)
+            adapters = None
             if variant != SOFTMAX:
                 patch_model(model, **VARIANTS[variant])
+                if arguments.adapters:
+                    adapters = add_lora(model, rank=DEFAULTS.lora_rank, alpha=DEFAULTS.lora_alpha)
             for cell in of_variant:
                 try:
                     found = {"status": "ok", **getattr(Bench(model, arguments), cell.part)(cell.tokens)}
@@ -277,6 +285,8 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
                 result["cells"][cell.key] = cell._asdict() | {"commit": result["provenance"]["commit"]} | found
                 write(arguments.output, result, page(result))
                 print(f"{cell.key}: {found}", flush=True)
+            if adapters is not None:
+                adapters.unload()
         # Two models at a time may not fit.
         del model
         release()
@@ -350,7 +360,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--longest-softmax", type=int, default=262144, help="longest sequence of softmax (%(default)s)")
     add("--chunk", type=int, default=131072, help="tokens that a patched model reads at once (%(default)s)")
     add("--decode-tokens", type=int, default=32, help="steps of which the median counts (%(default)s)")
+    add("--decode-batch", type=int, default=1, help="sequences that a step decodes at a time (%(default)s)")
     add("--decode-warm-up", type=int, default=12, help="steps before them (%(default)s)")
+    add("--adapters", action="store_true", help="freeze all but adapters, feature maps and mixing weights")
     add("--repeats", type=int, default=10, help="timings of which the median counts (%(default)s)")
     add("--seconds", type=float, default=10.0, help="that the timings of one figure may take (%(default)s)")
     add("--device", default="cuda", help="device (%(default)s)")

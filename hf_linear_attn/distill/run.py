@@ -299,7 +299,7 @@ def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module
     peft_student = add_lora(student, rank=settings.lora_rank, alpha=settings.lora_alpha)  # type: ignore[arg-type]
     let_autocast_cast(peft_student, settings.mixed_precision == "bf16")
     trainable, total = peft_student.get_nb_trainable_parameters()
-    logger.info("LoRA trains %s of %s parameters, feature maps among them", f"{trainable:,}", f"{total:,}")
+    logger.info("LoRA trains %s of %s parameters", f"{trainable:,}", f"{total:,}")
     return peft_student
 
 

@@ -245,6 +245,7 @@ def test_traffic_is_less_with_kernels(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks by the old name
 def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "models.json"
     small = ["--suite", "models", "--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--output", str(output)]
@@ -278,6 +279,24 @@ def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) ->
     assert first.items() <= second.items()
     assert len(second) == len(first) + 6 + 2
     assert second["tiny/softmax/prefill/64"]["cache_bytes"] == 2 * 2 * 2 * 64 * 8 * 4
+    # Twice the sequences have twice the states, and adapters go when they are measured.
+    more = [
+        "--decode-batch",
+        "2",
+        "--adapters",
+        "--parts",
+        "decode",
+        "training",
+        "--output",
+        str(tmp_path / "more.json"),
+    ]
+    found = run(*small, *more, "--variants", "recommended", "softmax")
+    assert found.returncode == 0, found.stderr
+    third = json.loads((tmp_path / "more.json").read_text())["cells"]
+    # Each layer counts its tokens once.
+    sizes = [cells["tiny/softmax/decode/32"]["cache_bytes"] - 2 * 8 for cells in (first, third)]
+    assert sizes[1] == 2 * sizes[0]
+    assert third["tiny/recommended/training/32"]["status"] == "ok"
     row = first["tiny/softmax/prefill/32"]["median_ms"] / first["tiny/elu/prefill/32"]["median_ms"]
     assert f"| {row:.3g} |" in output.with_suffix(".md").read_text()
 
