@@ -34,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kept": 64,
         "retention": "learned",
         "stages": ["retain", "distill"],
+        "retain_steps": 1000,
         "distill_steps": 150,
         "teacher_share": 0.75,
         "recall_share": 0.4,
