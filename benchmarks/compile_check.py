@@ -43,6 +43,7 @@ import triton
 from harness import replace_text
 from problems import (
     WINDOW,
+    beside_kept,
     choice_problem,
     delta_problem,
     feature_problem,
@@ -232,9 +233,10 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         return
     of_window = window_problem(p)
     if of_window is not None:
-        saved, forward = window_launches(of_window)
-        yield from forward
-        yield from window_backward_launches(of_window, saved, torch.empty_like(saved.o))[1]
+        for one in (of_window, beside_kept(of_window)):
+            saved, forward = window_launches(one)
+            yield from forward
+            yield from window_backward_launches(one, saved, torch.empty_like(saved.o))[1]
     for scores in (False, True):
         yield choose_launch(p.target, choice_problem(p, scores=scores))[1]
     of_step = hybrid_problem(p)
@@ -298,7 +300,7 @@ def gpu_target(arch: str) -> GPUTarget:
 
 
 UNCOUNTED = (
-    *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums"),
+    *("scan", "key_scan", "delta", "fade", "fade_back", "key_sums", "kept_sums"),
     *("decode", "decode_rows", "hybrid", "hybrid_rows", "hybrid_kept"),
     *("hybrid_given", "hybrid_given_rows", "hybrid_given_kept", "ahead", "ahead_rows", "ahead_kept"),
     *("keep", "keep_scored", "trade", "trade_scored"),

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import Parser, by_turns, markdown, provenance
-from problems import choice_problem, hybrid_problem, keeping, prefill_problem
+from problems import beside_kept, choice_problem, hybrid_problem, keeping, prefill_problem, window_problem
 from suites.host import RECOMMENDED
 from suites.kernels import OURS, SHAPES, captured, copy_bandwidth, shape_of, times
 from torch import Tensor
@@ -52,6 +52,7 @@ from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.triton.plan import Problem, target_of
 from hf_linear_attn.ops.triton.run import clear_caches
+from hf_linear_attn.ops.window.triton.forward import window_launches
 from hf_linear_attn.shell import shell
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +182,7 @@ OF_KERNELS += [
         Limit(f"choice of keys at 8192 by {name}, ms", 16, lambda x, n=name: x[f"choice of keys by {n}"]["ms"])
         for name in BY
     ),
+    Limit("window and kept keys at 8192, ms", 0.6, lambda x: x["window and kept keys"]["ms"]),
     *(
         Limit(
             f"step of 64 with keys kept by {name} over one without",
@@ -301,6 +303,8 @@ def kernels(*, dry_run: bool) -> dict[str, Any]:
         for name, scores in BY.items():
             launches = hybrid_launches(target, keeping(step, scores=scores))[1]
             note(f"step of {batch}, keys kept by {name}", lambda launches=launches: [x.run() for x in launches])
+    launches = window_launches(beside_kept(window_problem(problem(prompt))))[1]
+    note("window and kept keys", lambda: [launch.run() for launch in launches])
     for name, scores in BY.items():
         choice = choice_problem(problem(prompt), scores=scores)
         note(f"choice of keys by {name}", choose_launch(target, choice)[1].run)

@@ -10,7 +10,8 @@ from hf_linear_attn.ops.hybrid import HybridStep, KeptStep, Prefill
 from hf_linear_attn.ops.kept import AGES, Entering
 from hf_linear_attn.ops.triton.plan import Problem, has_tile, tile
 from hf_linear_attn.ops.window.api import LARGEST_FP32 as LARGEST_WINDOW_FP32
-from hf_linear_attn.ops.window.triton.problem import WindowProblem
+from hf_linear_attn.ops.window.problem import KeptKeys
+from hf_linear_attn.ops.window.triton.problem import Kept, WindowProblem, held_by_block
 
 WINDOW, SINKS = 64, 4
 
@@ -39,9 +40,27 @@ def window_problem(p: Problem) -> WindowProblem | None:
         before=None,
         bias=torch.zeros(heads, device=device),
         weight=torch.zeros(heads, D, device=device),
+        given=None,
+        kept=None,
         window=WINDOW,
         scaling=D**-0.5,
     )
+
+
+def beside_kept(window: WindowProblem) -> WindowProblem:
+    """Return a window alone, beside as many kept keys as it has tokens, each of which is in sight for as long."""
+    (batch, _, tokens, _), (_, kv_heads, _, D), V = window.q.shape, window.k.shape, window.v.shape[3]
+    device, dtype, every = window.q.device, window.q.dtype, WINDOW + tokens
+    number = torch.arange(every, device=device)
+    lies = KeptKeys(
+        k=torch.randn(batch, kv_heads, every, D, dtype=dtype, device=device),
+        v=torch.randn(batch, kv_heads, every, V, dtype=dtype, device=device),
+        slot=(number[:tokens] % WINDOW).expand(batch, kv_heads, -1).contiguous(),
+        begins=(number - WINDOW).expand(batch, -1).contiguous(),
+        ends=number.expand(batch, kv_heads, -1).contiguous(),
+    )
+    own = dict.fromkeys(("f", "number", "before", "bias", "weight"))
+    return window._replace(**own, kept=Kept(*lies, held_by_block(lies)))
 
 
 def choice_problem(p: Problem, *, scores: bool) -> Entering:

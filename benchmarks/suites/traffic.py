@@ -42,6 +42,10 @@ LAYERS: dict[str, dict[str, Any]] = {
         **RECIPE,
     },
 }
+LAYERS |= {
+    "window 64 alone": {"mix": "window", **RECIPE},
+    "window 64, 64 kept": {"mix": "window", "kept": 64, **RECIPE},
+}
 RULES = ("decay", "delta", "gated_delta")
 LAYERS |= {
     f"norm_preserving, window 64, {rule}": {"feature_map": "norm_preserving", "update_rule": rule, **RECIPE}

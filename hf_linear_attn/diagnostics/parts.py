@@ -20,7 +20,7 @@ from hf_linear_attn.ops.linear_attention import linear_attention
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.state import LinearAttentionState
 from hf_linear_attn.ops.step import decode_state, decode_step_
-from hf_linear_attn.ops.window import OwnKey, window_attention
+from hf_linear_attn.ops.window import KeptKeys, OwnKey, window_attention
 
 WINDOW, SINKS = 64, 4
 
@@ -117,6 +117,8 @@ def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool 
     yield linear("packed sequences, elu", qkv(D, batch=1), cu_seqlens=bounds)
     if not full:
         return
+    yield _kept_part(tokens, D, count, device)
+    yield _layer_part(qkv, tensor, D, kept=min((count - WINDOW - SINKS) // 2, WINDOW))
     yield linear("both directions, elu", qkv(D), causal=False)
     yield linear(f"heads of {sizes.odd}, elu, delayed", qkv(sizes.odd), delay=WINDOW)
     yield linear("values wider than heads, squared_relu", qkv(D, 2 * D), feature_map="squared_relu")
@@ -218,6 +220,22 @@ def _window_part(
     return Part(f"a window of {WINDOW} with {SINKS} sinks and a key of each query's own", x, compute)
 
 
+def _kept_part(tokens: Callable[[int, int, int], Tensor], D: int, count: int, device: torch.device) -> Part:
+    x = {"q": tokens(4, count, D), "k": tokens(2, count, D), "v": tokens(2, count, D)}
+    x |= {"kept_k": tokens(2, WINDOW + count, D), "kept_v": tokens(2, WINDOW + count, D)}
+    # At every query one key enters and the oldest one goes.
+    number = torch.arange(WINDOW + count, device=device)
+    slot, ends = (number[:count] % WINDOW).expand(2, 2, -1), number.expand(2, 2, -1)
+    begins = (number - WINDOW).expand(2, -1)
+
+    def compute(x: Tensors, backend: str) -> Tensors:
+        kept = KeptKeys(x["kept_k"], x["kept_v"], slot, begins, ends)
+        settings = {"window": WINDOW, "scaling": D**-0.5, "kept": kept}
+        return {"o": window_attention(x["q"], x["k"], x["v"], **settings, backend=backend)}  # type: ignore[arg-type]
+
+    return Part(f"a window of {WINDOW} with as many keys kept beyond it", x, compute)
+
+
 def _step_part(qkv: Callable[..., Tensors], state: Callable[[int, int], Tensors], F: int, V: int) -> Part:
     x = qkv(F, V, count=3)
     x |= {name: x[name].abs() for name in ("q", "k")} | state(F, V)
@@ -237,7 +255,7 @@ def _step_part(qkv: Callable[..., Tensors], state: Callable[[int, int], Tensors]
     return Part(f"steps of generation, {F} features", x, compute, backward=False)
 
 
-def _layer_part(qkv: Callable[..., Tensors], tensor: Callable[..., Tensor], D: int) -> Part:
+def _layer_part(qkv: Callable[..., Tensors], tensor: Callable[..., Tensor], D: int, kept: int = 0) -> Part:
     x = qkv(D)
     count = x["q"].shape[2]
     angles = tensor(1, count, D // 2, dtype=torch.float32)
@@ -245,7 +263,7 @@ def _layer_part(qkv: Callable[..., Tensors], tensor: Callable[..., Tensor], D: i
 
     def compute(x: Tensors, backend: str) -> Tensors:
         settings = {"feature_map": "norm_preserving", "rotary": "undo", "window": WINDOW, "sinks": SINKS}
-        config = LinearAttentionConfig(**settings, backend=backend)  # type: ignore[arg-type]
+        config = LinearAttentionConfig(**settings, kept=kept, backend=backend)  # type: ignore[arg-type]
         layer = LinearAttention(config, LayerSizes(D, 4, 2, D**-0.5, D), "layer", rotated=True)
         layer = layer.to(x["q"].device, torch.promote_types(x["q"].dtype, torch.float32))
         rotation, state, found = Rotation(x["turns"].to(x["q"].dtype), Layout("half", "pair")), State(), []
@@ -255,4 +273,5 @@ def _layer_part(qkv: Callable[..., Tensors], tensor: Callable[..., Tensor], D: i
             found.append(layer(*(x[name][:, :, a:b] for name in "qkv"), call))
         return {"o": torch.cat(found, 2), "kv": state.read()["kv"], "z": state.read()["z"]}
 
-    return Part("a layer of the recommended recipe, a prompt and then tokens", x, compute, backward=False)
+    recipe = f"that keeps {kept} keys" if kept else "of the recommended recipe"
+    return Part(f"a layer {recipe}, a prompt and then tokens", x, compute, backward=False)

@@ -34,9 +34,6 @@ def check_parts(config: LinearAttentionConfig) -> None:
     if not mix.has_far and config.window is None:
         raise ArgumentError("mix", "come with a window", config.mix, "Set window=.")
     lookup("retention", config.retention, RETENTIONS)
-    if config.kept and config.backend == "triton":
-        remedy = "Use backend='auto', which reads the rest by kernels, or kept=0."
-        raise ArgumentError("backend", "be another than 'triton' where keys are kept", config.backend, remedy)
     if missing := mix.needs - rule.provides if config.window is not None else None:
         raise ArgumentError(
             "mix",

@@ -143,16 +143,11 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, leas
     assert error <= tolerance, f"{what} off by {error:.1e}"
 
 
-def backends(spec: Spec) -> list[str]:
-    """List the backends that read a layer: no kernel keeps keys."""
-    return [name for name in BACKENDS if name != "triton" or not spec.shape.kept]
-
-
 def cases() -> list[object]:
     """List layers, backends, ways and dtypes, of which some are slow."""
     (first, others), found = specs(), []
     for number, spec in enumerate([*first, *others]):
-        for backend, (turn, way) in product(backends(spec), enumerate(WAYS, number)):
+        for backend, (turn, way) in product(BACKENDS, enumerate(WAYS, number)):
             usual, later, rest = EVERY.get(backend, (1, 1, 4))
             is_first, dtypes = number < len(first), [torch.float64 if backend in PLAIN else torch.float32]
             if is_first and backend != "reference" and turn % (4 * later) == 0:
@@ -194,7 +189,7 @@ def gradient_cases() -> list[object]:
     """List layers, backends and texts."""
     found = []
     for number, spec in enumerate(specs()[0]):
-        for backend, (turn, kind) in product(backends(spec), enumerate(GRADIENTS, number)):
+        for backend, (turn, kind) in product(BACKENDS, enumerate(GRADIENTS, number)):
             one = replace(spec, shape=LONG, feature_map=LIGHT[number // 3 % len(LIGHT)]) if kind == "long" else spec
             usual, later, _ = EVERY.get(backend, (4, 1, 1) if kind == "long" else (2, 1, 1))
             # PyTorch and loops walk, and loops read nothing else of which there are gradients.

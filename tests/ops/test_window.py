@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.ops.triton.plan import Launch, Target
-from hf_linear_attn.ops.window import OwnKey, window_attention
+from hf_linear_attn.ops.window import NOWHERE, KeptKeys, OwnKey, window_attention
 from hf_linear_attn.ops.window.triton import op, problem
 from hf_linear_attn.ops.window.triton.backward import window_backward_launches
 from hf_linear_attn.ops.window.triton.forward import window_launches
@@ -44,6 +44,7 @@ class Case:
     own: bool = False
     before: bool = False
     masked: bool = False
+    kept: int = 0
     layout: str = "bhtd"
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -82,7 +83,39 @@ class Case:
             if self.before:
                 x["before"] = 3 * torch.randn(self.B, self.HKV, self.D, generator=g).to(exact)
                 x["number"] = x["number"] + 5
+        if self.kept:
+            every = self.kept + self.T
+            x["kept_k"], x["kept_v"] = draw(self.HKV, every, self.D), draw(self.HKV, every, self.V)
+            x["slot"], x["begins"], x["ends"] = self.choice()
+            if self.own:
+                x["gone"] = draw(self.HKV, self.T, self.D)
+                x["number"] = (torch.rand(self.B, self.T, generator=g) > 0.5).cumsum(1) + 5 * self.before
         return x
+
+    def choice(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw which place a key takes that comes, and between which queries each key is in sight."""
+        choose = random.Random(self.seed)
+        slot = torch.full((self.B, self.HKV, self.T), -1)
+        begins = torch.full((self.B, self.kept + self.T), NOWHERE)
+        ends = torch.full((self.B, self.HKV, self.kept + self.T), NOWHERE)
+        for b in range(self.B):
+            taken = choose.randint(0, self.kept)
+            begins[b, :taken] = -1
+            places = [list(range(taken)) for _ in range(self.HKV)]
+            for t in (t for t in range(self.T) if choose.random() < 0.7):
+                new = self.kept + t
+                begins[b, new] = t
+                for head, held in enumerate(places):
+                    place = len(held) if len(held) < self.kept else choose.choice([-1, *range(self.kept)])
+                    slot[b, head, t] = place
+                    if place == len(held):
+                        held.append(new)
+                    elif place < 0:
+                        ends[b, head, new] = t
+                    else:
+                        ends[b, head, held[place]] = t
+                        held[place] = new
+        return slot, begins, ends
 
     def distance(self) -> Tensor:
         """Return how far back each key is, ``[T, S]``."""
@@ -93,7 +126,7 @@ class Case:
         return counts[:, None] & (self.distance() >= self.window)
 
 
-LEAVES = ("q", "k", "v", "sink_k", "sink_v", "f", "bias", "weight", "before")
+LEAVES = ("q", "k", "v", "sink_k", "sink_v", "f", "bias", "weight", "before", "kept_k", "kept_v", "gone")
 
 
 def defined(case: Case, x: dict[str, Tensor], *, constant: bool = False) -> Tensor:
@@ -109,8 +142,17 @@ def defined(case: Case, x: dict[str, Tensor], *, constant: bool = False) -> Tens
         sink_k, sink_v = (x[name].repeat_interleave(group, 1) for name in ("sink_k", "sink_v"))
         scores.append((SCALING * x["q"] @ sink_k.mT).masked_fill(~x["seen"][:, None], -torch.inf))
         values.append(sink_v[:, :, None].expand(-1, -1, case.T, -1, -1))
+    if case.kept:
+        kept_k, kept_v = (x[name].repeat_interleave(group, 1) for name in ("kept_k", "kept_v"))
+        t = torch.arange(case.T)[:, None]
+        seen = (x["begins"][:, None, None] <= t) & (t < x["ends"][:, :, None])
+        hidden = ~seen.repeat_interleave(group, 1)
+        scores.append((SCALING * x["q"] @ kept_k.mT).masked_fill(hidden, -torch.inf))
+        values.append(kept_v[:, :, None].expand(-1, -1, case.T, -1, -1))
     if case.own:
         keys = case.gone(x["counts"])[:, None].to(k.dtype) @ k
+        if case.kept:
+            keys = x["gone"].repeat_interleave(group, 1).cumsum(2)
         if case.before:
             keys = keys + x["before"].repeat_interleave(group, 1)[:, :, None]
         n = x["number"][:, None]
@@ -140,7 +182,8 @@ def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> di
     else:
         own = None
         if case.own:
-            own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"))
+            own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"), x.get("gone"))
+        kept = KeptKeys(*(x[n] for n in ("kept_k", "kept_v", "slot", "begins", "ends"))) if case.kept else None
         sinks = (x["sink_k"], x["sink_v"], x["seen"]) if case.sinks else None
         o = window_attention(
             *(x[name] for name in ("q", "k", "v")),
@@ -149,6 +192,7 @@ def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> di
             key_mask=x.get("mask"),
             sinks=sinks,
             own_key=own,
+            kept=kept,
             backend=backend,
         )
         assert o.dtype == case.dtype
@@ -159,8 +203,9 @@ def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> di
 def check(case: Case, backend: str) -> None:
     x = case.inputs()
     exact, parts, found = (run(case, name, x) for name in ("definition", "parts", backend))
-    tolerance = TOLERANCE[case.dtype]
     for name, expected in exact.items():
+        # A bias has one number a head: a sum over all queries, of terms of both signs.
+        tolerance = TOLERANCE[case.dtype] * (2 if name == "dbias" else 1)
         rows = (found[name].double() - expected).norm(dim=-1)
         scale = torch.maximum(expected.norm(dim=-1), parts[name].norm(dim=-1))
         typical = scale.square().mean().sqrt()
@@ -195,6 +240,10 @@ CORNERS = [
     Case(T=49, window=16, own=True, sinks=17),
     Case(T=35, H=6, HKV=2, D=24, V=40, own=True, sinks=3, masked=True, layout="bthd"),
     Case(T=35, sinks=3, masked=True, layout="bthd"),
+    Case(T=35, kept=5),
+    Case(T=3, past=7, kept=3, sinks=2, masked=True),
+    Case(T=65, H=6, HKV=2, D=24, V=40, kept=17, sinks=3, masked=True, layout="bthd"),
+    Case(T=50, past=20, window=20, own=True, before=True, kept=2, sinks=4, masked=True),
     Case(T=50 * SCALE, window=9 * SCALE, past=9 * SCALE, own=True, before=True, sinks=4, masked=True),
 ]
 
@@ -224,6 +273,7 @@ def drawn(seed: int, dtype: torch.dtype) -> Case:
         before=own and continued,
         masked=choose.random() < 0.5,
         layout=choose.choice(["bhtd", "bthd"]),
+        kept=choose.choice([0, 0, 1, 9]),
         dtype=dtype,
         seed=seed,
     )
@@ -281,14 +331,20 @@ def positional(case: Case) -> tuple[object, ...]:
     codes = x["mask"].to(torch.uint8) + 2 * x["counts"].to(torch.uint8) if case.own else None
     names = ("f", "number", "before", "bias", "weight")
     x |= leaves
-    own = [x.get(name) for name in names]
-    return (x["q"], x["k"], x["v"], codes, x.get("sink_k"), x.get("sink_v"), x.get("seen"), *own, case.window, SCALING)
+    own = [x.get(name) for name in (*names, "given", "kept_k", "kept_v", "slot", "begins", "ends")]
+    held = problem.held_by_block(KeptKeys(*own[6:])) if case.kept else None
+    sinks = x.get("sink_k"), x.get("sink_v"), x.get("seen")
+    return (x["q"], x["k"], x["v"], codes, *sinks, *own, held, case.window, SCALING)
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(B=1, T=3, D=8, V=4), Case(B=1, T=20, D=8, V=4, own=True, masked=True, sinks=1, past=7, before=True)],
-    ids=["window", "own"],
+    [
+        Case(B=1, T=3, D=8, V=4),
+        Case(B=1, T=20, D=8, V=4, own=True, masked=True, sinks=1, past=7, before=True),
+        Case(B=1, T=20, D=8, V=4, kept=2),
+    ],
+    ids=["window", "own", "kept"],
 )
 def test_opcheck(case: Case) -> None:
     torch.library.opcheck(op.triton_window, positional(case))
@@ -350,7 +406,7 @@ def test_compiles_without_graph_breaks() -> None:
     assert torch.equal(gradient(compiled), gradient(loss))
 
 
-@pytest.mark.parametrize("case", [CORNERS[3], CORNERS[9]], ids=str)
+@pytest.mark.parametrize("case", [CORNERS[3], CORNERS[9], CORNERS[12]], ids=str)
 def test_writes_all_it_allocates(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = run(case, "triton")
     poison(monkeypatch)
@@ -405,7 +461,7 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
         Target("sm_90", 132),
         *(q, k, v, empty(1, T, dtype=torch.uint8)),
         *(empty(1, HKV, 4, D), empty(1, HKV, 4, D), empty(1, T, 4, dtype=torch.uint8)),
-        *(f, empty(1, T, dtype=torch.int64), None, empty(H), empty(H, D)),
+        *(f, empty(1, T, dtype=torch.int64), None, empty(H), empty(H, D), None, None),
         window=64,
         scaling=0.1,
     )
@@ -422,6 +478,22 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
     _, backward = window_backward_launches(p, saved, torch.empty_like(saved.o))
     assert [launch.role for launch in backward] == ["delta", "window_dq", "key_scan", "window_dkv"]
     assert traffic(backward) <= 9.1 * U + 6 * U_kv + 8 * saved.lse.nbytes
+    # Kept keys and their values come in beside the window's. Of each 64 queries, 128 keys get gradients in fp32, which
+    # are written and read again.
+    lies = KeptKeys(
+        *(empty(1, HKV, 64 + T, D), empty(1, HKV, 64 + T, D), empty(1, HKV, T, dtype=torch.int64)),
+        *(empty(1, 64 + T, dtype=torch.int64), empty(1, HKV, 64 + T, dtype=torch.int64)),
+    )
+    own = dict.fromkeys(("f", "number", "before", "bias", "weight"))
+    kept = p._replace(**own, kept=problem.Kept(*lies, problem.held_by_block(lies)))
+    saved, alone = window_launches(kept)
+    assert [launch.role for launch in alone] == ["window_kept"]
+    assert traffic(alone) <= 2 * U + 4.1 * U_kv + saved.lse.nbytes
+    _, gradients = window_backward_launches(kept, saved, torch.empty_like(saved.o))
+    assert [launch.role for launch in gradients] == [
+        *("delta", "window_dq_kept", "window_dkept", "kept_sums", "window_dkv"),
+    ]
+    assert traffic(gradients) <= 9.1 * U + 28.1 * U_kv + 8 * saved.lse.nbytes
     for launch in (*launches, *backward):
         large = {id(x) for x in launch.arguments.values() if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == T}
         assert large == {id(x) for x in (*launch.reads, *launch.writes) if x.ndim == 4 and x.shape[2] == T}

@@ -15,8 +15,8 @@ from hf_linear_attn.ops.triton.run import execute, target_for
 
 ENTRIES = 2048
 """Of what is compared, that a warp holds."""
-LAST = 2**62
-"""A number that no key has."""
+LAST = 2**31 - 1
+"""A number that no key has, of 32 bits; behind all in order."""
 
 
 @triton.jit
@@ -31,6 +31,13 @@ def at_age(scores, rows, age, window, inside, AGES: tl.constexpr):
 
 
 @triton.jit
+def load_compared(row, ov, V: tl.constexpr, COMPARES: tl.constexpr):
+    """Return what is compared of a key that comes: its value, or the score that it has then."""
+    x = tl.load(row + ov, mask=ov < V, other=0.0) if COMPARES else tl.load(row)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def apart(rows, new, ALIKE: tl.constexpr):
     """Return the squared distance of each row to another one, 0 where they are alike."""
     x = rows - new[None, :]
@@ -39,19 +46,27 @@ def apart(rows, new, ALIKE: tl.constexpr):
 
 
 @triton.jit
+def ordered(x):
+    """Return integers in the order of numbers of fp32: of 32 bits a warp finds the least in one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def pick(near, time, oc, count, comes, new_score, C: tl.constexpr, COMPARES: tl.constexpr, LAST: tl.constexpr):
     """Return which place a key takes that comes, if it does, and whether it stays: that of the oldest of the least."""
     known = oc < tl.where(comes, count, 0)
-    ranked = tl.where(known, near, float("inf"))
-    least = tl.min(ranked, 0)
+    rank = tl.where(known, ordered(near), LAST)
+    least = tl.min(rank, 0)
     # No two have the same number.
-    oldest = tl.min(tl.where(known & (ranked == least), time, LAST), 0)
+    number = tl.where(known & (rank == least), time.to(tl.int32), LAST)
+    oldest = tl.min(number, 0)
     full = count >= C
     stays = comes
     if not COMPARES:
-        stays = comes & ((new_score >= least) | (count < C))
+        stays = comes & ((ordered(new_score) >= least) | (count < C))
     # What lies in no place has the number -1 in neither way.
-    chosen = tl.where(full, time, oc.to(tl.int64)) == tl.where(stays, tl.where(full, oldest, count), -1)
+    chosen = tl.where(full, number, oc) == tl.where(stays, tl.where(full, oldest, count.to(tl.int32)), -1)
     return chosen, stays
 
 
@@ -69,42 +84,48 @@ def choose_kernel(
     ov = tl.arange(0, BV)
     inside = oc < C
     compared += i_bh * (C + T) * V
-    row = compared + C * V
     enters += i_b * T
     positions += i_b * T
     slot += i_bh * T
     gone += i_bh * T
     # [BC]
-    held = oc.to(tl.int64)
-    time = tl.load(at + i_bh * C + oc, mask=inside, other=LAST)
+    held = oc
+    time = tl.load(at + i_bh * C + oc, mask=inside, other=0)
     near = tl.full([BC], float("inf"), tl.float32)
     if COMPARES:
         near = tl.load(nearest + i_bh * C + oc, mask=inside, other=float("inf"))
-    count = tl.minimum(tl.load(number + i_b), C)
+    count = tl.minimum(tl.load(number + i_b), C).to(tl.int32)
+    # The next key is on its way while one is compared.
+    comes = tl.load(enters) != 0
+    now = tl.load(positions)
+    new = load_compared(compared + C * V, ov, V, COMPARES)
     for t in range(T):
-        comes = tl.load(enters + t) != 0
-        now = tl.load(positions + t)
+        after = tl.minimum(t + 1, T - 1)
+        comes_after = tl.load(enters + after) != 0
+        now_after = tl.load(positions + after)
+        new_after = load_compared(compared + (C + after).to(tl.int64) * V, ov, V, COMPARES)
         known = oc < tl.where(comes, count, 0)
         new_score = 0.0
         if COMPARES:
-            rows = compared + held[:, None] * V + ov[None, :]
+            rows = compared + held.to(tl.int64)[:, None] * V + ov[None, :]
             rows = tl.load(rows, mask=known[:, None] & (ov < V)[None, :], other=0.0).to(tl.float32)
-            new = tl.load(row + ov, mask=ov < V, other=0.0).to(tl.float32)
             near = tl.where(known, tl.minimum(near, apart(rows, new, ALIKE)), near)
         else:
-            near = at_age(compared, held, now - time + window, window, known, AGES)
-            new_score = tl.load(row).to(tl.float32)
+            near = at_age(compared, held.to(tl.int64), now - time + window, window, known, AGES)
+            new_score = new
         chosen, stays = pick(near, time, oc, count, comes, new_score, C, COMPARES, LAST)
-        place = tl.sum(tl.where(chosen, oc, 0), 0)
-        goes = tl.where(stays, tl.sum(tl.where(chosen, held, 0), 0), C + t)
-        tl.store(slot + t, tl.where(stays, place, -1).to(tl.int64))
-        tl.store(gone + t, tl.where(comes & (count >= C), goes, -1).to(tl.int64))
+        full = count >= C
+        tl.store(slot + t, tl.max(tl.where(chosen, oc, -1), 0).to(tl.int64))
+        goes = tl.max(tl.where(chosen, held, tl.where(stays, -1, C + t)), 0)
+        tl.store(gone + t, tl.where(comes & full, goes, -1).to(tl.int64))
         held = tl.where(chosen, C + t, held)
         time = tl.where(chosen, now, time)
         near = tl.where(chosen, float("inf"), near)
-        count = tl.minimum(count + comes.to(tl.int64), C)
-        row += V
-    tl.store(held_out + i_bh * C + oc, held, mask=inside)
+        count = tl.minimum(count + comes.to(tl.int32), C)
+        comes = comes_after
+        now = now_after
+        new = new_after
+    tl.store(held_out + i_bh * C + oc, held.to(tl.int64), mask=inside)
     tl.store(at_out + i_bh * C + oc, time, mask=inside)
     if COMPARES:
         tl.store(nearest_out + i_bh * C + oc, near, mask=inside)

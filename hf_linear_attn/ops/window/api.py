@@ -106,7 +106,7 @@ def window_attention(
         sinks: Keys ``[B, HKV, n, D]``, values ``[B, HKV, n, V]``, and ``[B, T, n]`` bool: which query sees which. A
             sink inside a query's window must not be visible a second time.
         own_key: One more key per query.
-        kept: Keys from beyond the window that are in sight of some queries; no kernel reads them.
+        kept: Keys from beyond the window that are in sight of some queries.
         backend: As in :func:`linear_attention`.
 
     Returns:
@@ -121,8 +121,7 @@ def window_attention(
             "window", "be at least 1, with a key for each query", (window, tuple(k.shape)), "Pass whole sequences."
         )
     call = WindowCall(q, k, v, key_mask, sinks, None, kept, window, scaling)
-    no_kernel = None if kept is None else "no kernel reads keys that are kept beyond the window"
-    chosen = choose_backend(backend, q.device, lambda: no_kernel or window_obstacle(q, k, v))
+    chosen = choose_backend(backend, q.device, lambda: window_obstacle(q, k, v))
     if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.window.triton.op import window_attention_triton

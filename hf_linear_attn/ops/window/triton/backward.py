@@ -1,7 +1,11 @@
-"""Gradients of the window's kernels: those of the queries, then those of the keys; `forward` has the formulas."""
+"""Gradients of the window's kernels: those of the queries, then those of the keys; `forward` has the formulas.
+
+Queries of any distance see a kept key. What a block of queries gives the keys that it may see is written apart, and a
+last kernel sums up what a key gets, from the block in which it enters to the one in which it goes.
+"""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,24 +14,25 @@ from torch import Tensor
 
 from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, planned
+from hf_linear_attn.ops.triton.plan import Launch, Tile, planned
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
 from hf_linear_attn.ops.window.triton.forward import WindowForward
-from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
-from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_sinks, near
+from hf_linear_attn.ops.window.triton.problem import Kept, WindowProblem, fp32
+from hf_linear_attn.ops.window.triton.sight import NEVER, far, first_key, key_codes, load_kept, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import scan_launch
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
+@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "K", "NQ", "scaling", "c_b"])
 def window_dq_kernel(
-    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, weight, lse, score, do, delta,
-    dq, df, dscore, dsums, dweight, dsink_k, dsink_v,
-    T, S, P, W, NB, scaling, H, G,
+    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, weight, kept_k, kept_v, held, begins, ends,
+    lse, score, do, delta, dq, df, dscore, dsums, dweight, dsink_k, dsink_v,
+    T, S, P, W, NB, K, NQ, scaling, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, df_b, df_h, df_t,
     c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, OF_Q: tl.constexpr, OF_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, SUMS: tl.constexpr, OF_Q: tl.constexpr, OF_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what BT queries of a head get: dq, df, their scores' gradients, and their parts of smaller gradients."""
     EXACT_D: tl.constexpr = D == BD
@@ -69,14 +74,15 @@ def window_dq_kernel(
         store_tile(df, ot[:, None] * df_t + ov[None, :], w[:, None] * dd.to(tl.float32), rows, ov < V, EXACT_V)
         de = w * (tl.sum(ff.to(tl.float32) * dd.to(tl.float32), 1) - dl)
         tl.store(dscore + row, de, mask=rows)
-        n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
-        dm = de * scaling / tl.maximum(n, 1.0)
-        y = x.to(tl.float32)
-        tl.store(dsums + part * D + od, tl.sum(y * dm[:, None], 0), mask=od < D)
-        tl.store(dweight + part * D + od, tl.sum(y * de[:, None], 0), mask=od < D)
-        u = tl.load(weight + i_h * D + od, mask=od < D, other=0.0).to(tl.float32)
-        keys = tl.load(prefix + (kv_head * NB + start // BLOCK) * D + od, mask=od < D, other=0.0)
-        acc += dm[:, None] * keys[None, :] + de[:, None] * u[None, :]
+        if SUMS:
+            n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
+            dm = de * scaling / tl.maximum(n, 1.0)
+            y = x.to(tl.float32)
+            tl.store(dsums + part * D + od, tl.sum(y * dm[:, None], 0), mask=od < D)
+            tl.store(dweight + part * D + od, tl.sum(y * de[:, None], 0), mask=od < D)
+            u = tl.load(weight + i_h * D + od, mask=od < D, other=0.0).to(tl.float32)
+            keys = tl.load(prefix + (kv_head * NB + start // BLOCK) * D + od, mask=od < D, other=0.0)
+            acc += dm[:, None] * keys[None, :] + de[:, None] * u[None, :]
     if OF_Q:
         for j in range(start, P + c + BT, BN):
             _, code = key_codes(codes, j, on, S, MASKED)
@@ -88,9 +94,23 @@ def window_dq_kernel(
             s = product(x, tl.trans(kk), PRECISION)
             p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[:, None]), 0.0)
             ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
-            if OWN:
+            if SUMS:
                 ds += tl.where(far(distance, code, W), dm[:, None], 0.0)
             acc = dot(operand(ds, x.dtype, PRECISION), kk, acc, PRECISION)
+        if C > 0:
+            block = c // BLOCK
+            kept_k += kv_head * K * D
+            kept_v += kv_head * K * V
+            held += (kv_head * NQ + block) * C
+            for i in range(0, C + (c - block * BLOCK).to(tl.int32) + BT, BN):
+                kk, vv, begin, end = load_kept(
+                    kept_k, kept_v, held, begins + i_b * K, ends + kv_head * K, i + on, C + block * BLOCK, K, od, ov,
+                    D, V, EXACT_D, EXACT_V, C, BLOCK, PRECISION,
+                )  # fmt: skip
+                visible = (begin[None, :] <= (c + ot)[:, None]) & ((c + ot)[:, None] < end[None, :])
+                p = tl.where(visible, tl.exp2(product(x, tl.trans(kk), PRECISION) * base2 - z[:, None]), 0.0)
+                ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
+                acc = dot(operand(ds, x.dtype, PRECISION), kk, acc, PRECISION)
     if SINKS > 0 and (OF_Q or OF_SINKS):
         os = tl.arange(0, BS)
         visible, kk, vv = load_sinks(
@@ -119,7 +139,7 @@ def window_dkv_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, c_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of BN keys of a head."""
     EXACT_D: tl.constexpr = D == BD
@@ -149,7 +169,7 @@ def window_dkv_kernel(
     # From the first query that sees one of these keys to the last.
     begin = tl.maximum(j - P, 0) // BT * BT
     end = tl.minimum(j + BN - 1 + W - P, T)
-    if OWN:
+    if SUMS:
         # To the end of the last block of queries whose tiles begin no later than here. Those after it count the keys in
         # a sum; there is one after each tile of PART queries.
         last = (j // BLOCK * BLOCK + BLOCK - 2 + W - P) // BLOCK
@@ -177,7 +197,7 @@ def window_dkv_kernel(
             p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[None, :]), 0.0)
             acc_v = dot(operand(p, x.dtype, PRECISION), dd, acc_v, PRECISION)
             ds = p * (product(vv, tl.trans(dd), PRECISION) - dl[None, :]) * scaling
-            if OWN:
+            if SUMS:
                 n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
                 dm = tl.load(dscore + row + c, mask=rows, other=0.0) * scaling / tl.maximum(n, 1.0)
                 ds += tl.where(far(distance, code, W), dm[None, :], 0.0)
@@ -190,6 +210,97 @@ def window_dkv_kernel(
     store_tile(dv, on[:, None] * dv_t + ov[None, :], acc_v, there, ov < V, EXACT_V)
 
 
+@triton.jit(do_not_specialize=["T", "K", "NQ", "scaling"])
+def window_dkept_kernel(
+    q, kept_k, kept_v, held, begins, ends, lse, do, delta, part_k, part_v,
+    T, K, NQ, scaling, HKV,
+    q_b, q_h, q_t, do_b, do_h, do_t,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write what a block of queries gives BN of the kept keys that it may see."""
+    EXACT_D: tl.constexpr = D == BD
+    EXACT_V: tl.constexpr = V == BV
+    E: tl.constexpr = C + BLOCK
+    TILES: tl.constexpr = (E + BN - 1) // BN
+    pid = tl.program_id(0)
+    i_hk = pid % HKV
+    i_n = (pid // HKV) % TILES
+    i_q = (pid // HKV // TILES) % NQ
+    i_b = (pid // HKV // TILES // NQ).to(tl.int64)
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    ot = tl.arange(0, BT)
+    e = i_n * BN + tl.arange(0, BN)
+    kv_head = i_b * HKV + i_hk
+    begin_q = i_q.to(tl.int64) * BLOCK
+    # [BN, BD] and [BN, BV]
+    kk, vv, begin, end = load_kept(
+        kept_k + kv_head * K * D, kept_v + kv_head * K * V, held + (kv_head * NQ + i_q) * C,
+        begins + i_b * K, ends + kv_head * K, e, C + begin_q, K, od, ov,
+        D, V, EXACT_D, EXACT_V, C, BLOCK, PRECISION,
+    )  # fmt: skip
+    base2 = scaling * LOG2E
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BV], tl.float32)
+    for g in range(G):
+        i_h = (i_hk * G + g).to(tl.int64)
+        row = (i_b * (HKV * G) + i_h) * T + ot
+        for c in range(begin_q, tl.minimum(begin_q + BLOCK, T), BT):
+            rows = ot < (T - c).to(tl.int32)
+            # [BT, BD] and [BT, BV]
+            x = load_operand(
+                q + i_b * q_b + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION
+            )
+            dd = load_tile(
+                do + i_b * do_b + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V
+            )
+            dl = tl.load(delta + row + c, mask=rows, other=0.0)
+            z = tl.load(lse + row + c, mask=rows, other=0.0)
+            visible = (begin[:, None] <= (c + ot)[None, :]) & ((c + ot)[None, :] < end[:, None])
+            p = tl.where(visible, tl.exp2(product(kk, tl.trans(x), PRECISION) * base2 - z[None, :]), 0.0)
+            acc_v = dot(operand(p, x.dtype, PRECISION), dd, acc_v, PRECISION)
+            ds = p * (product(vv, tl.trans(dd), PRECISION) - dl[None, :]) * scaling
+            acc_k = dot(operand(ds, x.dtype, PRECISION), x, acc_k, PRECISION)
+    part = (kv_head * NQ + i_q) * E
+    store_tile(part_k + part * D, e[:, None] * D + od[None, :], acc_k, e < E, od < D, EXACT_D)
+    store_tile(part_v + part * V, e[:, None] * V + ov[None, :], acc_v, e < E, ov < V, EXACT_V)
+
+
+@triton.jit(do_not_specialize=["T", "K", "NQ"])
+def kept_sums_kernel(
+    part_k, part_v, slot, begins, ends, dkept_k, dkept_v,
+    T, K, NQ, HKV,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Sum what one kept key gets: of the block in which it enters, and of those that find it in its place."""
+    E: tl.constexpr = C + BLOCK
+    pid = tl.program_id(0)
+    i = (pid % K).to(tl.int64)
+    kv_head = (pid // K).to(tl.int64)
+    od = tl.arange(0, BD)
+    ov = tl.arange(0, BV)
+    begin = tl.load(begins + kv_head // HKV * K + i)
+    end = tl.minimum(tl.load(ends + kv_head * K + i), T)
+    new = i >= C
+    place = tl.load(slot + kv_head * T + (i - C), mask=new, other=0)
+    place = tl.where(new, place, i)
+    # What never came, or never found a place, is seen by nobody.
+    end = tl.where((begin < NEVER) & (place >= 0), end, 0)
+    entry = tl.maximum(i - C, 0)
+    part_k += kv_head * NQ * E * D
+    part_v += kv_head * NQ * E * V
+    dk = tl.zeros([BD], tl.float32)
+    dv = tl.zeros([BV], tl.float32)
+    for block in range(entry // BLOCK, (end + BLOCK - 1) // BLOCK):
+        row = block * E + tl.where(new & (block == entry // BLOCK), C + entry % BLOCK, place)
+        dk += tl.load(part_k + row * D + od, mask=od < D, other=0.0)
+        dv += tl.load(part_v + row * V + ov, mask=ov < V, other=0.0)
+    row = kv_head * K + i
+    tl.store(dkept_k + row * D + od, dk.to(dkept_k.dtype.element_ty), mask=od < D)
+    tl.store(dkept_v + row * V + ov, dv.to(dkept_v.dtype.element_ty), mask=ov < V)
+
+
 class WindowWanted(NamedTuple):
     """Which gradients are asked for; those of the queries' own keys are few and always computed.
 
@@ -197,11 +308,13 @@ class WindowWanted(NamedTuple):
         q: Of the queries.
         kv: Of the keys, of their values, or of the sum of keys from before.
         sinks: Of the sinks' keys or values.
+        kept: Of the kept keys or their values.
     """
 
     q: bool = True
     kv: bool = True
     sinks: bool = True
+    kept: bool = True
 
 
 EVERY = WindowWanted()
@@ -220,6 +333,8 @@ class WindowBackward(NamedTuple):
         dbefore: That of the sum of keys from before ``[B, HKV, D]``.
         dsink_k: That of the sinks, by tile of queries ``[B, H, tiles, n, D]``.
         dsink_v: ``[B, H, tiles, n, V]``.
+        dkept_k: That of the kept keys ``[B, HKV, C + T, D]``, in their dtype.
+        dkept_v: ``[B, HKV, C + T, V]``, likewise.
     """
 
     dq: Tensor
@@ -231,12 +346,14 @@ class WindowBackward(NamedTuple):
     dbefore: Tensor
     dsink_k: Tensor
     dsink_v: Tensor
+    dkept_k: Tensor
+    dkept_v: Tensor
 
 
 def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBackward:
     """Allocate the gradients."""
     (B, H, T, D), (_, HKV, _, V) = p.q.shape, p.v.shape
-    own = p.f is not None
+    own, of_sums = p.f is not None, p.sums
     tiles = -(-T // p.tile("window_dq").tokens)
 
     def tokens(x: Tensor, dim: int, asked: bool) -> Tensor:
@@ -251,10 +368,11 @@ def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBa
         tokens(p.v, V, wanted.kv),
         tokens(p.q, V, own),
         rows(own, B, H, T),
-        rows(own, B, H, tiles, D),
-        rows(own and wanted.kv, B, HKV, D),
+        rows(of_sums, B, H, tiles, D),
+        rows(of_sums and wanted.kv, B, HKV, D),
         rows(wanted.sinks, B, H, tiles, p.sinks, D),
         rows(wanted.sinks, B, H, tiles, p.sinks, V),
+        *(x.new_empty(x.shape if wanted.kept and p.kept else 0) for x in (p.kept or (p.k, p.v))[:2]),
     )
 
 
@@ -264,7 +382,6 @@ def window_backward_launches(
     """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
     (B, H, T, D), (_, HKV, S, _) = q.shape, v.shape
-    own = p.f is not None
     of_queries, of_keys = p.tile("window_dq"), p.tile("window_dkv")
     tiles = -(-T // of_queries.tokens)
     out = allocate_window_backward(p, wanted)
@@ -276,18 +393,36 @@ def window_backward_launches(
     reads: tuple[Tensor, ...] = (q, do, saved.lse, delta)
     writes: tuple[Tensor, ...] = ()
     if wanted.q:
-        reads, writes = (*reads, k, v), (out.dq,)
+        reads, writes = (*reads, k, v, *(() if p.kept is None else p.kept[:2])), (out.dq,)
     if p.f is not None:
         reads, writes = (*reads, p.f, saved.score), (*writes, out.df, out.dscore)
-    launches.append(planned("window_dq", window_dq_kernel, B * H * tiles, known, of_queries, reads, writes))
+    launches.append(planned(p.role("window_dq"), window_dq_kernel, B * H * tiles, known, of_queries, reads, writes))
+    if p.kept is not None and wanted.kept:
+        launches += _of_kept(p, p.kept, given, out)
     if not wanted.kv:
         return out, launches
     later = out.dweight
-    if own:
+    if p.sums:
         later = fp32(p, B, HKV, tiles, D)
         launches.append(scan_launch(p, dsums, None, later, out.dbefore, reverse=True))
     known = p.shared(of_keys) | given | {"later": later, "NT": tiles, "PART": of_queries.tokens}
-    reads = (q, k, v, do, saved.lse, delta, *((out.dscore,) if own else ()))
+    reads = (q, k, v, do, saved.lse, delta, *((out.dscore,) if p.sums else ()))
     programs = B * HKV * -(-S // of_keys.width)
     launches.append(planned("window_dkv", window_dkv_kernel, programs, known, of_keys, reads, (out.dk, out.dv)))
     return out, launches
+
+
+def _of_kept(p: WindowProblem, kept: Kept, given: dict[str, Any], out: WindowBackward) -> list[Launch]:
+    """Plan the gradients of kept keys."""
+    (B, _, _, D), (_, HKV, K, V) = p.q.shape, kept.v.shape
+    chosen = p.tile("window_dkv")
+    known = p.shared(chosen) | given
+    blocks, entries = kept.held.shape[2], kept.places + known["BLOCK"]
+    parts = {"part_k": fp32(p, B, HKV, blocks, entries, D), "part_v": fp32(p, B, HKV, blocks, entries, V)}
+    known, programs = known | parts, B * HKV * blocks * -(-entries // chosen.width)
+    of_parts, of_kept = tuple(parts.values()), (out.dkept_k, out.dkept_v)
+    reads = (p.q, *kept[:2], given["do"], given["lse"], given["delta"])
+    return [
+        planned("window_dkept", window_dkept_kernel, programs, known, chosen, reads, of_parts),
+        planned("kept_sums", kept_sums_kernel, B * HKV * K, known, Tile(1, 1, 1, 1), of_parts, of_kept),
+    ]

@@ -10,7 +10,10 @@ A program takes BT queries of one head through the BN-wide tiles of keys in thei
 BLOCK, so the first ones also hold keys that are out of sight already: their products with q, which the matrix units
 compute anyway, count towards q.m, and all keys before the first tile come as one sum per BLOCK (`key_sums` and
 `key_scan`). In the backward the same pairs carry the gradient of e, and the sums' gradients return to the keys by a
-scan in reverse.
+scan in reverse. Where keys are kept beyond the window, the score of an own key is given.
+
+Kept keys come as further tiles: those that lay in the C places before the block of queries, gathered, and those that
+entered within it. Each has a first query that sees it and a first that does not.
 
 Scores are kept in base 2. Operands have the input's dtype, accumulators are fp32, no sum crosses programs but in a
 fixed order.
@@ -27,8 +30,24 @@ from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, planned
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
 from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
-from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_sinks, near
+from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_kept, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
+
+
+@triton.jit
+def take_in(m, mass, acc, s, vv, BLIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Take scores in base 2 and their values into each row's largest score and the sums relative to it.
+
+    ``BLIND`` says that there may be rows which have seen nothing yet.
+    """
+    largest = tl.maximum(m, tl.max(s, 1))
+    origin = largest
+    if BLIND:
+        origin = tl.where(largest == float("-inf"), 0.0, largest)
+    p = tl.exp2(s - origin[:, None])
+    old = tl.exp2(m - origin)
+    mass = mass * old + tl.sum(p, 1)
+    return largest, mass, dot(operand(p, vv.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
 
 
 @triton.jit
@@ -36,13 +55,13 @@ def attend_near(
     x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
     sink_k, sink_v, seen,
     D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr,
-    SINKS: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries ``x [BT, BD]`` to the tiles of keys from ``start`` on, and to the sinks.
 
     Returns:
-        Each row's largest score in base 2, the sums of weights and of weighted values relative to it, and where OWN the
-        sum of products with the keys of these tiles that are out of sight and count.
+        Each row's largest score in base 2, the sums of weights and of weighted values relative to it, and where SUMS
+        the sum of products with the keys of these tiles that are out of sight and count.
     """
     BT: tl.constexpr = x.shape[0]
     BN: tl.constexpr = on.shape[0]
@@ -60,17 +79,10 @@ def attend_near(
         code = code[None, :]
         distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
         s = product(x, tl.trans(kk), PRECISION)
-        if OWN:
+        if SUMS:
             products += tl.sum(tl.where(far(distance, code, W), s, 0.0), 1)
         s = tl.where(near(distance, code, W), s * base2, float("-inf"))
-        largest = tl.maximum(m, tl.max(s, 1))
-        # Tiles come in which a row sees nothing yet.
-        origin = tl.where(largest == float("-inf"), 0.0, largest)
-        p = tl.exp2(s - origin[:, None])
-        old = tl.exp2(m - origin)
-        mass = mass * old + tl.sum(p, 1)
-        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
-        m = largest
+        m, mass, acc = take_in(m, mass, acc, s, vv, True, PRECISION)
     if SINKS > 0:
         os = tl.arange(0, BS)
         visible, kk, vv = load_sinks(
@@ -78,12 +90,7 @@ def attend_near(
             D, V, EXACT_D, EXACT_V, SINKS, PRECISION,
         )  # fmt: skip
         s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
-        largest = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - largest[:, None])
-        old = tl.exp2(m - largest)
-        mass = mass * old + tl.sum(p, 1)
-        acc = dot(operand(p, x.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
-        m = largest
+        m, mass, acc = take_in(m, mass, acc, s, vv, False, PRECISION)
     return m, mass, acc, products
 
 
@@ -99,14 +106,15 @@ def own_score(x, products, n, keys, bias, weight, od, scaling, D: tl.constexpr):
     return tl.where(n > 0, e * LOG2E, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "scaling", "c_b"])
+@triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "K", "NQ", "scaling", "c_b"])
 def window_kernel(
-    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, o, lse, score,
-    T, S, P, W, NB, scaling, H, G,
+    q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, bias, weight, given,
+    kept_k, kept_v, held, begins, ends, o, lse, score,
+    T, S, P, W, NB, K, NQ, scaling, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries, their log-sum-exp and the scores of their own keys."""
     EXACT_D: tl.constexpr = D == BD
@@ -134,12 +142,28 @@ def window_kernel(
     start = first_key(c, P, W, BLOCK)
     m, mass, acc, products = attend_near(
         x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
-        sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, MASKED, OWN, PRECISION,
+        sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, MASKED, SUMS, PRECISION,
     )  # fmt: skip
+    if C > 0:
+        block = c // BLOCK
+        kept_k += kv_head * K * D
+        kept_v += kv_head * K * V
+        held += (kv_head * NQ + block) * C
+        for i in range(0, C + (c - block * BLOCK).to(tl.int32) + BT, BN):
+            kk, vv, begin, end = load_kept(
+                kept_k, kept_v, held, begins + i_b * K, ends + kv_head * K, i + on, C + block * BLOCK, K, od, ov,
+                D, V, EXACT_D, EXACT_V, C, BLOCK, PRECISION,
+            )  # fmt: skip
+            visible = (begin[None, :] <= (c + ot)[:, None]) & ((c + ot)[:, None] < end[None, :])
+            s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E), float("-inf"))
+            m, mass, acc = take_in(m, mass, acc, s, vv, False, PRECISION)
     if OWN:
-        n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
-        keys = prefix + (kv_head * NB + start // BLOCK) * D
-        e = own_score(x, products, n, keys, bias + i_h, weight + i_h * D, od, scaling, D)
+        if SUMS:
+            n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
+            keys = prefix + (kv_head * NB + start // BLOCK) * D
+            e = own_score(x, products, n, keys, bias + i_h, weight + i_h * D, od, scaling, D)
+        else:
+            e = tl.load(given + row, mask=rows, other=float("-inf")) * LOG2E
         largest = tl.maximum(m, e)
         w = tl.exp2(e - largest)
         old = tl.exp2(m - largest)
@@ -179,7 +203,7 @@ def allocate_window(p: WindowProblem) -> WindowForward:
         empty_like_tokens(p.q, p.v.shape[3]),
         fp32(p, B, H, T),
         fp32(p, B, H, T) if own else fp32(p, 0),
-        fp32(p, B, HKV, p.blocks, D) if own else fp32(p, 0),
+        fp32(p, B, HKV, p.blocks, D) if p.sums else fp32(p, 0),
     )
 
 
@@ -189,15 +213,15 @@ def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
     (B, H, T, _), (_, HKV, _, D) = q.shape, k.shape
     out = allocate_window(p)
     launches = []
-    if p.f is not None:
+    if p.sums:
         # The last block of keys is before no tile, but all of them have one.
         chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
         known = p.shared(chosen) | {"sums": sums, "N": p.blocks}
         launches.append(planned("key_sums", key_sums_kernel, B * HKV * p.blocks, known, chosen, (k,), (sums,)))
         launches.append(scan_launch(p, sums, p.before, out.prefix, fp32(p, B, HKV, D), reverse=False))
     chosen = p.tile("window")
-    own: tuple[Tensor, ...] = () if p.f is None else (p.f,)
+    reads = (q, k, v, *(() if p.f is None else (p.f,)), *(() if p.kept is None else p.kept[:2]))
     writes = (out.o, out.lse) if p.f is None else (out.o, out.lse, out.score)
     known, programs = p.shared(chosen) | out._asdict(), B * H * -(-T // chosen.tokens)
-    launches.append(planned("window", window_kernel, programs, known, chosen, (q, k, v, *own), writes))
+    launches.append(planned(p.role("window"), window_kernel, programs, known, chosen, reads, writes))
     return out, launches

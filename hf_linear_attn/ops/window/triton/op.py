@@ -17,36 +17,43 @@ from hf_linear_attn.ops.window.triton.backward import (
     window_backward_launches,
 )
 from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, window_launches
-from hf_linear_attn.ops.window.triton.problem import WindowProblem
+from hf_linear_attn.ops.window.triton.problem import Kept, WindowProblem, held_by_block
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? codes, Tensor? sink_k, Tensor? sink_v, Tensor? seen, Tensor? f, "
-    "Tensor? number, Tensor? before, Tensor? bias, Tensor? weight, SymInt window, float scaling"
+    "Tensor? number, Tensor? before, Tensor? bias, Tensor? weight, Tensor? given, Tensor? kept_k, Tensor? kept_v, "
+    "Tensor? kept_slot, Tensor? kept_begins, Tensor? kept_ends, Tensor? kept_held, SymInt window, float scaling"
 )
 """What both operators take; see :class:`WindowProblem`."""
 
 
 def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
-    """Compute attention over a window with Triton kernels, which score own keys themselves."""
-    q, k, v, key_mask, sinks, window, scaling = *call[:5], *call[7:]
+    """Compute attention over a window with Triton kernels, which score own keys themselves where no key is kept."""
+    q, k, v, key_mask, sinks, _, kept, window, scaling = call
     codes = None if key_mask is None else key_mask.view(torch.uint8)
-    of_queries: tuple[Tensor | None, ...] = (None,) * 5
-    if own_key is not None:
+    of_queries: tuple[Tensor | None, ...] = (None,) * 6
+    if own_key is not None and own_key.gone is not None:
+        score = own_key.score(q, k, window, scaling).masked_fill(own_key.number[:, None] == 0, -torch.inf)
+        of_queries = own_key.value, None, None, None, None, score
+    elif own_key is not None:
         counts = own_key.counts.view(torch.uint8)
         codes = torch.add(1 if codes is None else codes, counts, alpha=2)
-        of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight
+        of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight, None
+    beyond: tuple[Tensor | None, ...] = (None,) * 6 if kept is None else (*kept, held_by_block(kept))
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
-    refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries)
-    o: Tensor = _attend(q, k, v, codes, sink_k, sink_v, seen, *of_queries, window, scaling)[0]
+    refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries, *beyond[:2])
+    o: Tensor = _attend(q, k, v, codes, sink_k, sink_v, seen, *of_queries, *beyond, window, scaling)[0]
     return o
 
 
 def _window_problem(*inputs: Any) -> WindowProblem:
-    q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight, window, scaling = inputs
+    q, k, v, codes, sink_k, sink_v, seen, f, number, before, bias, weight, given = inputs[:13]
+    beyond, (window, scaling) = inputs[13:19], inputs[19:]
     tokens, f = (readable(q), readable(k), readable(v)), None if f is None else readable(f)
     sinks = contiguous(codes), contiguous(sink_k), contiguous(sink_v), as_bytes(seen)
-    own = f, contiguous(number), contiguous(before), contiguous(bias), contiguous(weight)
-    return WindowProblem(target_for(q.device), *tokens, *sinks, *own, window, scaling)
+    own = f, contiguous(number), contiguous(before), contiguous(bias), contiguous(weight), contiguous(given)
+    kept = None if beyond[0] is None else Kept(*(x.contiguous() for x in beyond))
+    return WindowProblem(target_for(q.device), *tokens, *sinks, *own, kept, window, scaling)
 
 
 def _forward(*inputs: Any) -> WindowForward:
@@ -69,7 +76,7 @@ def _gradients(do: Tensor, *inputs: Any) -> WindowBackward:
 
 def _derived(*inputs: Any) -> tuple[WindowProblem, WindowWanted]:
     """Return what the backward is of, and what it is asked for."""
-    return _window_problem(*inputs[4:-3]), WindowWanted(*inputs[-3:])
+    return _window_problem(*inputs[4:-4]), WindowWanted(*inputs[-4:])
 
 
 triton_window_backward = operator(
@@ -77,7 +84,7 @@ triton_window_backward = operator(
     _gradients,
     lambda do, *inputs: allocate_window_backward(*_derived(*inputs)),
     schema=f"(Tensor do, Tensor o, Tensor lse, Tensor score, Tensor prefix, {INPUTS}, bool of_q, bool of_kv, "
-    f"bool of_sinks) -> ({', '.join(['Tensor'] * 9)})",
+    f"bool of_sinks, bool of_kept) -> ({', '.join(['Tensor'] * 11)})",
 )
 
 
@@ -89,14 +96,17 @@ def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 14
-    of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, of_before, of_bias, of_weight, *_ = ctx.needs_input_grad
+        return (None,) * 21
+    of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, *of_own, of_given, of_kept_k, of_kept_v = (
+        ctx.needs_input_grad[:15]
+    )
+    of_before, of_bias, of_weight = of_own
     # Read once: where activations are recomputed, torch gives them out no second time.
     saved = ctx.saved_tensors
-    _, k, _, _, sink_k, sink_v, *_, bias, weight = saved[4:]
-    wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v)
+    _, k, _, _, sink_k, sink_v, _, _, _, _, bias, weight, *_ = saved[4:]
+    wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v, of_kept_k or of_kept_v)
     found = _derive(do, *saved, ctx.window, ctx.scaling, *wanted)
-    dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v = found
+    dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v, *dkept = found
     # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
         torch.unflatten(dx, 1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype) if asked else None
@@ -104,9 +114,10 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
     )
     db = dscore.sum((0, 2)).to(bias.dtype) if of_bias else None
     dw = dweight.sum((0, 2)).to(weight.dtype) if of_weight else None
-    own = df if of_f else None, None, dbefore if of_before else None, db, dw
+    own = df if of_f else None, None, dbefore if of_before else None, db, dw, dscore if of_given else None
     asked = (x if wants else None for x, wants in ((dq, of_q), (dk, of_k), (dv, of_v)))
-    return *asked, None, *sinks, None, *own, None, None
+    kept = (x if wants else None for x, wants in zip(dkept, (of_kept_k, of_kept_v), strict=True))
+    return *asked, None, *sinks, None, *own, *kept, *(None,) * 6
 
 
 torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)

@@ -6,9 +6,40 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.triton.plan import Target, Tile, padded, precision, tile
+from hf_linear_attn.ops.window.problem import KeptKeys
 
 BLOCK = 64
-"""Tokens per sum of keys; tiles of queries and of keys divide it."""
+"""Tokens per sum of keys, and between two lists of kept keys; tiles of queries and of keys divide it."""
+
+
+class Kept(NamedTuple):
+    """Keys kept beyond the window, as of :class:`KeptKeys`, all contiguous.
+
+    Attributes:
+        k: ``[B, HKV, C + T, D]``.
+        v: ``[B, HKV, C + T, V]``.
+        slot: ``[B, HKV, T]`` int64.
+        begins: ``[B, C + T]`` int64.
+        ends: ``[B, HKV, C + T]`` int64.
+        held: Which lie in the places before each block of queries ``[B, HKV, blocks, C]`` int64.
+    """
+
+    k: Tensor
+    v: Tensor
+    slot: Tensor
+    begins: Tensor
+    ends: Tensor
+    held: Tensor
+
+    @property
+    def places(self) -> int:
+        """C."""
+        return self.held.shape[3]
+
+
+def held_by_block(kept: KeptKeys) -> Tensor:
+    """Return which keys lie in the places before each block of queries, ``[B, HKV, blocks, C]`` int64."""
+    return kept.held(BLOCK, -(-kept.slot.shape[2] // BLOCK))
 
 
 class WindowProblem(NamedTuple):
@@ -28,6 +59,9 @@ class WindowProblem(NamedTuple):
         before: Sum of those that ``k`` does not hold ``[B, HKV, D]`` fp32, contiguous, or None.
         bias: ``[H]``.
         weight: ``[H, D]``, contiguous.
+        given: Scores of the queries' own keys ``[B, H, T]`` fp32, contiguous, -inf where there is none; None where
+            kernels compute them of the five before.
+        kept: Keys kept beyond the window, or None.
         window: Keys in sight, a query's own included.
         scaling: Factor on ``q.k``.
     """
@@ -45,6 +79,8 @@ class WindowProblem(NamedTuple):
     before: Tensor | None
     bias: Tensor | None
     weight: Tensor | None
+    given: Tensor | None
+    kept: Kept | None
     window: int
     scaling: float
 
@@ -64,6 +100,15 @@ class WindowProblem(NamedTuple):
         last = (self.q.shape[2] - 1) // BLOCK * BLOCK
         return max(self.past + last - self.window + 1, 0) // BLOCK + 1
 
+    @property
+    def sums(self) -> bool:
+        """Whether kernels score own keys, by the sum of the keys that each stands for."""
+        return self.f is not None and self.given is None
+
+    def role(self, name: str) -> str:
+        """Return what a kernel is called that reads kept keys, too, where there are some."""
+        return name if self.kept is None else f"{name}_kept"
+
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched."""
         group = self.q.shape[1] // self.k.shape[1]
@@ -79,8 +124,19 @@ class WindowProblem(NamedTuple):
             **{"T": T, "S": S, "P": self.past, "NB": self.blocks, "H": H, "HKV": HKV, "G": H // HKV},
             **{"D": D, "V": V, "BD": padded(D), "BV": padded(V), "BT": chosen.tokens, "BN": chosen.width},
             **{"BLOCK": BLOCK, "SINKS": self.sinks, "BS": padded(self.sinks) if self.sinks else 16},
-            **{"MASKED": self.codes is not None, "OWN": self.f is not None},
+            **{"MASKED": self.codes is not None, "OWN": self.f is not None, "SUMS": self.sums, "given": self.given},
+            **self._kept(),
             "PRECISION": precision(self.target, self.q.dtype, max(D, V)),
+        }
+
+    def _kept(self) -> dict[str, Any]:
+        kept = self.kept
+        if kept is None:
+            names = "kept_k", "kept_v", "slot", "begins", "ends", "held"
+            return {**dict.fromkeys(names), "C": 0, "K": 0, "NQ": 0}
+        return {
+            **{"kept_k": kept.k, "kept_v": kept.v, "slot": kept.slot, "begins": kept.begins, "ends": kept.ends},
+            **{"held": kept.held, "C": kept.places, "K": kept.k.shape[2], "NQ": kept.held.shape[2]},
         }
 
 

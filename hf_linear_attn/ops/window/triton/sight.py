@@ -5,6 +5,9 @@ import triton
 import triton.language as tl
 
 from hf_linear_attn.ops.triton.primitives import load_operand
+from hf_linear_attn.ops.window.problem import NOWHERE
+
+NEVER = tl.constexpr(NOWHERE)
 
 
 @triton.jit
@@ -57,3 +60,26 @@ def load_sinks(
         sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
     )
     return visible, kk, vv
+
+
+@triton.jit
+def load_kept(
+    kept_k, kept_v, held, begins, ends, e, first, K, od, ov,
+    D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return keys kept beyond the window, their values, the first query that sees each and the first that does not.
+
+    Those of a block of queries are C that lie in places before it, and as many as it has queries, ``first`` and those
+    behind it, of which one may enter at each; of all these the ones numbered ``e``.
+    """
+    index = tl.load(held + e, mask=e < C, other=0)
+    index = tl.where(e < C, index, first + (e - C))
+    there = (e < C + BLOCK) & (index < K)
+    begin = tl.load(begins + index, mask=there, other=NEVER)
+    end = tl.load(ends + index, mask=there, other=0)
+    # Nothing else is read, since 0 times a NaN is one.
+    rows = begin < end
+    kk = load_operand(kept_k, index[:, None] * D + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    vv = load_operand(kept_v, index[:, None] * V + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
+    return kk, vv, begin, end
