@@ -311,7 +311,7 @@ MULTIPLIES = re.compile(
     r"(stored_)?(forward|state|reverse_state|dq|dk|dv|dkv)$|window|features|prefill|delta_(?!step|inverse)"
 )
 """Kernels whose loops are matrix products."""
-NARROW = re.compile("features_backward|window_dkv")
+NARROW = re.compile("features_backward|window_dk")
 """Those of which heads of over 128 leave too few registers for the 64 rows of a warp group's products."""
 
 
