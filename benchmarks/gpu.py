@@ -36,7 +36,6 @@ from problems import beside_kept, choice_problem, hybrid_problem, keeping, prefi
 from suites.host import RECOMMENDED
 from suites.kernels import OURS, SHAPES, captured, copy_bandwidth, shape_of, times
 from torch import Tensor
-from tune import ROLES
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.diagnostics import check
@@ -201,7 +200,6 @@ OF_PEERS = [
     Limit("call less its device time at 2048, us", 60, host),
 ]
 NO_NEWEST = "" if NEWEST_TRITON.is_dir() else "no build/triton-newest"
-NO_ROLE = "" if "prefill" in ROLES else "tune.py has no such role"
 NO_CHECK = "" if shutil.which("compute-sanitizer") else "no compute-sanitizer"
 STEPS = [
     Step("repeats", f"{MEASURE} repeats", "", "--dry-run", OF_REPEATS, seconds=300),
@@ -211,7 +209,7 @@ STEPS = [
     Step("tests-marked-gpu", PYTEST, "-m gpu tests", ONE_TEST),
     Step("kernels", f"{MEASURE} kernels", "", "--dry-run", OF_KERNELS, seconds=120),
     Step("tune-step", TUNE, "--roles hybrid", "--roles hybrid --help"),
-    Step("tune-prefill", TUNE, "--roles prefill", "--help", (), NO_ROLE),
+    Step("tune-prefill", TUNE, "--roles prefill", "--roles prefill --help"),
     models("prefill", "lengths", {8192: 225, 32768: 1016}),
     models("decode", "decode-lengths", {32768: 8}),
     # What a step takes does not depend on what came before, and 64 long texts take long to read.

@@ -105,7 +105,7 @@ def prefill_problem(p: Problem) -> Prefill | None:
     (batch, _, tokens, D), kv_heads, V, device = p.q.shape, p.k.shape[1], p.v.shape[3], p.q.device
     if not has_tile(p.target, p.q.dtype, "prefill", 2 * D, V):
         return None
-    phi_k = torch.empty(batch, tokens, kv_heads, 2 * D, dtype=p.q.dtype, device=device).transpose(1, 2)
+    phi_k = torch.rand(batch, tokens, kv_heads, 2 * D, dtype=p.q.dtype, device=device).transpose(1, 2)
     kv, z, far_keys = (torch.zeros(batch, kv_heads, *sizes, device=device) for sizes in ((2 * D, V), (2 * D,), (D,)))
     return Prefill(
         p.q,

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import replace_text
-from problems import WINDOW, feature_problem, hybrid_problem, window_problem
+from problems import WINDOW, feature_problem, hybrid_problem, prefill_problem, window_problem
 
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
+from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
 from hf_linear_attn.ops.hybrid.triton.step import hybrid_launch
 from hf_linear_attn.ops.linear_attention.triton import model
 from hf_linear_attn.ops.linear_attention.triton.backward import Wanted, backward_launches, save
@@ -42,7 +43,8 @@ DTYPES = {name: dtype for dtype, name in plan.KINDS.items()}
 OF_WINDOW = ("window", "window_dq", "window_dkv")
 OF_FEATURES = ("features", "features_backward")
 STORED = ("stored_forward", "stored_dq", "stored_dk", "stored_dv", "stored_dkv")
-ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", "hybrid", *STORED, *OF_WINDOW, *OF_FEATURES)
+OF_LAYERS = ("hybrid", "prefill")
+ROLES = ("state", "forward", "reverse_state", "dq", "dk", "dv", "decode", *OF_LAYERS, *STORED, *OF_WINDOW, *OF_FEATURES)
 STORED_LENGTH = 256
 """Tokens per segment with which walks that read their states are timed."""
 
@@ -57,6 +59,10 @@ def candidates(role: str, size: int) -> Iterator[Tile]:
         # Its width is the number of tokens that a program walks.
         for tokens, width, warps in itertools.product((32, 64), (128, 256, 512), (4, 8)):
             yield Tile(tokens, width, warps, 1)
+    elif role == "prefill":
+        # Its width is the number of keys of the window at a time.
+        for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2)):
+            yield Tile(tokens, width, warps, stages)
     elif role in STORED:
         # Its width is that of the tiles that a program's own tile meets.
         for tokens, width, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (1, 2, 3)):
@@ -114,12 +120,9 @@ def launch_of(
     p = Problem(target, *given, None, None, None, None, phi, True, delay)
     if role in (*OF_WINDOW, *OF_FEATURES):
         return launch_of_recipe(role, p)
-    if role == "hybrid":
+    if role in OF_LAYERS:
         # Its row is that of its features, twice as many as a head has dimensions.
-        step = hybrid_problem(p._replace(q=p.q[..., : D // 2], k=p.k[..., : D // 2]))
-        if step is None:
-            raise SystemExit(f"{role} does not hold {D} features")
-        return hybrid_launch(target, step)[1]
+        return launch_of_layer(role, p._replace(q=p.q[..., : D // 2], k=p.k[..., : D // 2]))
     # Both gradients come from one kernel where there is one; each has its own for those who want no other.
     wanted = Wanted(k=role != "stored_dv", v=role != "stored_dk")
     with cut_for(role, tokens):
@@ -134,6 +137,19 @@ def launch_of(
     if role not in found:
         raise SystemExit(f"{role} is not launched for {tokens} tokens of {heads} heads on {target}")
     return found[role]
+
+
+def launch_of_layer(role: str, p: Problem) -> Launch:
+    """Plan the launch that is most of a whole step, or of a whole text, of the recommended recipe."""
+    layer = hybrid_problem(p) if role == "hybrid" else prefill_problem(p)
+    if layer is None:
+        raise SystemExit(f"{role} does not hold {2 * p.k.shape[3]} features")
+    if role == "hybrid":
+        return hybrid_launch(p.target, layer)[1]
+    *before, last = prefill_launches(p.target, layer)[1]
+    for launch in before:
+        launch.run()
+    return last
 
 
 def launch_of_recipe(role: str, p: Problem) -> Launch:

@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from hf_linear_attn.ops.triton import plan
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -47,7 +49,7 @@ def test_the_list_says_what_is_expected(gpu: ModuleType, capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == [step.name for step in gpu.STEPS]
     assert lines[0].startswith("| repeats | parts whose bits differ at most 0 |")
-    assert "tune.py has no such role" in "".join(lines)
+    assert all(line.endswith(f"| {step.obstacle} |") for line, step in zip(lines, gpu.STEPS, strict=True))
     assert all(step.seconds <= 480 for step in gpu.STEPS)
 
 
@@ -174,3 +176,14 @@ sys.exit(gpu.main(["--dry-run", "--output", {str(tmp_path / "at")!r}]))
     # What the killed run left is ended.
     assert not left.exists() or not left.read_bytes()
     assert list(kept(tmp_path / "at")) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("role", ["hybrid", "prefill", "window"])
+def test_tiles_of_a_layers_kernels_can_be_timed(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    tune = importlib.import_module("tune")
+    target = plan.target_of(torch.device("cpu"))
+    sizes = {"tokens": 100, "heads": 2, "key_heads": 1, "device": "cpu"}
+    launch = tune.launch_of(role, target, torch.float32, 64, 64, **sizes)
+    assert launch.role == role
+    launch.run()

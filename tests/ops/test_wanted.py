@@ -1,5 +1,7 @@
 """Gradients that nobody asks for are not computed, and those that are do not change by it."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +11,6 @@ from torch import Tensor
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.ops.linear_attention.triton import op as linear
 from hf_linear_attn.ops.triton.plan import Launch
-from hf_linear_attn.ops.window import OwnKey, window_attention
 from hf_linear_attn.ops.window.triton import op as window
 from tests.ops import test_window
 from tests.ops.oracle import Case
@@ -124,24 +125,23 @@ def test_losses_of_one_result_alone(part: str) -> None:
         torch.testing.assert_close(torch.zeros(()) if x is None else x, expected.expand_as(x), rtol=1e-4, atol=1e-4)
 
 
-def window_gradients(case: test_window.Case, leaves: tuple[str, ...]) -> dict[str, Tensor]:
+def window_gradients(case: test_window.Case, leaves: Iterable[str]) -> dict[str, Tensor]:
     x = case.inputs()
-    for name in leaves:
-        x[name].requires_grad_()
-    own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"))
-    sinks = x["sink_k"], x["sink_v"], x["seen"]
-    settings = {"window": case.window, "scaling": test_window.SCALING, "key_mask": x["mask"], "backend": "triton"}
-    window_attention(*(x[name] for name in TOKENS), **settings, sinks=sinks, own_key=own).backward(x["do"])
-    return {name: x[name].grad for name in leaves}
+    wanted = {name: x[name].requires_grad_() for name in leaves}
+    test_window.attended(case, x, "triton").backward(x["do"])
+    return {name: leaf.grad for name, leaf in wanted.items()}
 
 
 WINDOW = test_window.Case(B=1, T=20, past=7, own=True, before=True, sinks=2, masked=True)
 
 
-def test_gradients_of_a_window_are_the_same_for_whoever_asks() -> None:
-    every = window_gradients(WINDOW, test_window.LEAVES)
-    for leaves in (("f", "bias", "weight"), ("q",), ("v", "sink_k"), ("before",)):
-        for name, x in window_gradients(WINDOW, leaves).items():
+@pytest.mark.parametrize("case", [WINDOW, replace(WINDOW, kept=3)])
+def test_gradients_of_a_window_are_the_same_for_whoever_asks(case: test_window.Case) -> None:
+    names = [name for name in test_window.LEAVES if name in case.inputs()]
+    every = window_gradients(case, names)
+    kept = [("gone", "kept_v"), ("kept_k",)] if case.kept else []
+    for leaves in (("f", "bias", "weight"), ("q",), ("v", "sink_k"), ("before",), *kept):
+        for name, x in window_gradients(case, leaves).items():
             assert torch.equal(x, every[name]), (leaves, name)
 
 

@@ -167,6 +167,24 @@ def defined(case: Case, x: dict[str, Tensor], *, constant: bool = False) -> Tens
     return (weights[..., None, :] @ torch.cat(values, -2)).squeeze(-2)
 
 
+def attended(case: Case, x: dict[str, Tensor], backend: str) -> Tensor:
+    """Return o of one backend."""
+    own = None
+    if case.own:
+        own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"), x.get("gone"))
+    kept = KeptKeys(*(x[n] for n in ("kept_k", "kept_v", "slot", "begins", "ends"))) if case.kept else None
+    return window_attention(
+        *(x[name] for name in ("q", "k", "v")),
+        window=case.window,
+        scaling=SCALING,
+        key_mask=x.get("mask"),
+        sinks=(x["sink_k"], x["sink_v"], x["seen"]) if case.sinks else None,
+        own_key=own,
+        kept=kept,
+        backend=backend,
+    )
+
+
 def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the output and the gradients of ``sum(o do)``.
 
@@ -180,21 +198,7 @@ def run(case: Case, backend: str, inputs: dict[str, Tensor] | None = None) -> di
     if exact:
         o = defined(case, x, constant=backend == "parts")
     else:
-        own = None
-        if case.own:
-            own = OwnKey(x["f"], x["bias"], x["weight"], x["counts"], x["number"], x.get("before"), x.get("gone"))
-        kept = KeptKeys(*(x[n] for n in ("kept_k", "kept_v", "slot", "begins", "ends"))) if case.kept else None
-        sinks = (x["sink_k"], x["sink_v"], x["seen"]) if case.sinks else None
-        o = window_attention(
-            *(x[name] for name in ("q", "k", "v")),
-            window=case.window,
-            scaling=SCALING,
-            key_mask=x.get("mask"),
-            sinks=sinks,
-            own_key=own,
-            kept=kept,
-            backend=backend,
-        )
+        o = attended(case, x, backend)
         assert o.dtype == case.dtype
     o.backward(x["do"].to(o.dtype))
     return {"o": o.detach()} | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
