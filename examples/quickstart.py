@@ -1,10 +1,11 @@
 """Convert a small softmax Llama to a memory of constant size, teach it what to keep, and see what it gained and cost.
 
-Beside a window every layer keeps some keys exactly. Which ones, a small net of each key head learns from the teacher's
-attention. Then all weights learn to do with what is kept, and go most of the way back; --distill-steps 0 leaves them.
-With no argument it takes the teacher that ships beside this file and finishes within minutes on two CPU cores. Any
-other causal language model, a folder or a hub name, takes its place with --model. With --linear-steps a student with
-linear attention of the same cache bytes is distilled and stands beside it.
+Beside a window every layer keeps some keys exactly. How many of all of them each layer gets is measured: some need many,
+and most need few. Which ones, a small net of each key head learns from the teacher's attention. Then all weights learn
+to do with what is kept, and go most of the way back; --distill-steps 0 leaves them. With no argument it takes the
+teacher that ships beside this file and finishes within minutes on two CPU cores. Any other causal language model, a
+folder or a hub name, takes its place with --model. With --linear-steps a student with linear attention of the same
+cache bytes is distilled and stands beside it.
 """
 
 import copy
@@ -20,7 +21,7 @@ from transformers.utils import logging
 from hf_linear_attn import patch_model
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.distill import DistillationSettings, distill, load_data
-from hf_linear_attn.distill.baseline import equal_cache_window
+from hf_linear_attn.distill.baseline import window_alone
 from hf_linear_attn.distill.models import load_teacher
 from hf_linear_attn.distill.settings import RECOMMENDED
 from hf_linear_attn.evaluation import EvaluationSettings, check_evaluation, evaluate, write_report
@@ -44,9 +45,9 @@ class Arguments:
         model: Softmax checkpoint: a folder or a hub name.
         output_dir: Where report, results and student go.
         overwrite: Replace what an earlier run left there; files of other names stay.
-        window: Last tokens that are attended to exactly.
+        window: Last tokens that are attended to exactly, in the mean over layers.
         sinks: First tokens that are attended to exactly.
-        kept: Keys that each key head keeps of those that have left the window.
+        kept: Keys that each key head keeps of those that have left the window, likewise.
         retain_steps: Steps in which it learns which.
         distill_steps: Steps of logit distillation, with what is kept chosen as it will be; 0 leaves the weights.
         linear_steps: Steps of logit distillation of a student with linear attention; 0 leaves it out.
@@ -132,28 +133,26 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     )
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
-    student, other = (x.convert(copy.deepcopy(teacher)) for x in (settings, linear))
     evaluation = evaluation_settings(arguments, folder)
-    check_evaluation(evaluation, model=student, tokenizer=tokenizer, teacher=teacher)
-    window = equal_cache_window(student)
-    patched = {"sinks": arguments.sinks, "mix": "window"}
-    baselines = {
-        f"window {window} alone": patch_model(copy.deepcopy(teacher), window=window, **patched),
-        f"{arguments.kept} keys kept by redundancy": patch_model(
-            copy.deepcopy(teacher), window=arguments.window, kept=arguments.kept, **patched
-        ),
-    }
+    check_evaluation(evaluation, model=settings.convert(copy.deepcopy(teacher)), tokenizer=tokenizer, teacher=teacher)
     parts = 3 if arguments.linear_steps else 2
-    print(f"1/{parts} Learning which {arguments.kept} keys to keep, and to do with them", flush=True)
-    student = distill(
-        settings, teacher=teacher, student=student, tokenizer=tokenizer, data=load_data(settings, tokenizer)
-    ).student
+    print(f"1/{parts} Learning which keys to keep, and to do with them", flush=True)
+    data = load_data(settings, tokenizer)
+    student = distill(settings, teacher=teacher, tokenizer=tokenizer, data=data).student
+    alone = window_alone(student)
+    kept = {
+        "window": arguments.window,
+        "kept": arguments.kept,
+        "per_layer": student.config.linear_attention.get("per_layer"),
+    }
+    baselines = {
+        f"window {alone['window']} alone": patch_model(copy.deepcopy(teacher), **alone),
+        f"{arguments.kept} keys kept by redundancy": patch_model(copy.deepcopy(teacher), **alone | kept),
+    }
     if arguments.linear_steps:
         print(f"2/{parts} Distilling linear attention", flush=True)
         data = load_data(linear, tokenizer)
-        baselines["linear attention"] = distill(
-            linear, teacher=teacher, student=other, tokenizer=tokenizer, data=data
-        ).student
+        baselines["linear attention"] = distill(linear, teacher=teacher, tokenizer=tokenizer, data=data).student
 
     print(f"{parts}/{parts} Evaluating all of them beside the teacher", flush=True)
     results = evaluate(evaluation, model=student, tokenizer=tokenizer, teacher=teacher, baselines=baselines)

@@ -123,7 +123,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (list, tuple):
         return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+        return isinstance(value, Mapping) and all(isinstance(name, (str, inner[0])) for name in value)
     return True
 
 

@@ -2,17 +2,17 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from hf_linear_attn.checks import check_eps, check_types
+from hf_linear_attn.checks import check_eps, check_type, check_types
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError
 
 FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
 
-LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0, "retention": "redundancy"}
+LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0, "retention": "redundancy", "per_layer": {}}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 ALIASES = {"linear": "additive", "gated": "decay"}
@@ -28,6 +28,9 @@ def check_with(function: Callable[["LinearAttentionConfig"], None]) -> None:
 
 LONGEST_WINDOW = 2**20
 """Most tokens of a window, or of sinks: every layer and row keeps memory for as many, whatever it has read."""
+
+PER_LAYER = ("window", "kept")
+"""Settings that a layer may have of its own."""
 
 MOST_KEPT = 2**16
 """Most keys that are kept beyond a window: every token that leaves it is compared with all of them."""
@@ -54,6 +57,8 @@ class LinearAttentionConfig:
         retention: Which of the kept keys goes. ``"redundancy"``: the one whose value a later one has come closest to;
             nothing is learned. ``"learned"``: the one with the least score for its age, which is made of keys and
             values when it leaves the window, and learned from the teacher's attention.
+        per_layer: What single layers have in place of ``window`` and ``kept``, by their indices: ``{1: {"window": 192,
+            "kept": 192}}``. Layers need very different numbers of keys (docs/results/notebook.md).
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
@@ -95,6 +100,7 @@ class LinearAttentionConfig:
     sinks: int = 0
     kept: int = 0
     retention: str = "redundancy"
+    per_layer: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mix: str = "key"
     update_rule: str = "additive"
     rotary: str = "keep"
@@ -106,6 +112,7 @@ class LinearAttentionConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "per_layer", _by_layer(self.per_layer))
         object.__setattr__(self, "feature_map_options", dict(self.feature_map_options))
         object.__setattr__(self, "update_rule", ALIASES.get(self.update_rule, self.update_rule))
         if self.layers is not None:
@@ -129,12 +136,32 @@ class LinearAttentionConfig:
             raise ArgumentError("trained_length", "be at least 1 token, or None", self.trained_length, "Correct it.")
         for check in _checks:
             check(self)
+        for index in self.per_layer:
+            self.of_layer(index)
+
+    def of_layer(self, index: int) -> Self:
+        """Return the settings of one layer, by its index among the model's self-attention layers.
+
+        Raises:
+            ArgumentError: If what it has of its own is out of range.
+        """
+        own: dict[str, Any] = dict(self.per_layer.get(index, {}))
+        try:
+            return replace(self, per_layer={}, **own)
+        except ArgumentError as error:
+            rule = f"hold what layer {index} can have"
+            raise ArgumentError("per_layer", rule, own, str(error)) from error
+
+    def most(self, name: str) -> int:
+        """Return the largest ``window`` or ``kept`` of any layer; 0 for no window."""
+        return max([getattr(self, name) or 0, *(own.get(name, 0) for own in self.per_layer.values())])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         values = asdict(self)
         values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
+        values["per_layer"] = {str(index): dict(own) for index, own in self.per_layer.items()}
         return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
 
     @classmethod
@@ -182,3 +209,16 @@ class LinearAttentionConfig:
         except (ValueError, RecursionError) as error:
             raise CheckpointError("linear_attention", "be JSON", text, f"Reading it failed: {error}.") from error
         return cls.from_dict(values)
+
+
+def _by_layer(given: Mapping[Any, Any]) -> dict[int, dict[str, int]]:
+    """Return what layers have of their own, by index: JSON has texts for them."""
+    found = {}
+    for index, own in given.items():
+        if not str(index).isdecimal():
+            raise ArgumentError("per_layer", "hold indices of layers", index, "Count them from 0.")
+        if not isinstance(own, Mapping) or not own or not own.keys() <= set(PER_LAYER):
+            rule = f"hold some of {' and '.join(PER_LAYER)} for layer {index}"
+            raise ArgumentError("per_layer", rule, own, 'Write {"window": 128}.')
+        found[int(index)] = {name: check_type(f"per_layer[{index}].{name}", value, int) for name, value in own.items()}
+    return dict(sorted(found.items()))

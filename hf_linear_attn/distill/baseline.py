@@ -1,6 +1,7 @@
 """The baseline that a conversion has to beat: a window alone, of equal cache bytes."""
 
 import math
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -46,10 +47,26 @@ def equal_cache_window(model: PreTrainedModel) -> int:
         held = {id(layer[name]): layer[name] for layer in layers for name in names if name in layer}
         return sum(x.nbytes for x in held.values())
 
-    # The window, its sinks, and the slot where the next token goes.
-    places = layers[0]["near_k"].shape[2]
+    # The window, its sinks, and the slot where the next token goes, in the mean over layers.
+    places = sum(layer["near_k"].shape[2] for layer in layers) / len(layers)
     settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
     # The angles of the window's tokens are kept for the linear branch alone.
     kept = sorted({name for layer in layers for name in layer if name.startswith("kept_")})
     far, near = size("kv", "z", "far_keys", "near_turns", *kept), size("near_k", "near_v")
-    return int((settings.window or 0) + math.ceil(far * places / near))
+    return math.ceil(places - settings.sinks - 1 + far * places / near)
+
+
+def window_alone(model: PreTrainedModel) -> dict[str, Any]:
+    """Return how :func:`patch_model` makes the window alone whose cache is as large, divided among layers alike.
+
+    Args:
+        model: As for :func:`equal_cache_window`.
+
+    Returns:
+        The arguments: ``window``, ``sinks``, ``mix`` and ``per_layer``.
+    """
+    settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
+    parts = {index: settings.of_layer(index).window or 0 for index in settings.layers or ()}
+    window, mean = equal_cache_window(model), sum(parts.values()) / len(parts)
+    own = {index: {"window": round(window * size / mean)} for index, size in parts.items() if size != mean}
+    return {"window": window, "sinks": settings.sinks, "mix": "window", "per_layer": own}

@@ -36,7 +36,7 @@ EXAMPLE = (
 )
 GROUPS = {
     "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir", "overwrite"),
-    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by"),
+    "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by", "divide"),
     "data": (
         "data",
         "dataset",

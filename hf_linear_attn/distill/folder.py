@@ -23,7 +23,7 @@ READ = ("model", "student", "dataset", "feature_map_file", "chat_template")
 """Settings that name what is read, beside the teacher's logits."""
 
 _MARKS = (RECORD, "checkpoints/step-*/meta.json")  # the latter of runs before there was a record at their start
-_MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "layers.json", "loss.svg")
+_MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "layers.json", "division.json", "loss.svg")
 
 POINTS = 200
 """Most points of a line in the picture of losses."""

@@ -48,6 +48,7 @@ OF_LANGUAGE_MODELS: dict[str, tuple[Any, str]] = {
     "recall_share": (0.0, "it predicts no next token, so it cannot be asked"),
     "recall_text": (0.0, "it predicts no next token, so it cannot be asked"),
     "softmax_budget": (0.0, "layers are ranked by next tokens"),
+    "divide": ("evenly", "it has no window"),
     "teacher_logits": (None, "its hidden states are compared"),
     "shard": (False, "one GPU holds an encoder"),
     "context_parallel": (1, "its texts are short"),
@@ -76,6 +77,7 @@ def check_limits(settings: Any) -> dict[str, Any]:
         remedy = "Leave it out, or raise `rows` or `accumulation`."
         raise ArgumentError("length_factors", rule, settings.length_factors, remedy)
     _check_recall(settings)
+    _check_division(settings)
     _check_teacher_share(settings)
     unread = settings.student is not None and not settings.given >= OF_A_STUDENT
     stages = _stages(settings, unread)
@@ -90,7 +92,7 @@ def check_limits(settings: Any) -> dict[str, Any]:
 
 def least_to_rank(conversion: LinearAttentionConfig) -> int:
     """Return the tokens of the shortest text of which keys are ranked: of its last quarter none are."""
-    return -(-4 * ((conversion.window or 0) + conversion.sinks + TIMES) // 3)
+    return -(-4 * (conversion.most("window") + conversion.sinks + TIMES) // 3)
 
 
 def _check_ranges(settings: Any) -> None:
@@ -116,6 +118,22 @@ def _check_recall(settings: Any) -> None:
     if settings.recall_text_from and not settings.recall_text:
         remedy = "All recall sequences are in noise: raise `recall_text`."
         raise ArgumentError("recall_text_from", "be 0 where `recall_text` is", settings.recall_text_from, remedy)
+
+
+def _check_division(settings: Any) -> None:
+    """Refuse to divide keys where there are none, where it was done, or where layers cannot be measured."""
+    if settings.divide == "evenly":
+        return
+    if settings.conversion.window is None:
+        raise ArgumentError("divide", "be 'evenly' without a window", settings.divide, "There is nothing to divide.")
+    if settings.conversion.per_layer:
+        remedy = "That says how keys are divided: leave one of both out."
+        raise ArgumentError("divide", "be 'evenly' with `per_layer`", settings.divide, remedy)
+    alone: tuple[tuple[str, Any], ...] = (("shard", False), ("teacher_logits", None), ("context_parallel", 1))
+    for name, value in alone:
+        if getattr(settings, name) != value:
+            rule = f"be {value!r} with `divide`, for which the teacher is run whole"
+            raise ArgumentError(name, rule, getattr(settings, name), "Leave it out, or pass divide='evenly'.")
 
 
 def _check_teacher_share(settings: Any) -> None:
@@ -187,7 +205,7 @@ def conversion_value(name: str, value: Any) -> Any:
     """Return a value of the conversion as its dataclass has it: JSON and YAML know no tuples, flags no objects."""
     if name == "layers" and value is not None:
         return tuple(value)
-    if name != "feature_map_options":
+    if name not in ("feature_map_options", "per_layer"):
         return value
     try:
         options = json.loads(value) if isinstance(value, str) else value

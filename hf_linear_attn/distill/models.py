@@ -64,8 +64,7 @@ def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> Dis
 
 def check_lengths(settings: DistillationSettings, model: PreTrainedModel) -> None:
     """Refuse sequences of which the linear branch sees nothing; warn of positions that the model never saw."""
-    longest, window = settings.trained_length(), settings.conversion.window
-    near = (window or 0) + settings.conversion.sinks
+    longest, near = settings.trained_length(), settings.conversion.most("window") + settings.conversion.sinks
     if longest <= near and settings.conversion.mix != "window":
         remedy = "The linear branch would see nothing and learn nothing: raise it, or lower `window`."
         raise ArgumentError("block_tokens", f"reach beyond the window and its sinks, {near} tokens", longest, remedy)
@@ -282,7 +281,8 @@ def place(model: PreTrainedModel, settings: DistillationSettings, accelerator: A
 def needs_teacher(settings: DistillationSettings, made: bool) -> bool:
     """Tell whether the teacher is run: in training, or to choose layers of a student made from it and to measure it."""
     learns_from_it = any(stage_class(stage).needs_teacher(settings) for stage in settings.stages)
-    compared = bool(settings.heldout_rows or (settings.softmax_budget and settings.softmax_by == "kl"))
+    by_kl = settings.divide == "kl" or (settings.softmax_budget and settings.softmax_by == "kl")
+    compared = bool(settings.heldout_rows or by_kl)
     # Adapters are weakened without it.
     trained = settings.trainable == "full" and any(stage_class(stage).lora for stage in settings.stages)
     goes_back = bool(settings.teacher_share) and trained

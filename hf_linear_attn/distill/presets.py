@@ -33,6 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "mix": "window",
         "kept": 64,
         "retention": "learned",
+        "divide": "kl",
         "stages": ["retain", "distill"],
         "retain_steps": 1000,
         "distill_steps": 150,

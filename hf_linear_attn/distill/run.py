@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
+from hf_linear_attn.distill.divide import LONGEST, TEXTS, Division, divide
 from hf_linear_attn.distill.folder import begin, run_folder, save_result
 from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.lora import add_lora
@@ -136,10 +137,11 @@ def launch(settings: DistillationSettings) -> Accelerator:
 def prepare_models(models: Models, data: tuple[Data, Data], accelerator: Accelerator) -> dict[str, torch.dtype]:
     """Make student and shared teacher ready for training; return the dtypes that the student's parameters had."""
     settings = models.settings
-    if settings.softmax_budget and models.made:
+    chooses = [keep_softmax] * bool(settings.softmax_budget) + [divide_keys] * (settings.divide == "kl")
+    for choose in chooses if models.made else ():
         if not is_quantised(models.student):
             models.student.to(accelerator.device)  # type: ignore[arg-type]
-        models.student = keep_softmax(models, data)
+        models.student = choose(models, data)
     student = models.student
     dtypes = {name: p.dtype for name, p in student.named_parameters()}
     if settings.mixed_precision == "no" or (settings.shard and settings.trainable == "full"):
@@ -285,6 +287,25 @@ def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
     return load_student(settings.with_changes(layers=kept), teacher=models.given)
+
+
+def divide_keys(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
+    """Make the student anew, with as many keys in each layer as it needs; a run that resumes reads what it saved."""
+    settings, student = models.settings, models.student
+    path = None if settings.output_dir is None else Path(settings.output_dir) / "division.json"
+    if path is not None and path.exists():
+        division = Division.load(path)
+    else:
+        length = min(settings.trained_length(), LONGEST)
+        starts = range(0, TEXTS, settings.rows)
+        batches = [data[0].batch(range(n, min(n + settings.rows, TEXTS)), length).to(student.device) for n in starts]
+        division = divide(student, models.source or SharedTeacher(student), batches, progress=settings.progress)
+        if path is not None:
+            division.save(path)
+    logger.info("keys of layers that have others than the rest: %s", division.per_layer)
+    layers = student.config.linear_attention["layers"]
+    changes = {"layers": layers, "per_layer": division.per_layer, "divide": "evenly"}
+    return load_student(settings.with_changes(**changes), teacher=models.given)
 
 
 def prepare_stage(settings: DistillationSettings, stage: str, student: nn.Module) -> nn.Module:

@@ -74,6 +74,9 @@ class DistillationSettings:
             measurement, 0..1.
         softmax_by: How they are chosen: ``kl``, by how much restoring a layer lowers the KL from the teacher;
             ``recall``, by how much more converting it costs answers about what stands far back than it costs text.
+        divide: How window and kept keys are divided among layers: ``evenly``, each having as many as the settings say;
+            or by ``kl``: as many in all, but more of them to layers that need them, by the KL from the teacher with one
+            layer at a time converted.
         stages: Stages in the order they run, ``retain``, ``transfer``, ``distill``, ``extend``, or some of them; only
             where ``retention`` is ``learned`` is there something for ``retain``, and a window alone has nothing to
             transfer. Of an encoder ``transfer``, ``embed``.
@@ -186,6 +189,7 @@ class DistillationSettings:
     feature_map_file: str | None = None
     softmax_budget: float = 0.0
     softmax_by: Literal["kl", "recall"] = "kl"
+    divide: Literal["evenly", "kl"] = "evenly"
     stages: list[str] = field(default_factory=lambda: ["retain", "transfer", "distill"])
     dataset: list[str] | None = None
     dataset_weights: list[float] | None = None

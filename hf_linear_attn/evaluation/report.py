@@ -123,8 +123,10 @@ def _title(results: Results) -> tuple[str, str]:
     beside = f", beside {', '.join(others)}" if others else ""
     kind = f"{model['attention']} attention" + (f" ({model['feature_map']})" if model["feature_map"] else "")
     if model.get("linear_attention") and not model["feature_map"]:
-        kept = model["linear_attention"].get("kept")
-        kind = f"a window of {model['window']} tokens" + (f" and {kept} kept keys" if kept else "")
+        settings = model["linear_attention"]
+        kept = f" and {settings['kept']} kept keys" if settings.get("kept") else ""
+        divided = ", divided among layers" if settings.get("per_layer") else ""
+        kind = f"a window of {model['window']} tokens{kept}{divided}"
     return "Long-context evaluation", f"{name}: {kind}, {model['parameters']:,} parameters{beside}"
 
 

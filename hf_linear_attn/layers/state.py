@@ -52,11 +52,11 @@ class Common:
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[tuple[Any, ...], weakref.ref[Tensor]]] = {}
-        self._stepped: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._made: dict[tuple[str, int], tuple[tuple[Any, ...], weakref.ref[Tensor]]] = {}
+        self._stepped: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
-    def once(self, name: str, parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """Return what was made last by that name if it was made of the same parts, else make it.
+    def once(self, name: tuple[str, int], parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Return what was made last by that name and size if it was made of the same parts, else make it.
 
         Parts that are tensors are the same where they are one object, others where they are equal.
         """
@@ -70,7 +70,7 @@ class Common:
         self._made[name] = kept, weakref.ref(made)
         return made
 
-    def check(self, name: str, held: Tensor, length: int, *, steps: bool) -> None:
+    def check(self, name: tuple[str, int], held: Tensor, length: int, *, steps: bool) -> None:
         """Refuse a layer that has read ``length`` tokens, and lags behind one that has overwritten what it would read.
 
         ``steps`` says whether the layer takes the next token in place.
@@ -173,7 +173,7 @@ class State:
         else:
             self.length += tokens
 
-    def once(self, name: str, parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: tuple[str, int], parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that layers may have in common; see :meth:`Common.once`."""
         if self.common is None or torch.compiler.is_compiling():
             return make()
@@ -182,12 +182,15 @@ class State:
     def check_common(self, name: str, *, steps: bool) -> None:
         """Refuse to go on where layers that hold a tensor together have gone on; see :meth:`Common.check`."""
         if self.common is not None and isinstance(self.length, int) and not torch.compiler.is_compiling():
-            self.common.check(name, self.tensors[name], self.length, steps=steps)
+            held = self.tensors[name]
+            self.common.check((name, held.shape[1]), held, self.length, steps=steps)
 
     def apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
         """Replace every tensor by a function of it, as where rows are selected or repeated ``by`` something."""
         self.tensors = {
-            name: self.once(name, (x, by), partial(function, x)) if self.slots[name].common else function(x)
+            name: self.once((name, x.shape[1]), (x, by), partial(function, x))
+            if self.slots[name].common
+            else function(x)
             for name, x in self.tensors.items()
         }
 

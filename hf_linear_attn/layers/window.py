@@ -169,7 +169,7 @@ class Window:
         # Layers turn alike where they go on from the same ring, by cosines that are one object.
         before = state.tensors["near_turns"] if state.length else None
         parts = before, rotation.source, rotation.layout, state.length, new, shape, k.dtype, k.device
-        return state.once("near_turns", parts, ring)
+        return state.once(("near_turns", shape[1]), parts, ring)
 
     def held(self, lengths: Tensor) -> Tensor:
         """Return which slots hold a token that counts ``[B, N + W + 1]``, after ``lengths [B]`` without padding."""

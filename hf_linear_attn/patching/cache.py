@@ -121,7 +121,9 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         """Return the state's tensors in a copy, which steps in place leave as it is."""
         state = self.state
         return {
-            name: state.once(f"{name} before", (x, state.length), x.clone) if state.slots[name].common else x.clone()
+            name: state.once((f"{name} before", x.shape[1]), (x, state.length), x.clone)
+            if state.slots[name].common
+            else x.clone()
             for name, x in state.tensors.items()
         }
 

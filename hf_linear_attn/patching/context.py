@@ -337,7 +337,9 @@ def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], leng
             slots = state.slots
             state.write(
                 {
-                    name: state.once(name, (held[name], device), copy) if slots[name].common else copy()
+                    name: state.once((name, held[name].shape[1]), (held[name], device), copy)
+                    if slots[name].common
+                    else copy()
                     for name, copy in copies.items()
                 }
             )

@@ -57,6 +57,7 @@ def patch_model(
     sinks: int = 0,
     kept: int = 0,
     retention: str = "redundancy",
+    per_layer: Mapping[int, Mapping[str, int]] | None = None,
     mix: str = "key",
     update_rule: str = "additive",
     rotary: str = "keep",
@@ -82,6 +83,7 @@ def patch_model(
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
         kept: Attend exactly, too, to so many keys of each key head that have left the window; needs one.
         retention: Which of those goes when another comes, ``"redundancy"`` or ``"learned"``, see there.
+        per_layer: What single layers have in place of ``window`` and ``kept``, by index: ``{1: {"window": 192}}``.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
         rotary: Whether the linear branch reads queries and keys rotated by their positions, ``"keep"``, or with the
@@ -123,6 +125,7 @@ def patch_model(
         sinks=sinks,
         kept=kept,
         retention=retention,
+        per_layer={} if per_layer is None else per_layer,
         mix=mix,
         update_rule=update_rule,
         rotary=rotary,
@@ -146,6 +149,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
         raise ArgumentError("model", "be a softmax model", f"a patched {type(model).__name__}", remedy)
     chosen = choose_layers(model, config.layers if layers is None else layers)
     # Everything that can fail comes before the first change.
+    if unknown := sorted(config.per_layer.keys() - {layer.index for layer in chosen}):
+        remedy, known = "Remove those", [str(layer.index) for layer in chosen]
+        raise ArgumentError("per_layer", "be about layers that are converted", unknown, remedy, available=known)
     refuse_split_sharing(model, chosen)
     parts: list[tuple[AttentionLayer, LinearAttention]] = []
     for layer in chosen:
@@ -160,7 +166,7 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
             refuse_special(layer)
         _refuse_bidirectional(layer, config)
         rotated = config.rotary == "undo" and is_rotated(layer.module, layer.name)
-        part = LinearAttention(config, sizes_of(layer), layer.name, rotated=rotated)
+        part = LinearAttention(config.of_layer(layer.index), sizes_of(layer), layer.name, rotated=rotated)
         # An unpatched checkpoint may be int8 or the like: learned features need a floating dtype.
         weight = next((p for p in layer.module.parameters() if p.ndim >= 2 and p.is_floating_point()), None)
         if weight is not None:

@@ -80,7 +80,7 @@ def replace_attention(model: nn.Module, settings: LinearAttentionConfig, vllm_co
         parent: Any = model.get_submodule(parent_name)
         sizes = check_attention(attention, settings, name)
         rotary = _rotary_of(parent, settings, vllm_config, name)
-        part = LinearAttention(settings, sizes, name, rotated=rotary is not None)
+        part = LinearAttention(settings.of_layer(index), sizes, name, rotated=rotary is not None)
         dtype = attention.dtype
         parent.linear_attention = part.to(dtype=dtype).eval().requires_grad_(False)
         layer = ConvertedAttention(part, attention.layer_name, attention.head_size_v, dtype, rotary)

@@ -1,0 +1,163 @@
+"""How window and kept keys are divided among layers: measured, one layer at a time, on the teacher's weights.
+
+Layers need very different numbers of keys: a few look far back, and most do not (Xiao et al., 2024, arXiv:2410.10819,
+who tell such heads apart by training; Cai et al., 2024, arXiv:2406.02069, who give lower layers more). Here each layer
+is converted alone with several sizes, all others being softmax, and what that costs is measured.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_linear_attn.config import PER_LAYER
+from hf_linear_attn.distill.data import Batch
+from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.selection import mean_over_tokens
+from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
+from hf_linear_attn.distill.teacher import Teacher
+from hf_linear_attn.files import write_atomic
+from hf_linear_attn.layers import Call, LinearAttention
+
+STEPS = 4
+"""Steps in which a layer's share is given out, for a whole one: shares are multiples of a quarter."""
+
+LARGEST = 8
+"""Largest share of a layer that is measured, in what every layer has on average."""
+
+TEXTS, LONGEST = 8, 2048
+"""Texts on which layers are measured, and the tokens of the longest."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each layer gets, and what that is based on.
+
+    Args:
+        measured: ``layer``, its index among the model's self-attention layers, ``share`` of what layers have on
+            average, and ``kl_nats`` from the teacher with that layer alone converted.
+        per_layer: As of :class:`LinearAttentionConfig`; layers that get what all have are left out.
+    """
+
+    measured: list[dict[str, Any]]
+    per_layer: dict[str, dict[str, int]]
+
+    def save(self, path: Path) -> None:
+        """Write the division as JSON."""
+        write_atomic(path, json.dumps(asdict(self), indent=2))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what :meth:`save` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+@torch.no_grad()
+def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, progress: bool = False) -> Division:
+    """Find how many keys each converted layer gets, so that all together they have as many as before.
+
+    No weight matters but the teacher's: a layer is measured with its window, its sinks and its kept keys alone, kept by
+    redundancy, for shares of a quarter, a half, one, two, four and eight times its settings. What lies between is
+    interpolated over the share's logarithm; then the layer whose KL falls most by it gets the next quarter.
+
+    Args:
+        student: A model patched with a window, of one size for all layers.
+        teacher: What it was made from.
+        batches: Texts of the training data.
+        progress: Show a progress bar.
+
+    Returns:
+        The division.
+    """
+    parts = linear_attention_parts(student)
+    layers: list[int] = student.config.linear_attention["layers"]  # type: ignore[union-attr,index,assignment]
+    most = min(LARGEST, len(parts))
+    shares = [2.0**n for n in range(-2, int(math.log2(most)) + 1)]
+    asked = [teacher.divergence(batch) for batch in batches]
+    curves: list[dict[float, float]] = [{} for _ in parts]
+    training = student.training
+    student.train(False)
+    try:
+        with tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress) as bar:
+            for place, part in enumerate(parts):
+                for share in shares:
+                    with instead_of_forward(parts, _alone(part, _with_share(part, share))):
+                        curves[place][share] = mean_over_tokens(student, batches, asked)
+                    bar.update()
+    finally:
+        student.train(training)
+    chosen = given_out(curves)
+    measured = [
+        {"layer": layer, "share": share, "kl_nats": kl}
+        for layer, curve in zip(layers, curves, strict=True)
+        for share, kl in curve.items()
+    ]
+    own = {
+        str(layer): sizes_of(part, share)
+        for layer, part, share in zip(layers, parts, chosen, strict=True)
+        if share != 1
+    }
+    return Division(measured, own)
+
+
+def given_out(curves: Sequence[Mapping[float, float]]) -> list[float]:
+    """Return the share of each layer, such that they are 1 on average.
+
+    Of each layer is given what it costs by its share, rising; a share that costs more than a smaller one counts as that
+    does.
+    """
+    shares = [min(curve) for curve in curves]
+
+    def fall(place: int) -> float:
+        curve, share = curves[place], shares[place]
+        if share + 1 / STEPS > max(curve):
+            return -math.inf
+        return _cost(curve, share) - _cost(curve, share + 1 / STEPS)
+
+    while sum(shares) + 1 / STEPS <= len(shares):
+        place = max(range(len(shares)), key=fall)
+        if fall(place) == -math.inf:
+            break
+        shares[place] += 1 / STEPS
+    return shares
+
+
+def _cost(curve: Mapping[float, float], share: float) -> float:
+    """Return what a share costs, between those measured on a line over the logarithm."""
+    known = sorted(curve)
+    costs = [min(curve[other] for other in known if other <= one) for one in known]
+    above = next(n for n, one in enumerate(known) if one >= share)
+    if known[above] == share:
+        return costs[above]
+    low, high = known[above - 1], known[above]
+    along = math.log(share / low) / math.log(high / low)
+    return costs[above - 1] + along * (costs[above] - costs[above - 1])
+
+
+def sizes_of(part: LinearAttention, share: float) -> dict[str, int]:
+    """Return a share of a layer's window and kept keys; a window has at least the query itself."""
+    settings = part.settings
+    found = {name: int(share * (getattr(settings, name) or 0)) for name in PER_LAYER}
+    return {"window": max(found["window"], 1)} | ({"kept": found["kept"]} if settings.kept else {})
+
+
+def _with_share(part: LinearAttention, share: float) -> LinearAttention:
+    """Return a layer that has exact keys alone, so many as a share is, and nothing to learn."""
+    own: dict[str, Any] = sizes_of(part, share)
+    settings = replace(part.settings, mix="window", retention="redundancy", rotary="keep", **own)
+    return LinearAttention(settings, part.sizes, part.name).train(False)
+
+
+def _alone(chosen: LinearAttention, tried: LinearAttention) -> Callable[..., Tensor]:
+    """Return what takes the place of all layers' forwards: one is tried, and the others are softmax."""
+
+    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return tried(q, k, v, call) if part is chosen else softmax_output(part, q, k, v, call)
+
+    return compute
