@@ -1,7 +1,7 @@
 """Convert a small softmax Llama to a memory of constant size, teach it what to keep, and see what it gained and cost.
 
-Beside a window every layer keeps some keys exactly. How many of all of them each layer gets is measured: some need many,
-and most need few. Which ones, a small net of each key head learns from the teacher's attention. Then all weights learn
+Beside a window every layer keeps some keys exactly. How many of them each layer gets is measured: some need many, and
+most need few. Which ones, a small net of each key head learns from the teacher's attention. Then all weights learn
 to do with what is kept, and go most of the way back; --distill-steps 0 leaves them. With no argument it takes the
 teacher that ships beside this file and finishes within minutes on two CPU cores. Any other causal language model, a
 folder or a hub name, takes its place with --model. With --linear-steps a student with linear attention of the same

@@ -23,6 +23,7 @@ def configs(draw):
         layers=draw(st.none() | st.lists(st.integers(0, 99), max_size=5).map(tuple)),
         window=window,
         sinks=0 if window is None else draw(st.integers(0, 8)),
+        per_layer=draw(st.dictionaries(st.integers(0, 9), st.just({"window": 3}), max_size=2)),
         mix="gate" if window is None else draw(st.sampled_from(["gate", "shared", "window"])),
         eps=draw(st.floats(1e-12, 1)),
     )
@@ -66,6 +67,8 @@ def test_other_versions_are_refused(version):
         ({"feature_map": 3}, r"`feature_map` must be a text, got 3"),
         ({"feature_map_options": [1]}, r"`feature_map_options` must be a mapping of names to values, got \[1\]"),
         ({"feature_map_options": {1: 2}}, r"`feature_map_options` must be a mapping of names to values"),
+        ({"per_layer": [3]}, r"`per_layer` must be a mapping of names to values, got \[3\]"),
+        ({"window": 8, "per_layer": {1: {"window": 2.5}}}, r"`per_layer\[1\].window` must be a whole number, got 2.5"),
         ({"layers": "all"}, r"`layers` must be a list of whole numbers or None, got 'all'"),
         ({"layers": [0, 1.0]}, r"`layers` must be a list of whole numbers or None"),
         ({"mix": ["key"]}, r"`mix` must be a text, got \['key'\]"),
@@ -94,6 +97,14 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
         ({"backend": "tritn"}, r"`backend` must be a known backend, got 'tritn'.*available: auto, .*reference, torch"),
         ({"rotary": "drop"}, r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"),
         ({"trained_length": 0}, r"`trained_length` must be at least 1 token"),
+        ({"window": 8, "per_layer": {"first": {"window": 2}}}, r"`per_layer` must hold indices of layers, got 'first'"),
+        ({"window": 8, "per_layer": {1: {"sinks": 2}}}, r"`per_layer` must hold some of window and kept for layer 1"),
+        ({"window": 8, "per_layer": {1: 4}}, r"`per_layer` must hold some of window and kept for layer 1, got 4"),
+        (
+            {"window": 8, "per_layer": {1: {"window": 0}}},
+            r"`per_layer` must hold what layer 1 can have, got .*`window`",
+        ),
+        ({"per_layer": {1: {"kept": 4}}}, r"`per_layer` must hold what layer 1 can have, got .*`kept` must be >= 0"),
     ],
     ids=str,
 )

@@ -63,8 +63,9 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     """Find how many keys each converted layer gets, so that all together they have as many as before.
 
     No weight matters but the teacher's: a layer is measured with its window, its sinks and its kept keys alone, kept by
-    redundancy, for shares of a quarter, a half, one, two, four and eight times its settings. What lies between is
-    interpolated over the share's logarithm; then the layer whose KL falls most by it gets the next quarter.
+    redundancy, for shares of a quarter, a half, one, two, four and eight times its settings, as far as half of a text
+    holds them. What lies between is interpolated over the share's logarithm; then the layer whose KL falls most by it
+    gets the next quarter.
 
     Args:
         student: A model patched with a window, of one size for all layers.
@@ -77,7 +78,8 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     """
     parts = linear_attention_parts(student)
     layers: list[int] = student.config.linear_attention["layers"]  # type: ignore[union-attr,index,assignment]
-    most = min(LARGEST, len(parts))
+    tokens = max(batch.input_ids.shape[1] for batch in batches) // 2
+    most = max(1, min(LARGEST, len(parts), tokens // sum(sizes_of(parts[0], 1).values())))
     shares = [2.0**n for n in range(-2, int(math.log2(most)) + 1)]
     asked = [teacher.divergence(batch) for batch in batches]
     curves: list[dict[float, float]] = [{} for _ in parts]
@@ -87,7 +89,7 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
         with tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress) as bar:
             for place, part in enumerate(parts):
                 for share in shares:
-                    with instead_of_forward(parts, _alone(part, _with_share(part, share))):
+                    with instead_of_forward(parts, _alone(part, share)):
                         curves[place][share] = mean_over_tokens(student, batches, asked)
                     bar.update()
     finally:
@@ -147,17 +149,13 @@ def sizes_of(part: LinearAttention, share: float) -> dict[str, int]:
     return {"window": max(found["window"], 1)} | ({"kept": found["kept"]} if settings.kept else {})
 
 
-def _with_share(part: LinearAttention, share: float) -> LinearAttention:
-    """Return a layer that has exact keys alone, so many as a share is, and nothing to learn."""
+def _alone(part: LinearAttention, share: float) -> Callable[..., Tensor]:
+    """Return what takes the place of all layers' forwards: one has a share of its exact keys alone, others softmax."""
     own: dict[str, Any] = sizes_of(part, share)
     settings = replace(part.settings, mix="window", retention="redundancy", rotary="keep", **own)
-    return LinearAttention(settings, part.sizes, part.name).train(False)
+    tried = LinearAttention(settings, part.sizes, part.name).train(False)
 
-
-def _alone(chosen: LinearAttention, tried: LinearAttention) -> Callable[..., Tensor]:
-    """Return what takes the place of all layers' forwards: one is tried, and the others are softmax."""
-
-    def compute(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        return tried(q, k, v, call) if part is chosen else softmax_output(part, q, k, v, call)
+    def compute(other: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return tried(q, k, v, call) if other is part else softmax_output(other, q, k, v, call)
 
     return compute

@@ -25,7 +25,12 @@ RECIPES = {
     "kept": KEPT,
     "kept_learned": {**KEPT, "retention": "learned"},
     "kept_window": {**KEPT, "mix": "window"},
-    "kept_window_learned": {**KEPT, "mix": "window", "retention": "learned"},
+    "kept_window_learned": {
+        **KEPT,
+        "mix": "window",
+        "retention": "learned",
+        "per_layer": {1: {"window": 24, "kept": 5}},
+    },
     "elu": {"feature_map": "elu"},
     "decay": {"feature_map": "elu", "update_rule": "decay"},
     "delta": {"feature_map": "elu", "update_rule": "delta"},

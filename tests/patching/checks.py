@@ -31,7 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "learned": {"feature_map": "hedgehog"},
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
-    "retained": {"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
+    "retained": {
+        **{"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
+        "per_layer": {1: {"window": 5, "kept": 2}},
+    },
     "mixed": {"feature_map": "elu", "layers": [1]},
     "decay": {"feature_map": "elu", "window": 3, "sinks": 2, "update_rule": "decay"},
     "gated_delta": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "update_rule": "gated_delta", "rotary": "undo"},

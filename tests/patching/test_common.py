@@ -12,6 +12,7 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.layers import Common
 from hf_linear_attn.patching import encode_context, load_context
 from hf_linear_attn.patching.call_cache import NAME
+from tests.distill.tiny import tiny_teacher
 
 from .checks import close
 from .zoo import VOCAB, tiny_model
@@ -54,6 +55,20 @@ def test_one_circle_serves_all_layers(model, ids, lengths):
     found = read(model, cache, ids, lengths)
     assert together(cache)
     close(found, model(ids, use_cache=False).logits[:, -1], "read in pieces")
+
+
+@torch.no_grad()
+def test_layers_of_one_window_hold_one_circle_whatever_others_have():
+    model = patch_model(tiny_teacher(4), **SETTINGS, per_layer={1: {"window": 5}, 3: {"window": 5}})
+    ids = torch.randint(5, 200, (2, 20))
+    expected, cache = model(ids, use_cache=False).logits[:, -1], DynamicCache(config=model.config)
+    close(read(model, cache, ids[:, :15], [2, 1, 9, 1, 1, 1]), model(ids[:, :15]).logits[:, -1], "read in pieces")
+    cache.reorder_cache(torch.tensor([1, 0]))
+    close(read(model, cache, ids[[1, 0], 15:], [1, 3, 1]), expected[[1, 0]], "after rows were chosen")
+    held = circles(cache)
+    assert held[0] is held[2]
+    assert held[1] is held[3]
+    assert held[0] is not held[1]
 
 
 def test_copies_rows_and_files_hold_it_together(model, ids, tmp_path):

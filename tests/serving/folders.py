@@ -34,7 +34,10 @@ CONVERSIONS = {
     "shared": {"feature_map": "hedgehog", "window": 32, "mix": "shared"},
     "window": {"window": 32, "sinks": 4, "mix": "window"},
     "kept": {**STUDENT, "kept": 32},
-    "learned": {"window": 32, "sinks": 4, "mix": "window", "kept": 32, "retention": "learned", "rotary": "undo"},
+    "learned": {
+        **{"window": 32, "sinks": 4, "mix": "window", "kept": 32, "retention": "learned", "rotary": "undo"},
+        "per_layer": {1: {"window": 24, "kept": 64}},
+    },
     "mixed": {**STUDENT, "layers": [1, 3]},
     "undo": {**STUDENT, "rotary": "undo"},
     "decay": {**STUDENT, "update_rule": "decay"},
