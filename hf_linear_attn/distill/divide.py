@@ -123,7 +123,8 @@ def given_out(curves: Sequence[Mapping[float, float]]) -> list[float]:
         return _cost(curve, share) - _cost(curve, share + 1 / STEPS)
 
     while sum(shares) + 1 / STEPS <= len(shares):
-        place = max(range(len(shares)), key=fall)
+        # Of layers that gain alike, as where a text is too short to tell, the one that has least.
+        place = max(range(len(shares)), key=lambda n: (fall(n), -shares[n]))
         if fall(place) == -math.inf:
             break
         shares[place] += 1 / STEPS

@@ -61,11 +61,13 @@ def test_layers_that_look_far_get_what_others_do_not_need(batches):
         # All alike: what is given is given in turn.
         ([{0.25: 4.0, 0.5: 3.0, 1: 2.0, 2: 1.0}] * 4, [1, 1, 1, 1]),
         ([{0.25: 0.0, 0.5: 0.0, 1: 0.0, 2: 0.0}, {0.25: 4.0, 0.5: 3.0, 1: 2.0, 2: 1.0}], [0.25, 1.75]),
+        # Where nothing tells them apart, all get as much.
+        ([{0.25: 0.0, 0.5: 0.0, 1: 0.0, 2: 0.0}] * 3, [1, 1, 1]),
         # A share that costs more than a smaller one is as good as that, and what nobody can have is left.
         ([{0.25: 0.0, 0.5: 1.0, 1: 1.0}, {0.25: 9.0, 0.5: 5.0, 1: 4.0}], [1, 1]),
         ([{0.25: 0.0, 0.5: 0.0}, {0.25: 1.0, 0.5: 0.0}], [0.5, 0.5]),
     ],
-    ids=["alike", "one needs", "not falling", "too little"],
+    ids=["alike", "one needs", "nothing told", "not falling", "too little"],
 )
 def test_shares(curves, expected):
     found = given_out(curves)
