@@ -134,7 +134,9 @@ def run(arguments: Arguments, folder: Path) -> dict[str, Any]:
     teacher = load_teacher(settings).eval()
     tokenizer = load_tokenizer(arguments.model)
     evaluation = evaluation_settings(arguments, folder)
-    check_evaluation(evaluation, model=settings.convert(copy.deepcopy(teacher)), tokenizer=tokenizer, teacher=teacher)
+    # What cannot be done is refused before anything is learned.
+    student, _ = (one.convert(copy.deepcopy(teacher)) for one in (settings, linear))
+    check_evaluation(evaluation, model=student, tokenizer=tokenizer, teacher=teacher)
     parts = 3 if arguments.linear_steps else 2
     print(f"1/{parts} Learning which keys to keep, and to do with them", flush=True)
     data = load_data(settings, tokenizer)

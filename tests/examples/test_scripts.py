@@ -1,6 +1,7 @@
 """The scripts as a newcomer runs them: what they refuse, and that they leave earlier results whole."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -51,8 +52,9 @@ def test_the_demo_in_small(run, tmp_path):
     assert [line.split("(")[0].split()[-3:] for line in said[-5:-2]]
     folder = tmp_path / "runs" / "quickstart"
     results = json.loads((folder / "results.json").read_text())
-    names = ["teacher", "window 18 alone", "8 keys kept by redundancy", "linear attention"]
-    assert [x["name"] for x in results["references"]] == names
+    # How long the window is depends on how keys were divided.
+    names = ["teacher", "window N alone", "8 keys kept by redundancy", "linear attention"]
+    assert [re.sub(r"window \d+", "window N", x["name"]) for x in results["references"]] == names
     assert results["cells"]
     assert "<svg" in (folder / "report.html").read_text()
     assert is_patched(from_pretrained(folder / "student"))
