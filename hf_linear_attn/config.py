@@ -57,8 +57,9 @@ class LinearAttentionConfig:
         retention: Which of the kept keys goes. ``"redundancy"``: the one whose value a later one has come closest to;
             nothing is learned. ``"learned"``: the one with the least score for its age, which is made of keys and
             values when it leaves the window, and learned from the teacher's attention.
-        per_layer: What single layers have in place of ``window`` and ``kept``, by their indices: ``{1: {"window": 192,
-            "kept": 192}}``. Layers need very different numbers of keys (docs/results/notebook.md).
+        per_layer: What single layers have in place of ``window`` and ``kept``, where all have any, by their indices:
+            ``{1: {"window": 192, "kept": 192}}``. Layers need very different numbers of keys
+            (docs/results/notebook.md).
         mix: How the exact and the linear branch are joined where there is a window. ``"key"``: the linear branch's
             normalised output is the value of one more key in the window's softmax, whose score is ``log n +
             scaling q.m + a + u.q`` for the mean m of the n keys beyond the window, and a, u learned per head.
@@ -136,7 +137,12 @@ class LinearAttentionConfig:
             raise ArgumentError("trained_length", "be at least 1 token, or None", self.trained_length, "Correct it.")
         for check in _checks:
             check(self)
-        for index in self.per_layer:
+        for index, own in self.per_layer.items():
+            for name in own:
+                # What asks whether there is a window, or anything kept, asks the settings of all.
+                if not getattr(self, name):
+                    remedy = f"Set {name}= too; layers that need fewer are named here."
+                    raise ArgumentError("per_layer", f"hold no `{name}` where the model has none", own, remedy)
             self.of_layer(index)
 
     def of_layer(self, index: int) -> Self:
@@ -152,9 +158,10 @@ class LinearAttentionConfig:
             rule = f"hold what layer {index} can have"
             raise ArgumentError("per_layer", rule, own, str(error)) from error
 
-    def most(self, name: str) -> int:
-        """Return the largest ``window`` or ``kept`` of any layer; 0 for no window."""
-        return max([getattr(self, name) or 0, *(own.get(name, 0) for own in self.per_layer.values())])
+    @property
+    def longest_window(self) -> int:
+        """The largest ``window`` of any layer; 0 without one."""
+        return max([self.window or 0, *(own.get("window", 0) for own in self.per_layer.values())])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

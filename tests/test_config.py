@@ -23,7 +23,9 @@ def configs(draw):
         layers=draw(st.none() | st.lists(st.integers(0, 99), max_size=5).map(tuple)),
         window=window,
         sinks=0 if window is None else draw(st.integers(0, 8)),
-        per_layer=draw(st.dictionaries(st.integers(0, 9), st.just({"window": 3}), max_size=2)),
+        per_layer={}
+        if window is None
+        else draw(st.dictionaries(st.integers(0, 9), st.just({"window": 3}), max_size=2)),
         mix="gate" if window is None else draw(st.sampled_from(["gate", "shared", "window"])),
         eps=draw(st.floats(1e-12, 1)),
     )
@@ -104,7 +106,11 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
             {"window": 8, "per_layer": {1: {"window": 0}}},
             r"`per_layer` must hold what layer 1 can have, got .*`window`",
         ),
-        ({"per_layer": {1: {"kept": 4}}}, r"`per_layer` must hold what layer 1 can have, got .*`kept` must be >= 0"),
+        ({"per_layer": {1: {"window": 4}}}, r"`per_layer` must hold no `window` where the model has none, got"),
+        (
+            {"window": 8, "per_layer": {1: {"kept": 4}}},
+            r"`per_layer` must hold no `kept` where the model has none, got",
+        ),
     ],
     ids=str,
 )

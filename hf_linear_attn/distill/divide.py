@@ -5,12 +5,10 @@ who tell such heads apart by training; Cai et al., 2024, arXiv:2406.02069, who g
 is converted alone with several sizes, all others being softmax, and what that costs is measured.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,9 @@ from tqdm.auto import tqdm
 from hf_linear_attn.config import PER_LAYER
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.forward import linear_attention_parts
-from hf_linear_attn.distill.selection import mean_over_tokens
+from hf_linear_attn.distill.selection import Saved, mean_over_tokens
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Teacher
-from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import Call, LinearAttention
 
 STEPS = 4
@@ -36,7 +33,7 @@ TEXTS, LONGEST = 8, 2048
 
 
 @dataclass(frozen=True)
-class Division:
+class Division(Saved):
     """What each layer gets, and what that is based on.
 
     Args:
@@ -47,15 +44,6 @@ class Division:
 
     measured: list[dict[str, Any]]
     per_layer: dict[str, dict[str, int]]
-
-    def save(self, path: Path) -> None:
-        """Write the division as JSON."""
-        write_atomic(path, json.dumps(asdict(self), indent=2))
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read what :meth:`save` wrote."""
-        return cls(**json.loads(path.read_text()))
 
 
 @torch.no_grad()
@@ -79,7 +67,7 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     parts = linear_attention_parts(student)
     layers: list[int] = student.config.linear_attention["layers"]  # type: ignore[union-attr,index,assignment]
     tokens = max(batch.input_ids.shape[1] for batch in batches) // 2
-    most = max(1, min(LARGEST, len(parts), tokens // sum(sizes_of(parts[0], 1).values())))
+    most = max(1, min(LARGEST, len(parts), tokens // sum(_keys(parts[0], 1).values())))
     shares = [2.0**n for n in range(-2, int(math.log2(most)) + 1)]
     asked = [teacher.divergence(batch) for batch in batches]
     curves: list[dict[float, float]] = [{} for _ in parts]
@@ -101,9 +89,7 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
         for share, kl in curve.items()
     ]
     own = {
-        str(layer): sizes_of(part, share)
-        for layer, part, share in zip(layers, parts, chosen, strict=True)
-        if share != 1
+        str(layer): _keys(part, share) for layer, part, share in zip(layers, parts, chosen, strict=True) if share != 1
     }
     return Division(measured, own)
 
@@ -143,7 +129,7 @@ def _cost(curve: Mapping[float, float], share: float) -> float:
     return costs[above - 1] + along * (costs[above] - costs[above - 1])
 
 
-def sizes_of(part: LinearAttention, share: float) -> dict[str, int]:
+def _keys(part: LinearAttention, share: float) -> dict[str, int]:
     """Return a share of a layer's window and kept keys; a window has at least the query itself."""
     settings = part.settings
     found = {name: int(share * (getattr(settings, name) or 0)) for name in PER_LAYER}
@@ -152,7 +138,7 @@ def sizes_of(part: LinearAttention, share: float) -> dict[str, int]:
 
 def _alone(part: LinearAttention, share: float) -> Callable[..., Tensor]:
     """Return what takes the place of all layers' forwards: one has a share of its exact keys alone, others softmax."""
-    own: dict[str, Any] = sizes_of(part, share)
+    own: dict[str, Any] = _keys(part, share)
     settings = replace(part.settings, mix="window", retention="redundancy", rotary="keep", **own)
     tried = LinearAttention(settings, part.sizes, part.name).train(False)
 

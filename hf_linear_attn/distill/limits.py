@@ -92,7 +92,7 @@ def check_limits(settings: Any) -> dict[str, Any]:
 
 def least_to_rank(conversion: LinearAttentionConfig) -> int:
     """Return the tokens of the shortest text of which keys are ranked: of its last quarter none are."""
-    return -(-4 * (conversion.most("window") + conversion.sinks + TIMES) // 3)
+    return -(-4 * (conversion.longest_window + conversion.sinks + TIMES) // 3)
 
 
 def _check_ranges(settings: Any) -> None:

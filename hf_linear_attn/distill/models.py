@@ -64,7 +64,7 @@ def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> Dis
 
 def check_lengths(settings: DistillationSettings, model: PreTrainedModel) -> None:
     """Refuse sequences of which the linear branch sees nothing; warn of positions that the model never saw."""
-    longest, near = settings.trained_length(), settings.conversion.most("window") + settings.conversion.sinks
+    longest, near = settings.trained_length(), settings.conversion.longest_window + settings.conversion.sinks
     if longest <= near and settings.conversion.mix != "window":
         remedy = "The linear branch would see nothing and learn nothing: raise it, or lower `window`."
         raise ArgumentError("block_tokens", f"reach beyond the window and its sinks, {near} tokens", longest, remedy)

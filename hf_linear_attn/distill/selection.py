@@ -25,7 +25,21 @@ LEAST_LOSS_NATS = 0.01
 
 
 @dataclass(frozen=True)
-class Selection:
+class Saved:
+    """What a run has measured and chosen, of plain values: kept as JSON for when it goes on."""
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        write_atomic(path, json.dumps(asdict(self), indent=2))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what :meth:`save` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Selection(Saved):
     """Layers to keep softmax, and what that is based on.
 
     Args:
@@ -42,15 +56,6 @@ class Selection:
     curve: list[dict[str, Any]]
     chosen: list[int]
     by: str = "kl"
-
-    def save(self, path: Path) -> None:
-        """Write the selection as JSON."""
-        write_atomic(path, json.dumps(asdict(self), indent=2))
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read what :meth:`save` wrote."""
-        return cls(**json.loads(path.read_text()))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_linear_attn import LinearAttentionConfig, patch_model
+from hf_linear_attn import LinearAttentionConfig, from_pretrained, patch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
 from hf_linear_attn.ops.dispatch import HAS_NUMBA
@@ -59,6 +59,26 @@ def test_a_model_that_keeps_all_keys_is_its_teacher(mix):
     expected = teacher(ids).logits
     found = patch_model(teacher, "elu", window=WINDOW, sinks=SINKS, kept=25, mix=mix)(ids).logits
     close(found, expected, "with all keys")
+
+
+def test_a_layer_has_what_it_has_of_its_own(tmp_path):
+    settings, ids = {"sinks": SINKS, "mix": "window"}, torch.randint(5, VOCAB, (2, 30))
+
+    def logits(**sizes):
+        model = patch_model(tiny_model("causal", "llama"), **settings, **sizes)
+        model.save_pretrained(tmp_path)
+        found = model(ids).logits
+        assert torch.equal(from_pretrained(tmp_path).eval()(ids).logits, found)
+        return found
+
+    small, large = {"window": 3, "kept": 2}, {"window": 6, "kept": 5}
+    mixed = logits(**small, per_layer={1: large})
+    close(logits(**large, per_layer={0: small}), mixed, "said the other way round")
+    close(logits(**small, per_layer={0: large, 1: large}), logits(**large), "all of their own")
+    for other in (small, large):
+        assert (logits(**other) - mixed).abs().max() > 1e-2
+    with pytest.raises(ArgumentError, match=r"`per_layer` must be about layers that are converted, got \[7\]"):
+        logits(**small, per_layer={7: large})
 
 
 @pytest.mark.parametrize(
