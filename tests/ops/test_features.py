@@ -17,6 +17,8 @@ MAPS = ("hedgehog", "norm_preserving")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """By norm: features are rounded once, gradients twice."""
 H, HKV, D = 4, 2, 20
+HALVED = 32
+"""Dimensions of heads that a program takes in halves."""
 T = 600 if DEVICE.type == "cuda" else 37
 """More than one program walks, on a GPU as in the interpreter."""
 
@@ -134,6 +136,47 @@ def test_what_is_turned_is_turned_back(name: str, turned: int, rows: int, layout
     assert_near(found, run(drawn(name), x, do, "q", "torch", rotation), 2 * TOLERANCE[dtype])
 
 
+def rotation_of(dim: int, rows: int, pairs: str, dtype: torch.dtype) -> Rotation:
+    """Return a rotation of all entries, by a factor, too."""
+    g = torch.Generator(torch.get_default_device()).manual_seed(2)
+    angles = 6 * torch.rand(rows, T, dim // 2, generator=g)
+    return Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), Layout(pairs, "pair"))
+
+
+@pytest.mark.parametrize("dtype", spread(TOLERANCE, 3), ids=str)
+@pytest.mark.parametrize(
+    ("name", "rows", "pairs", "layout", "options"),
+    [
+        ("norm_preserving", 1, "half", "bhtd", {}),
+        ("norm_preserving", 2, "half", "bthd", {"per_head": False}),
+        ("hedgehog", 2, "half", "bthd", {"num_features": 20}),
+        ("norm_preserving", 0, "none", "bthd", {}),
+        ("hedgehog", 1, "next", "bhtd", {}),
+    ],
+    ids=str,
+)
+def test_heads_in_halves(
+    name: str, rows: int, pairs: str, layout: str, options: dict[str, object], dtype: torch.dtype
+) -> None:
+    x, do = tokens(H, dtype, layout, HALVED)
+    do = do[..., : options.get("num_features", 2 * HALVED)]
+    rotation = rotation_of(HALVED, rows, pairs, dtype) if rows else None
+    found, exact = (run(drawn(name, HALVED, **options), x, do, "q", kind, rotation) for kind in ("triton", "torch"))
+    assert_near(found, exact, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dim", [D, HALVED])
+def test_gradients_that_are_not_asked_for(dim: int) -> None:
+    x, do = tokens(H, torch.bfloat16, dim=dim)
+    rotation, feature_map = rotation_of(dim, 1, "half", torch.bfloat16), drawn("norm_preserving", dim)
+    whole = run(feature_map, x, do, "q", "triton", rotation)
+    features_of(feature_map, x, "q", backend="triton", rotation=rotation).backward(do)
+    for name, p in feature_map.named_parameters():
+        assert p.grad is None or torch.equal(p.grad, 2 * whole[name])
+        p.requires_grad_(False)
+    assert torch.equal(run(feature_map, x, do, "q", "triton", rotation)["dx"], whole["dx"])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("turned", "rows", "layout"),
@@ -161,10 +204,12 @@ def test_zero_has_finite_features_and_gradients(name: str) -> None:
         assert y.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "turned"), [("hedgehog", 0), ("norm_preserving", 8)])
-def test_opcheck(name: str, turned: int) -> None:
-    pair = drawn(name).pair("q")
-    x = torch.randn(1, H, 3, D, requires_grad=True)
+@pytest.mark.parametrize(
+    ("name", "dim", "turned"), [("hedgehog", D, 0), ("norm_preserving", D, 8), ("norm_preserving", HALVED, HALVED)]
+)
+def test_opcheck(name: str, dim: int, turned: int) -> None:
+    pair = drawn(name, dim).pair("q")
+    x = torch.randn(1, H, 3, dim, requires_grad=True)
     power = None if pair.power is None else pair.power.detach().requires_grad_()
     turns = torch.randn(1, 3, turned) if turned else None
     settings = pair.name, pair.factor, pair.sharpness, "half", False
@@ -173,12 +218,14 @@ def test_opcheck(name: str, turned: int) -> None:
         torch.library.opcheck(triton_turn, (x, turns, "half", False, False))
 
 
+@pytest.mark.parametrize("dim", [D, HALVED])
 @pytest.mark.parametrize("name", MAPS)
-def test_writes_all_it_allocates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, do = tokens(H, torch.bfloat16)
-    clean = run(drawn(name), x, do, "q", "triton")
+def test_writes_all_it_allocates(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, do = tokens(H, torch.bfloat16, dim=dim)
+    rotation = rotation_of(dim, 1, "half", torch.bfloat16)
+    clean = run(drawn(name, dim), x, do, "q", "triton", rotation)
     poison(monkeypatch)
-    for key, y in run(drawn(name), x, do, "q", "triton").items():
+    for key, y in run(drawn(name, dim), x, do, "q", "triton", rotation).items():
         assert torch.equal(y, clean[key]), key
 
 

@@ -134,6 +134,8 @@ CASES = [
     Case("elu", "window", kept=3, retention="learned", turned=8, padded=True, T=14),
     Case("norm_preserving", kept=2, window=20, sinks=1, retention="learned", turned=16, first=18, T=30, V=12),
     Case("hedgehog", "gate", B=1, kept=4, window=3, retention="learned", static=True, T=14),
+    # A rule's kernel reads so wide keys in two pieces.
+    Case("elu", "window", B=1, H=2, HKV=1, D=136, V=12, kept=3, retention="learned", T=12, dtype=torch.bfloat16),
 ]
 
 MANY = [
@@ -141,6 +143,7 @@ MANY = [
     Case("hedgehog", B=8, H=3, HKV=1, D=8, V=8, window=2, sinks=1, T=6, static=True, rule="decay", dtype=torch.float16),
     Case("norm_preserving", B=8, H=2, HKV=1, D=8, V=8, window=1, sinks=0, kept=1, T=4, turned=6),
     Case("norm_preserving", "gate", B=9, H=2, HKV=1, D=8, V=8, window=2, T=6, turned=4, dtype=torch.bfloat16),
+    Case("elu", "window", B=17, H=1, HKV=1, D=8, V=8, window=2, sinks=1, kept=1, retention="learned", T=7),
     Case("hedgehog", "gate", options={"per_head": False}, B=8, H=2, HKV=2, D=8, V=8, window=2, sinks=0, T=5, kept=2),
 ]
 """Steps of so many rows that features are computed before them."""

@@ -60,29 +60,55 @@ class Learned(Retention):
     @override
     def score(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
         if torch.compiler.is_compiling():
-            return self.scores_of(self.inputs(tokens, count, backend), weights)
+            return self.scores_at(tokens, count, weights, backend)
         # What scores are made of takes more memory than all else of a call.
         found = []
         for start in range(0, max(count, 1), AT_ONCE):
             end = min(start + AT_ONCE, count)
-            some = self.inputs(tokens.cut(start, end + self.ahead), end - start, backend)
-            found.append(self.scores_of(some, weights))
+            some = tokens.cut(start, end + self.ahead)
+            found.append(self.scores_at(some, end - start, weights, backend))
         return torch.cat(found, 2) if len(found) > 1 else found[0]
+
+    def scores_at(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
+        """Return the scores of some keys; see :meth:`score`.
+
+        The mean of what follows is taken of what it gives the hidden units, which are fewer than its entries.
+        """
+        said = self.said(tokens, count + self.ahead, backend)
+        entering, bias = self.entering(weights, said.dtype)
+        own, after = (said @ torch.cat(entering.chunk(2), 1)).chunk(2, 2)
+        return self.answers(own[:, :count] + self.mean_after(after, count) + bias, weights)
 
     def inputs(self, tokens: Tokens, count: int, backend: str) -> Tensor:
         """Return what scores are made of ``[B, count, I]``, fp32 (fp64); see :meth:`score`."""
-        end = count + self.ahead
+        said = self.said(tokens, count + self.ahead, backend)
+        return torch.cat([said[:, :count], self.mean_after(said, count)], 2)
+
+    def scores_of(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores of keys at :data:`hf_linear_attn.ops.kept.problem.AGES`, ``[B, HKV, count, 6]``."""
+        entering, bias = self.entering(weights, inputs.dtype)
+        return self.answers(inputs @ entering + bias, weights)
+
+    def said(self, tokens: Tokens, end: int, backend: str) -> Tensor:
+        """Return the keys and values of all heads at the first tokens ``[B, end, I / 2]``, fp32 (fp64); 0 if masked."""
         k, v = tokens.k[:, :, :end], tokens.v[:, :, :end]
         if tokens.rotation is not None:
             k = tokens.rotation.cut(0, end).undo(k, backend)
         said = upcast(torch.cat([k, v], 3).transpose(1, 2).flatten(2))
-        if tokens.mask is not None:
-            said = said.masked_fill(~tokens.mask[:, :end, None], 0)
-        after = F.avg_pool1d(said[:, 1:].mT, self.ahead, 1).mT if count else said[:, :0]
-        return torch.cat([said[:, :count], after], 2)
+        return said if tokens.mask is None else said.masked_fill(~tokens.mask[:, :end, None], 0)
 
-    def scores_of(self, inputs: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the scores of keys at :data:`hf_linear_attn.ops.kept.problem.AGES`, ``[B, HKV, count, 6]``."""
-        w = {name: x.to(inputs.dtype) for name, x in weights.items()}
-        x = ((inputs - w["mean"]) / w["deviation"])[:, None]
-        return F.silu(x @ w["in"] + w["in_bias"][:, None]) @ w["out"] + w["bias"][:, None]
+    def mean_after(self, x: Tensor, count: int) -> Tensor:
+        """Return the mean of the next tokens' rows of the first ones ``[B, count, ...]``."""
+        return F.avg_pool1d(x[:, 1:].mT, self.ahead, 1).mT if count else x[:, :0]
+
+    def entering(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return by what inputs as they are enter the hidden units of all heads ``[I, HKV * 64]``, and the bias."""
+        w = {name: weights[name].to(dtype) for name in ("mean", "deviation", "in", "in_bias")}
+        entering = (w["in"] / w["deviation"][:, None]).transpose(0, 1).flatten(1)
+        return entering, w["in_bias"].flatten() - w["mean"] @ entering
+
+    def answers(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores that hidden units ``[B, count, HKV * 64]`` give."""
+        out, bias = (weights[name].to(hidden.dtype) for name in ("out", "bias"))
+        hidden = hidden.view(*hidden.shape[:2], len(out), HIDDEN).transpose(1, 2)
+        return F.silu(hidden) @ out + bias[:, None]

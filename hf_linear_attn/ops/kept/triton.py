@@ -1,7 +1,7 @@
 """The choice of kept keys as a kernel: one key after the other, a program for each key head of a row.
 
-A program has where its C keys lie, their numbers and what is compared of them in registers. Values are read again for
-each key that comes, from the processor's caches; of scores, the two between which an age lies.
+A program has where its C keys lie, their numbers and their values in registers: a key waits for the one before it, and
+would wait for memory, too. Of scores it reads the two between which an age lies, for the next key while one is chosen.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -13,7 +13,7 @@ from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded
 from hf_linear_attn.ops.triton.run import execute, target_for
 
-ENTRIES = 2048
+ENTRIES = 1024
 """Of what is compared, that a warp holds."""
 LAST = 2**31 - 1
 """A number that no key has, of 32 bits; behind all in order."""
@@ -22,7 +22,7 @@ LAST = 2**31 - 1
 @triton.jit
 def at_age(scores, rows, age, window, inside, AGES: tl.constexpr):
     """Return the scores of some rows at their ages."""
-    point = tl.log2(tl.maximum(age, window).to(tl.float32) / window)
+    point = tl.log2(tl.maximum(age, window).to(tl.float32)) - tl.log2(window.to(tl.float32))
     point = tl.minimum(point, AGES - 1.0)
     low = tl.minimum(point.to(tl.int32), AGES - 2)
     before = tl.load(scores + rows * AGES + low, mask=inside, other=0.0).to(tl.float32)
@@ -38,11 +38,11 @@ def load_compared(row, ov, V: tl.constexpr, COMPARES: tl.constexpr):
 
 
 @triton.jit
-def apart(rows, new, ALIKE: tl.constexpr):
-    """Return the squared distance of each row to another one, 0 where they are alike."""
+def apart(rows, squares, new, square, ALIKE: tl.constexpr):
+    """Return the squared distance of each row to another one, 0 where they are alike; both come with their squares."""
     x = rows - new[None, :]
     found = tl.sum(x * x, 1)
-    return tl.where(found < ALIKE * (tl.sum(rows * rows, 1) + tl.sum(new * new, 0)), 0.0, found)
+    return tl.where(found < ALIKE * (squares + square), 0.0, found)
 
 
 @triton.jit
@@ -53,21 +53,32 @@ def ordered(x):
 
 
 @triton.jit
-def pick(near, time, oc, count, comes, new_score, C: tl.constexpr, COMPARES: tl.constexpr, LAST: tl.constexpr):
-    """Return which place a key takes that comes, if it does, and whether it stays: that of the oldest of the least."""
+def sooner(rank, number, place, held, of_rank, of_number, of_place, of_held):
+    """Return the one of two that goes sooner: the least in rank, and of those alike the oldest; no two are as old."""
+    other = (of_rank < rank) | ((of_rank == rank) & (of_number < number))
+    rank = tl.where(other, of_rank, rank)
+    number = tl.where(other, of_number, number)
+    return rank, number, tl.where(other, of_place, place), tl.where(other, of_held, held)
+
+
+@triton.jit
+def pick(near, time, held, oc, count, comes, new_score, C: tl.constexpr, COMPARES: tl.constexpr, LAST: tl.constexpr):
+    """Return which place a key takes that comes, -1 if none, and what ``held`` says of the key that lay there."""
     known = oc < tl.where(comes, count, 0)
     rank = tl.where(known, ordered(near), LAST)
-    least = tl.min(rank, 0)
-    # No two have the same number.
-    number = tl.where(known & (rank == least), time.to(tl.int32), LAST)
-    oldest = tl.min(number, 0)
-    full = count >= C
+    number = tl.where(known, time.to(tl.int32), LAST)
     stays = comes
-    if not COMPARES:
+    if COMPARES:
+        # Several warps, which wait for each other once.
+        _, _, place, goes = tl.reduce((rank, number, oc, held), 0, sooner)
+    else:
+        least = tl.min(rank, 0)
+        number = tl.where(rank == least, number, LAST)
+        place = tl.min(tl.where(number == tl.min(number, 0), oc, LAST), 0)
+        goes = tl.max(tl.where(oc == place, held, -1), 0)
         stays = comes & ((ordered(new_score) >= least) | (count < C))
-    # What lies in no place has the number -1 in neither way.
-    chosen = tl.where(full, number, oc) == tl.where(stays, tl.where(full, oldest, count.to(tl.int32)), -1)
-    return chosen, stays
+    place = tl.where(count < C, count.to(tl.int32), place)
+    return tl.where(stays, place, -1), goes
 
 
 @triton.jit(do_not_specialize=["T", "window"])
@@ -90,43 +101,55 @@ def choose_kernel(
     gone += i_bh * T
     # [BC]
     held = oc
-    time = tl.load(at + i_bh * C + oc, mask=inside, other=0)
-    near = tl.full([BC], float("inf"), tl.float32)
+    time = tl.load(at + i_bh * C + oc, mask=inside, other=0).to(tl.int32)
+    count = tl.minimum(tl.load(number + i_b), C).to(tl.int32)
+    # The next key is on its way while one is compared, and the number of the one after it.
+    comes = tl.load(enters) != 0
+    now = tl.load(positions).to(tl.int32)
+    now_after = tl.load(positions + tl.minimum(1, T - 1)).to(tl.int32)
+    new = load_compared(compared + C * V, ov, V, COMPARES)
     if COMPARES:
         near = tl.load(nearest + i_bh * C + oc, mask=inside, other=float("inf"))
-    count = tl.minimum(tl.load(number + i_b), C).to(tl.int32)
-    # The next key is on its way while one is compared.
-    comes = tl.load(enters) != 0
-    now = tl.load(positions)
-    new = load_compared(compared + C * V, ov, V, COMPARES)
+        # [BC, BV]
+        rows = tl.load(compared + oc[:, None] * V + ov[None, :], mask=inside[:, None] & (ov < V)[None, :], other=0.0)
+        rows = rows.to(tl.float32)
+        squares = tl.sum(rows * rows, 1)
+    else:
+        near = at_age(compared, oc, now - time + window, window, inside, AGES)
     for t in range(T):
         after = tl.minimum(t + 1, T - 1)
         comes_after = tl.load(enters + after) != 0
-        now_after = tl.load(positions + after)
+        now_then = tl.load(positions + tl.minimum(t + 2, T - 1)).to(tl.int32)
         new_after = load_compared(compared + (C + after).to(tl.int64) * V, ov, V, COMPARES)
-        known = oc < tl.where(comes, count, 0)
         new_score = 0.0
         if COMPARES:
-            rows = compared + held.to(tl.int64)[:, None] * V + ov[None, :]
-            rows = tl.load(rows, mask=known[:, None] & (ov < V)[None, :], other=0.0).to(tl.float32)
-            near = tl.where(known, tl.minimum(near, apart(rows, new, ALIKE)), near)
+            square = tl.sum(new[None, :] * new[None, :], 1)
+            known = oc < tl.where(comes, count, 0)
+            near = tl.where(known, tl.minimum(near, apart(rows, squares, new, square, ALIKE)), near)
         else:
-            near = at_age(compared, held.to(tl.int64), now - time + window, window, known, AGES)
             new_score = new
-        chosen, stays = pick(near, time, oc, count, comes, new_score, C, COMPARES, LAST)
-        full = count >= C
-        tl.store(slot + t, tl.max(tl.where(chosen, oc, -1), 0).to(tl.int64))
-        goes = tl.max(tl.where(chosen, held, tl.where(stays, -1, C + t)), 0)
-        tl.store(gone + t, tl.where(comes & full, goes, -1).to(tl.int64))
+            # For the next key, of those that are there now; and of this one, if it stays.
+            near_after = at_age(compared, held, now_after - time + window, window, inside, AGES)
+            own_after = at_age(compared, C + t, now_after - now + window, window, comes, AGES)
+        place, goes = pick(near, time, held, oc, count, comes, new_score, C, COMPARES, LAST)
+        tl.store(slot + t, place.to(tl.int64))
+        tl.store(gone + t, tl.where(comes & (count >= C), tl.where(place < 0, C + t, goes), -1).to(tl.int64))
+        chosen = oc == place
         held = tl.where(chosen, C + t, held)
         time = tl.where(chosen, now, time)
-        near = tl.where(chosen, float("inf"), near)
+        if COMPARES:
+            near = tl.where(chosen, float("inf"), near)
+            rows = tl.where(chosen[:, None], new[None, :], rows)
+            squares = tl.where(chosen, square, squares)
+        else:
+            near = tl.where(chosen, own_after, near_after)
         count = tl.minimum(count + comes.to(tl.int32), C)
         comes = comes_after
         now = now_after
+        now_after = now_then
         new = new_after
     tl.store(held_out + i_bh * C + oc, held.to(tl.int64), mask=inside)
-    tl.store(at_out + i_bh * C + oc, time, mask=inside)
+    tl.store(at_out + i_bh * C + oc, time.to(tl.int64), mask=inside)
     if COMPARES:
         tl.store(nearest_out + i_bh * C + oc, near, mask=inside)
 

@@ -1,9 +1,11 @@
 """Kernels of learned maps that turn y = x W into a pair of halves, one of y and one of -y.
 
 A program takes one head and walks tiles of BT tokens: x ``[BT, BD]``, W ``[BD, BM]`` in fast memory throughout, the
-features ``[BT, BM]`` twice. A W that is too large for that is read BD rows at a time by each tile. bf16 x meets W as a
-sum of two rounded parts, so that y is as exact as from fp32; the rest is fp32. The backward computes y anew from x and
-writes its gradient; products of that with W and x are a library's.
+features ``[BT, BM]`` twice. A W that is too large for that is read BD rows at a time by each tile. Where sizes allow it
+(:func:`in_halves`) x comes as its first half and its second, which rotations turn against each other, and so does W.
+bf16 x meets W as a sum of two rounded parts, so that y is as exact as from fp32; the rest is fp32. The backward
+computes y anew from x and writes its gradient, and of x in halves that of x and x turned back; the other products with
+W and x are a library's.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -17,9 +19,20 @@ from torch import Tensor
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, planned, precision, tile
-from hf_linear_attn.ops.triton.primitives import ALL, LOG2E, dot, load_plain, load_tile, operand, product, store_tile
+from hf_linear_attn.ops.triton.primitives import (
+    ALL,
+    LOG2E,
+    dot,
+    load_plain,
+    load_tile,
+    operand,
+    product,
+    rounded,
+    store_tile,
+)
 
 TINY = tl.constexpr(_TINY)
+LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 LARGEST_FP16 = tl.constexpr(65504.0)
 
 WEIGHTS = 1 << 14
@@ -27,12 +40,56 @@ WEIGHTS = 1 << 14
 
 
 @triton.jit
-def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
-    """Return ``factor x W``."""
-    y = product(x, weight, PRECISION)
+def add_product(x, weight, rest, y, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``y + x W``."""
+    y = dot(x, weight, y, PRECISION)
     if SPLIT:
         y = dot(x, rest, y, PRECISION)
-    return y * factor
+    return y
+
+
+@triton.jit
+def project(x, weight, rest, factor, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``factor x W``."""
+    return factor * add_product(x, weight, rest, tl.zeros([x.shape[0], weight.shape[1]], tl.float32), PRECISION, SPLIT)
+
+
+@triton.jit
+def load_angles(turns, ot, rows, R: tl.constexpr):
+    """Load the cosines and sines ``[BT, R / 2]`` that turn tokens back, over the rotation's factor."""
+    at = ot[:, None] * R + tl.arange(0, R // 2)[None, :]
+    cos = tl.load(turns + at, mask=rows[:, None], other=1.0).to(tl.float32)
+    sin = tl.load(turns + R // 2 + at, mask=rows[:, None], other=0.0).to(tl.float32)
+    # Of a slot that holds no token, the angles are 0.
+    square = 1.0 / tl.maximum(cos * cos + sin * sin, LEAST_NORMAL)
+    return cos * square, sin * square
+
+
+@triton.jit
+def load_halves(x, x_t, turns, ot, rows, D: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr):
+    """Load a tile of tokens as two halves, which are turned back against each other, or as they are.
+
+    So no entry is loaded twice. ``PIN``: where warps share rows, each would else turn all that it multiplies.
+    """
+    HALF: tl.constexpr = D // 2
+    oh = tl.arange(0, HALF)
+    # [BT, HALF] twice
+    a = load_tile(x, ot[:, None] * x_t + oh[None, :], rows, oh < HALF, True)
+    b = load_tile(x + HALF, ot[:, None] * x_t + oh[None, :], rows, oh < HALF, True)
+    if R > 0:
+        cos, sin = load_angles(turns, ot, rows, R)
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        a, b = (wide_a * cos + wide_b * sin).to(a.dtype), (wide_b * cos - wide_a * sin).to(a.dtype)
+    PINNED: tl.constexpr = PIN or PRECISION == "tf32"
+    return rounded(a, a.dtype, PRECISION, PINNED), rounded(b, b.dtype, PRECISION, PINNED)
+
+
+@triton.jit
+def project_halves(a, b, w_a, rest_a, w_b, rest_b, factor, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``factor x W`` of both in halves."""
+    y = tl.zeros([a.shape[0], w_a.shape[1]], tl.float32)
+    y = add_product(a, w_a, rest_a, y, PRECISION, SPLIT)
+    return factor * add_product(b, w_b, rest_b, y, PRECISION, SPLIT)
 
 
 @triton.jit
@@ -52,9 +109,7 @@ def project_rows(
             # [BD, BM] and [BT, BD]
             high, low = load_weight(weight, w_d, d + od, om, D, M, kind, PRECISION, SPLIT)
             xx = load_plain(x, x_t, turns, ot, d + od, rows, D, R, PAIRS, AT_END, D % BD == 0, PRECISION)
-            y = dot(xx, high, y, PRECISION)
-            if SPLIT:
-                y = dot(xx, low, y, PRECISION)
+            y = add_product(xx, high, low, y, PRECISION, SPLIT)
         y *= factor
     return y
 
@@ -72,6 +127,13 @@ def load_weight(
     if SPLIT:
         rest = (w - high.to(tl.float32)).to(dtype)
     return high, rest
+
+
+@triton.jit
+def load_transposed(weight, w_d, od, om, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Load W^T in the dtype of its products, of as many rows of W as there are."""
+    w = tl.load(weight + od[None, :] * w_d + om[:, None], mask=(om < M)[:, None], other=0.0)
+    return operand(w.to(tl.float32), dtype, PRECISION)
 
 
 @triton.jit
@@ -121,7 +183,8 @@ def features_kernel(
     x_b, x_h, x_t, o_b, o_h, o_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
-    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
+    PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the features of L tokens of one head."""
     pid = tl.program_id(0)
@@ -137,8 +200,14 @@ def features_kernel(
     o += i_b * o_b + i_h.to(tl.int64) * o_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     weight += i_h.to(tl.int64) * w_h
-    w, rest = 0.0, 0.0
-    if BD >= D:
+    w, rest, w_b, rest_b = 0.0, 0.0, 0.0, 0.0
+    if HALVES:
+        # [HALF, BM]
+        HALF: tl.constexpr = D // 2
+        oh = tl.arange(0, HALF)
+        w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+        w_b, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+    elif BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
@@ -152,10 +221,14 @@ def features_kernel(
         if R > 0:
             of_tokens = turns + c * R
         # [BT, BM]
-        y = project_rows(
-            x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
-            D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
-        )  # fmt: skip
+        if HALVES:
+            first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
+            y = project_halves(first, second, w, rest, w_b, rest_b, factor, PRECISION, SPLIT)
+        else:
+            y = project_rows(
+                x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
+                D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
+            )  # fmt: skip
         above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty)
         store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
@@ -163,14 +236,15 @@ def features_kernel(
 
 @triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
 def features_backward_kernel(
-    x, turns, weight, power, do, dy, dpower,
+    x, turns, weight, power, do, dy, dx, plain, dpower,
     T, L, heads, factor, sharpness,
-    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, t_b, w_h, w_d, p_h,
+    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, dx_b, dx_h, dx_t, plain_b, plain_h, plain_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
-    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
+    OF_X: tl.constexpr, PLAIN: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ``x W`` of L tokens of one head, and their part of the power's."""
+    """Write the gradients of ``x W`` and of x of L tokens of one head, x turned back, and their part of the power's."""
     pid = tl.program_id(0)
     i_h = pid % heads
     i_l = (pid // heads) % tl.cdiv(T, L)
@@ -183,10 +257,17 @@ def features_backward_kernel(
         turns += i_b * t_b
     do += i_b * do_b + i_h.to(tl.int64) * do_h
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
+    plain += i_b * plain_b + i_h.to(tl.int64) * plain_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     weight += i_h.to(tl.int64) * w_h
-    w, rest = 0.0, 0.0
-    if BD >= D:
+    w, rest, w_b, rest_b = 0.0, 0.0, 0.0, 0.0
+    if HALVES:
+        # [HALF, BM]
+        HALF: tl.constexpr = D // 2
+        oh = tl.arange(0, HALF)
+        w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+        w_b, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+    elif BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     inside = (om < M)[None, :]
@@ -202,10 +283,19 @@ def features_backward_kernel(
         # [BT, BM]
         above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
         below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)
-        y = project_rows(
-            x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
-            D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
-        )  # fmt: skip
+        if HALVES:
+            first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
+            y = project_halves(first, second, w, rest, w_b, rest_b, factor, PRECISION, SPLIT)
+            if PLAIN:
+                store_tile(plain + c * plain_t, ot[:, None] * plain_t + oh[None, :], first, rows, oh < HALF, True)
+                store_tile(
+                    plain + c * plain_t, ot[:, None] * plain_t + HALF + oh[None, :], second, rows, oh < HALF, True
+                )
+        else:
+            y = project_rows(
+                x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
+                D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
+            )  # fmt: skip
         if MAP == "hedgehog":
             p = softmax(y, inside)
             g = p * (above - tl.sum(p * above, 1)[:, None])
@@ -233,6 +323,35 @@ def features_backward_kernel(
         store_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
     if MAP == "norm_preserving":
         tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))
+    if OF_X:
+        # Once more through the tokens: registers hold no more above, and what goes from one product into another Triton
+        # lays out so that half of the warps repeat what the others do.
+        tl.debug_barrier()
+        dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
+        # [BM, HALF] twice
+        if HELD:
+            w, w_b = tl.trans(w), tl.trans(w_b)
+        else:
+            w = load_transposed(weight, w_d, oh, om, M, kind, PRECISION)
+            w_b = load_transposed(weight + HALF * w_d, w_d, oh, om, M, kind, PRECISION)
+        for c in range(start, tl.minimum(start + L, T), BT):
+            rows = ot < (T - c).to(tl.int32)
+            # [BT, BM]
+            g = load_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], rows, om < M, M == BM)
+            g = operand(g, kind, PRECISION)
+            # [BT, HALF]
+            da = product(g, w, PRECISION)
+            db = product(g, w_b, PRECISION)
+            if R > 0:
+                cos, sin = load_angles(turns + c * R, ot, rows, R)
+                da, db = da * cos - db * sin, db * cos + da * sin
+            store_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], da, rows, oh < HALF, True)
+            store_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], db, rows, oh < HALF, True)
+
+
+def in_halves(D: int, BD: int, R: int, pairs: str) -> bool:
+    """Tell whether a program takes tokens and W as two halves; arguments as of the kernels."""
+    return D == BD and D >= 32 and (R == 0 or (R == D and pairs == "half"))
 
 
 class FeatureProblem(NamedTuple):
@@ -259,6 +378,22 @@ class FeatureProblem(NamedTuple):
     pairs: str
     at_end: bool
 
+    @property
+    def rows(self) -> int:
+        """Rows of W that a program holds at a time, BD."""
+        return min(padded(self.weight.shape[1]), WEIGHTS // padded(self.weight.shape[2]))
+
+    @property
+    def turned(self) -> int:
+        """Entries of a token that are turned, R."""
+        return 0 if self.turns is None else self.turns.shape[2]
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether a program takes tokens as two halves; nothing pins them for AMD, see :func:`load_halves`."""
+        fits = in_halves(self.weight.shape[1], self.rows, self.turned, self.pairs)
+        return fits and not self.target.arch.startswith("gfx")
+
     def launch(
         self, role: str, kernel: Any, reads: dict[str, Tensor], writes: dict[str, Tensor], **others: Any
     ) -> Launch:
@@ -271,13 +406,16 @@ class FeatureProblem(NamedTuple):
             **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
             **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
             "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
-            **{"D": D, "M": M, "BD": min(padded(D), WEIGHTS // padded(M)), "BM": padded(M), "BT": chosen.tokens},
+            **{"D": D, "M": M, "BD": self.rows, "BM": padded(M), "BT": chosen.tokens},
             "t_b": 0 if self.turns is None or len(self.turns) == 1 else self.turns.stride(0),
-            **{"R": 0 if self.turns is None else self.turns.shape[2], "PAIRS": self.pairs, "AT_END": self.at_end},
+            **{"R": self.turned, "PAIRS": self.pairs, "AT_END": self.at_end, "HALVES": self.in_halves},
             **{"MAP": self.name, "QUERY": self.sharpness > 0},
             # Three products of 128 columns and more would need both parts of W in shared memory.
             "PRECISION": precision(self.target, self.x.dtype, 2 * max(D, M)),
             "SPLIT": self.x.dtype == torch.bfloat16,
+            # Warp groups, of 64 rows, read W from shared memory either way around; else it takes registers meanwhile.
+            "HELD": self.target.arch == "sm_90" and self.x.dtype == torch.bfloat16 and chosen.tokens >= 64,
+            "PIN": self.target.arch.startswith("sm_"),
         }
         programs = B * heads * self.pieces(role)
         read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
@@ -303,19 +441,42 @@ def features_launch(p: FeatureProblem) -> tuple[Tensor, Launch]:
     return o, p.launch("features", features_kernel, {"x": p.x}, {"o": o})
 
 
-def allocate_features_backward(p: FeatureProblem) -> tuple[Tensor, Tensor]:
-    """Allocate the gradients of ``x W [B, heads, T, M]`` and, by piece, of the power ``[B, heads, pieces]``.
+class FeatureGradients(NamedTuple):
+    """What the backward computes; what is not asked for, or the kernel leaves to a library, has no columns.
 
-    The former goes through one more product, which fp16 need not hold.
+    Attributes:
+        dy: Gradient of ``x W [B, heads, T, M]``. It goes through one more product, which fp16 need not hold.
+        dx: That of x ``[B, heads, T, D]``.
+        plain: x turned back ``[B, heads, T, D]``, for the gradient of W.
+        dpower: That of the power, by piece ``[B, heads, pieces]``.
     """
+
+    dy: Tensor
+    dx: Tensor
+    plain: Tensor
+    dpower: Tensor
+
+
+def allocate_features_backward(p: FeatureProblem, of_x: bool = True, of_weight: bool = True) -> FeatureGradients:
+    """Allocate the gradients that are asked for."""
+    (_, D, M), halves = p.weight.shape, p.in_halves
     pieces = 0 if p.power is None else p.pieces("features_backward")
-    dpower = torch.empty(*p.x.shape[:2], pieces, dtype=torch.float32, device=p.x.device)
     dtype = torch.float32 if p.x.dtype == torch.float16 else p.x.dtype
-    return empty_like_tokens(p.x, p.weight.shape[2], dtype), dpower
+    return FeatureGradients(
+        empty_like_tokens(p.x, M, dtype),
+        empty_like_tokens(p.x, D if of_x and halves else 0),
+        empty_like_tokens(p.x, D if of_weight and halves and p.turns is not None else 0),
+        torch.empty(*p.x.shape[:2], pieces, dtype=torch.float32, device=p.x.device),
+    )
 
 
-def features_backward_launch(p: FeatureProblem, do: Tensor) -> tuple[tuple[Tensor, Tensor], Launch]:
-    """Plan the backward; return the gradients, allocated, and the launch."""
-    dy, dpower = allocate_features_backward(p)
-    launch = p.launch("features_backward", features_backward_kernel, {"x": p.x, "do": do}, {"dy": dy}, dpower=dpower)
-    return (dy, dpower), launch
+def features_backward_launch(
+    p: FeatureProblem, do: Tensor, of_x: bool = True, of_weight: bool = True
+) -> tuple[FeatureGradients, Launch]:
+    """Plan the backward; return the gradients that are asked for, allocated, and the launch."""
+    found = allocate_features_backward(p, of_x, of_weight)
+    dy, dx, plain, dpower = found
+    wanted = {"OF_X": dx.shape[3] > 0, "PLAIN": plain.shape[3] > 0}
+    writes = {"dy": dy, "dx": dx, "plain": plain}
+    reads = {"x": p.x, "do": do}
+    return found, p.launch("features_backward", features_backward_kernel, reads, writes, dpower=dpower, **wanted)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.features.triton.kernels import (
+    FeatureGradients,
     FeatureProblem,
     allocate_features,
     allocate_features_backward,
@@ -54,16 +55,22 @@ triton_features = operator(
 )
 
 
-def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``x W`` and, by piece, of the power."""
-    return execute(features_backward_launch, _feature_problem(*inputs), readable(do))
+def _gradients(do: Tensor, *inputs: Any) -> FeatureGradients:
+    """Return the gradients that are asked for, but for a library's products."""
+    *of_problem, of_x, of_weight = inputs
+    return execute(features_backward_launch, _feature_problem(*of_problem), readable(do), of_x, of_weight)
+
+
+def _allocate_gradients(do: Tensor, *inputs: Any) -> FeatureGradients:
+    *of_problem, of_x, of_weight = inputs
+    return allocate_features_backward(_feature_problem(*of_problem), of_x, of_weight)
 
 
 triton_features_backward = operator(
     "triton_features_backward",
     _gradients,
-    lambda do, *inputs: allocate_features_backward(_feature_problem(*inputs)),
-    schema=f"(Tensor do, {INPUTS}) -> (Tensor, Tensor)",
+    _allocate_gradients,
+    schema=f"(Tensor do, {INPUTS}, bool of_x, bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -75,13 +82,18 @@ def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     x, turns, weight, power = ctx.saved_tensors
     *_, pairs, at_end = ctx.settings
-    dy, dpower = _derive(do, x, turns, weight, power, *ctx.settings)
+    of_x, _, of_weight, *_ = ctx.needs_input_grad
+    dy, turned, plain, dpower = _derive(do, x, turns, weight, power, *ctx.settings, of_x, of_weight)
     dx = dweight = of_power = None
-    if ctx.needs_input_grad[0]:
+    # What has no columns, the kernel has not computed.
+    if turned.shape[3]:
+        dx = turned
+    elif of_x:
         dx = dy @ weight.mT.to(dy.dtype)
         dx = (dx if turns is None else turn(dx, turns, pairs, at_end, derive=True)).to(x.dtype)
-    if ctx.needs_input_grad[2]:
-        plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
+    if of_weight:
+        if not plain.shape[3]:
+            plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
         dweight = (plain.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype)
         dweight = dweight.sum(0, keepdim=True) if len(weight) == 1 else dweight
     if power is not None:

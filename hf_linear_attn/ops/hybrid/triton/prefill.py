@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.features.triton.kernels import halves, load_weight, project
+from hf_linear_attn.ops.features.triton.kernels import (
+    add_product,
+    halves,
+    in_halves,
+    load_halves,
+    load_weight,
+    project,
+)
 from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
 from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
@@ -39,45 +46,6 @@ from hf_linear_attn.ops.window.triton.forward import attend_near, own_score
 from hf_linear_attn.ops.window.triton.problem import BLOCK
 from hf_linear_attn.ops.window.triton.sight import first_key
 from hf_linear_attn.ops.window.triton.sums import key_scan_kernel, key_sums_kernel
-
-LEAST_NORMAL = tl.constexpr(1.1754943508222875e-38)
-
-
-@triton.jit
-def project_halves(
-    q, q_t, turns, weight, w_d, ot, om, rows, factor,
-    D: tl.constexpr, R: tl.constexpr, M: tl.constexpr, kind: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Return ``factor x W`` of rows turned back, whose first half is turned with the second, or of rows as they are.
-
-    In halves no entry is loaded twice, and half of W is held at a time.
-    """
-    HALF: tl.constexpr = D // 2
-    oh = tl.arange(0, HALF)
-    # [BT, HALF] twice
-    a = load_tile(q, ot[:, None] * q_t + oh[None, :], rows, oh < HALF, True)
-    b = load_tile(q + HALF, ot[:, None] * q_t + oh[None, :], rows, oh < HALF, True)
-    if R > 0:
-        cos = tl.load(turns + ot[:, None] * R + oh[None, :], mask=rows[:, None], other=1.0).to(tl.float32)
-        sin = tl.load(turns + HALF + ot[:, None] * R + oh[None, :], mask=rows[:, None], other=0.0).to(tl.float32)
-        square = 1.0 / tl.maximum(cos * cos + sin * sin, LEAST_NORMAL)
-        cos *= square
-        sin *= square
-        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-        a, b = (wide_a * cos + wide_b * sin).to(a.dtype), (wide_b * cos - wide_a * sin).to(a.dtype)
-    if q.dtype.element_ty == tl.float32:
-        a, b = operand(a, tl.float32, PRECISION), operand(b, tl.float32, PRECISION)
-    # [HALF, BM]
-    w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-    y = product(a, w, PRECISION)
-    if SPLIT:
-        y = dot(a, rest, y, PRECISION)
-    w, rest = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-    y = dot(b, w, y, PRECISION)
-    if SPLIT:
-        y = dot(b, rest, y, PRECISION)
-    return y * factor
 
 
 @triton.jit
@@ -127,7 +95,8 @@ def prefill_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr,
+    R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, HALVES: tl.constexpr,
+    MAP: tl.constexpr, QUERY: tl.constexpr,
     CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries."""
@@ -167,8 +136,15 @@ def prefill_kernel(
             mask -= delay
     weight += i_h.to(tl.int64) * w_h
     # [BT, BM]
-    if EXACT_D and D >= 32 and (R == 0 or (R == D and PAIRS == "half")):
-        y = project_halves(q, q_t, turns, weight, w_d, ot, om, rows, factor, D, R, M, kind, PRECISION, SPLIT)
+    if HALVES:
+        # [BT, HALF] and [HALF, BM] twice
+        HALF: tl.constexpr = D // 2
+        oh = tl.arange(0, HALF)
+        qa, qb = load_halves(q, q_t, turns, ot, rows, D, R, PRECISION, False)
+        wa, rest_a = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+        y = add_product(qa, wa, rest_a, tl.zeros([BT, BM], tl.float32), PRECISION, SPLIT)
+        wb, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+        y = factor * add_product(qb, wb, rest_b, y, PRECISION, SPLIT)
     else:
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
         x = load_plain(q, q_t, turns, ot, od, rows, D, R, PAIRS, AT_END, EXACT_D, PRECISION)
@@ -286,6 +262,7 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": linear.padded(V)},
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
+        "HALVES": in_halves(D, padded(D), 0 if p.turns is None else p.turns.shape[2], p.pairs),
         **{"MAP": p.phi, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
         **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V))},
     }
