@@ -88,7 +88,8 @@ def trade_kernel(
         hidden = tl.load(bias_in + i_hk * U + ou, mask=ou < U, other=0.0).to(tl.float32)
         given += i_bh * (P * U) + op[:, None] * U + ou[None, :]
         hidden += tl.sum(tl.load(given, mask=(op < P)[:, None] & (ou < U)[None, :], other=0.0), 0)
-        hidden = hidden / (1.0 + tl.exp2(-hidden * LOG2E))
+        # What is far below 0 gives nothing, whatever the power is; it need not overflow.
+        hidden = hidden / (1.0 + tl.exp2(tl.minimum(-hidden * LOG2E, 126.0)))
         inside = (ou < U)[:, None] & (oa < AGES)[None, :]
         out = tl.load(weight_out + (i_hk * U + ou)[:, None] * AGES + oa[None, :], mask=inside, other=0.0)
         said = tl.sum(hidden[:, None] * out.to(tl.float32), 0)
