@@ -135,7 +135,7 @@ CASES = [
     Case("norm_preserving", kept=2, window=20, sinks=1, retention="learned", turned=16, first=18, T=30, V=12),
     Case("hedgehog", "gate", B=1, kept=4, window=3, retention="learned", static=True, T=14),
     # A rule's kernel reads so wide keys in two pieces.
-    Case("elu", "window", B=1, H=2, HKV=1, D=136, V=12, kept=3, retention="learned", T=12, dtype=torch.bfloat16),
+    Case("elu", "window", B=1, H=2, HKV=1, D=224, V=200, kept=3, retention="learned", T=20, dtype=torch.bfloat16),
 ]
 
 MANY = [

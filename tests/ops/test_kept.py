@@ -42,6 +42,14 @@ def test_backends_choose_alike(keys, tokens, alike, scores, dtype, backend):
     same(choose_kept(call, backend), choose_kept(call, "torch"))
 
 
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_small_values_that_come_after_large_ones_are_told_apart(backend):
+    call = entering(3, 20, False, torch.float32)
+    # How alike two are is told beside their own lengths, not those of what lay in their places before.
+    call.compared[:, :, 3:] *= 1e-2
+    same(choose_kept(call, backend), choose_kept(call, "torch"))
+
+
 @pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
 def test_pieces_choose_as_the_whole(backend):
     call = entering(3, 12, False, torch.float32)
