@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from harness import Parser, by_turns, markdown, provenance
 from problems import beside_kept, choice_problem, hybrid_problem, keeping, prefill_problem, window_problem
+from suites.distill import SPLITS
 from suites.host import RECOMMENDED
 from suites.kernels import OURS, SHAPES, captured, copy_bandwidth, shape_of, times
 from torch import Tensor
@@ -140,7 +142,7 @@ def models(
         part: The part.
         flag: What its lengths are called.
         limits: Limits by length.
-        name: The step's; None for the part's, beside softmax. Others are of the recommended recipe alone.
+        name: The step's; None for the part's, beside softmax and kept keys. Others are of the recommended recipe alone.
         *more: Further words.
         of_softmax: Whether the limits are parts of softmax's time.
     """
@@ -152,14 +154,34 @@ def models(
 
         return Limit(f"{tokens} tokens, {'over softmax' if of_softmax else 'ms'}", most, value)
 
-    variants = "" if name else "softmax "
-    words = f"{SUITE} models --parts {part} --variants {variants}{RECIPE} {' '.join(more)} --{flag} "
+    variants = RECIPE if name else f"softmax {RECIPE} 'kept keys'"
+    words = f"{SUITE} models --parts {part} --variants {variants} {' '.join(more)} --{flag} "
     tiny = "32 --shapes tiny --device cpu --dtype float32 --repeats 1 --seconds 0 --decode-tokens 1 --decode-warm-up 1"
     full = f"{' '.join(map(str, limits))} --shapes llama-8b"
-    # Prompts and training took an H100 45 s, decode with its compiler more.
-    return Step(
-        name or part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=300 if part == "decode" else 120
-    )
+    # Prompts and training took an H100 45 s, what a compiler reads more.
+    seconds = 300 if part == "decode" or "--compiled" in more else 120
+    return Step(name or part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=seconds)
+
+
+def study(times: int) -> Step:
+    """Return a step that distils the small teacher with so many times the tokens of docs/results/distillation.md.
+
+    It asks what a state learns of text with more of them: beside a window alone of as many bytes.
+    """
+
+    def ahead(what: str, *keys: str) -> Limit:
+        def value(result: Any) -> float:
+            nats = [reduce(lambda x, key: x[key], keys, x["0"]["figures"]) for x in result["recipes"].values()]
+            return float(nats[0] - nats[1])
+
+        return Limit(f"nats of {what}, with a state less a window alone", 0, value)
+
+    words = f"{SUITE} distill --recipes '{next(iter(SPLITS))}' 'window alone' --seeds 0 --answer-samples 0"
+    words += " --rows 64 --mixed-precision bf16 --work-dir {folder}/study"
+    limits = [ahead("512 tokens' late half", "late_loss_nats"), ahead("2,048 tokens", "longer", "loss_nats")]
+    full = f"--transfer-steps {10 * times} --distill-steps {90 * times}"
+    tiny = "--rows 4 --mixed-precision no --transfer-steps 1 --distill-steps 1 --heldout-rows 4 --samples 1"
+    return Step(f"study-{times}", words, full, tiny, limits)
 
 
 # pytest-benchmark, where it is installed, refuses several processes.
@@ -209,6 +231,7 @@ STEPS = [
     Step("tune-step", TUNE, "--roles hybrid", "--roles hybrid --help"),
     Step("tune-prefill", TUNE, "--roles prefill", "--roles prefill --help"),
     models("prefill", "lengths", {8192: 225, 32768: 1016}),
+    models("prefill", "lengths", {8192: 225}, "prefill-compiled", "--compiled"),
     models("decode", "decode-lengths", {32768: 8}),
     # What a step takes does not depend on what came before, and 64 long texts take long to read.
     models("decode", "decode-lengths", {1024: 9}, "decode-64", "--decode-batch 64"),
@@ -223,6 +246,8 @@ STEPS = [
         (),
         NO_CHECK,
     ),
+    study(10),
+    study(100),
 ]
 
 

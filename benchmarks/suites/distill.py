@@ -96,6 +96,7 @@ def parser() -> Parser:
     found.add_argument("--rows", type=int, default=4, help="sequences of a step (%(default)s)")
     found.add_argument("--block-tokens", type=int, default=512, help="tokens of a sequence (%(default)s)")
     found.add_argument("--window", type=int, default=64, help="window of the recipes that have one (%(default)s)")
+    found.add_argument("--mixed-precision", choices=("auto", "no", "bf16"), default="auto", help="of training (auto)")
     found.add_argument("--heldout-rows", type=int, default=32, help="held-out text sequences (%(default)s)")
     found.add_argument("--samples", type=int, default=100, help="recall samples per number of pairs (%(default)s)")
     found.add_argument(
@@ -286,6 +287,7 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
         "distill_steps": arguments.distill_steps,
         "rows": arguments.rows,
         "block_tokens": arguments.block_tokens,
+        "mixed_precision": arguments.mixed_precision,
         "heldout_rows": 0,
         "checkpoint_every": 20,
         "progress": False,
