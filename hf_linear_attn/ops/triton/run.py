@@ -108,6 +108,11 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
+def codes_of(mask: Tensor) -> Tensor:
+    """Return a mask as uint8 outside of operators: a view, or a copy in a graph, since torch 2.11's views no bool."""
+    return mask.to(torch.uint8) if torch.compiler.is_compiling() else mask.view(torch.uint8)
+
+
 def has_changed(*tensors: Tensor | None) -> None:
     """Tell autograd that tensors have other values now: it does not see what kernels write."""
     _increment_version([x for x in tensors if x is not None and not x.is_inference()])

@@ -12,7 +12,15 @@ from hf_linear_attn.ops.hybrid.triton.trade import NET, hybrid_launches
 from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import Number, contiguous, directly, execute, has_changed, target_for
+from hf_linear_attn.ops.triton.run import (
+    Number,
+    codes_of,
+    contiguous,
+    directly,
+    execute,
+    has_changed,
+    target_for,
+)
 
 CHANGING = ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", *KEPT)
 """What a step of a layer with a window updates in place."""
@@ -142,8 +150,8 @@ def prefill_triton(call: Prefill) -> Prefilled:
     refuse_functional("triton", call.q, call.k, call.v, call.phi_k)
     codes = counts = None
     if call.counts is not None:
-        counts = call.counts.view(torch.uint8)
-        codes = torch.add(1 if call.key_mask is None else call.key_mask.view(torch.uint8), counts, alpha=2)
+        counts = codes_of(call.counts)
+        codes = torch.add(1 if call.key_mask is None else codes_of(call.key_mask), counts, alpha=2)
     found: tuple[Tensor, ...] = _attend(*call._replace(key_mask=codes, counts=counts)[:-1])
     return Prefilled(*found)
 
