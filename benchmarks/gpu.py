@@ -159,7 +159,7 @@ def models(
     tiny = "32 --shapes tiny --device cpu --dtype float32 --repeats 1 --seconds 0 --decode-tokens 1 --decode-warm-up 1"
     full = f"{' '.join(map(str, limits))} --shapes llama-8b"
     # Prompts and training took an H100 45 s, what a compiler reads more.
-    seconds = 300 if part == "decode" or "--compiled" in more else 120
+    seconds = 300 if part in ("decode", "compiled") else 120
     return Step(name or part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=seconds)
 
 
@@ -231,7 +231,7 @@ STEPS = [
     Step("tune-step", TUNE, "--roles hybrid", "--roles hybrid --help"),
     Step("tune-prefill", TUNE, "--roles prefill", "--roles prefill --help"),
     models("prefill", "lengths", {8192: 225, 32768: 1016}),
-    models("prefill", "lengths", {8192: 225}, "prefill-compiled", "--compiled"),
+    models("compiled", "lengths", {8192: 225}, "prefill-compiled"),
     models("decode", "decode-lengths", {32768: 8}),
     # What a step takes does not depend on what came before, and 64 long texts take long to read.
     models("decode", "decode-lengths", {1024: 9}, "decode-64", "--decode-batch 64"),

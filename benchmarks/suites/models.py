@@ -4,12 +4,13 @@
 
 Models have the shape of known ones and random weights. Every figure is kept in the output as soon as it is measured,
 and the same command goes on from there. Prefill reads one sequence into a growing cache; softmax in one piece, patched
-models in pieces of `--chunk`. Decode is `generate` with a static cache, token by token as a streamer sees it, compiled
-and replayed as a graph where Transformers does so; softmax's cache is filled with random keys and values, since reading
-so long a prompt into a static cache takes a mask of T^2. A training step is a forward and a backward of all layers with
-recomputed activations, without the vocabulary's logits and the optimiser's step, which are the same for all; of all
-weights, or with `--adapters` of what distillation on one GPU trains of a converted model. The batch that fits is that
-of a decode step over caches of full length; reading the prompts takes more.
+models in pieces of `--chunk`. `compiled` does the same by one compiled graph. Decode is `generate` with a static cache,
+token by token as a streamer sees it, compiled and replayed as a graph where Transformers does so; softmax's cache is
+filled with random keys and values, since reading so long a prompt into a static cache takes a mask of T^2. A training
+step is a forward and a backward of all layers with recomputed activations, without the vocabulary's logits and the
+optimiser's step, which are the same for all; of all weights, or with `--adapters` of what distillation on one GPU
+trains of a converted model. The batch that fits is that of a decode step over caches of full length; reading the
+prompts takes more.
 """
 
 import argparse
@@ -67,7 +68,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 DEFAULTS = DistillationSettings()
 """Of distillation, such as the rank of adapters."""
-PARTS = ("prefill", "decode", "batch", "training")
+PARTS = ("prefill", "compiled", "decode", "batch", "training")
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
@@ -112,13 +113,13 @@ class Bench:
         return times
 
     @torch.inference_mode()
-    def prefill(self, tokens: int) -> dict[str, Any]:
+    def prefill(self, tokens: int, *, compiled: bool = False) -> dict[str, Any]:
         """Read a prompt."""
         ids = self.draw(tokens)
         chunk = self.arguments.chunk if is_patched(self.model) else tokens
         kept: list[Any] = []
         model = self.model
-        if self.arguments.compiled:
+        if compiled:
             torch._dynamo.reset()
             # How a layer rotates is found in a call, which a graph cannot.
             prefill(model, ids[:, :8], None, chunk)
@@ -128,13 +129,16 @@ class Bench:
             kept[:] = [prefill(model, ids, None, chunk)[1]]
 
         found = spread(self.times_ms(read))
-        size = cache_bytes(kept[0])
+        found |= {"tokens_per_s": 1e3 * tokens / found["median_ms"], "cache_bytes": cache_bytes(kept[0])}
         kept.clear()
-        found |= {"tokens_per_s": 1e3 * tokens / found["median_ms"], "cache_bytes": size}
-        if not self.arguments.compiled:
+        if not compiled:
             # What counts a CPU's memory goes into no graph.
             found["peak_mib"], found["peak_method"] = peak_memory_mib(self.device, read)
         return found
+
+    def compiled(self, tokens: int) -> dict[str, Any]:
+        """Read a prompt by one compiled graph."""
+        return self.prefill(tokens, compiled=True)
 
     @torch.inference_mode()
     def decode(self, tokens: int) -> dict[str, Any]:
@@ -257,6 +261,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """Yield all that is measured; cells of one model follow on each other."""
     lengths = {
         "prefill": arguments.lengths,
+        "compiled": arguments.lengths,
         "decode": arguments.decode_lengths,
         "batch": [arguments.batch_length],
         "training": arguments.training_lengths,
@@ -361,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--shapes", nargs="+", choices=SHAPES, default=["gpt2", "llama-8b"], help="gpt2 and llama-8b by default")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")
-    add("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072, 262144, LONGEST], help="of prefill")
+    add("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072, 262144, LONGEST], help="of prompts")
     add("--decode-lengths", type=int, nargs="+", default=[1024, 32768, 131072], help="contexts of decode")
     add("--training-lengths", type=int, nargs="+", default=[8192, 32768], help="of training steps")
     add("--batch-length", type=int, default=32768, help="context of the batch that fits (%(default)s)")
@@ -371,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--decode-tokens", type=int, default=32, help="steps of which the median counts (%(default)s)")
     add("--decode-batch", type=int, default=1, help="sequences that a step decodes at a time (%(default)s)")
     add("--decode-warm-up", type=int, default=12, help="steps before them (%(default)s)")
-    add("--compiled", action="store_true", help="read prompts by one compiled graph")
     add("--adapters", action="store_true", help="freeze all but adapters, feature maps and mixing weights")
     add("--repeats", type=int, default=10, help="timings of which the median counts (%(default)s)")
     add("--seconds", type=float, default=10.0, help="that the timings of one figure may take (%(default)s)")
