@@ -1,7 +1,6 @@
 """Feature maps that act on each element; the kernels compute them while they load q and k."""
 
 from abc import abstractmethod
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -182,9 +181,10 @@ def elementwise_map(kernel: str) -> ElementwiseMap:
     cls = feature_map_class(kernel)
     if not issubclass(cls, ElementwiseMap):
         raise TypeError(f"{kernel!r} is no elementwise map")
-    return _instance(cls)
+    if cls not in _instances:
+        _instances[cls] = cls(head_dim=1)
+    return _instances[cls]
 
 
-@cache
-def _instance(cls: type[ElementwiseMap]) -> ElementwiseMap:
-    return cls(head_dim=1)
+_instances: dict[type[ElementwiseMap], ElementwiseMap] = {}
+"""No `functools.cache`: of those a compiler warns."""
