@@ -15,6 +15,7 @@ on another machine, the list goes on there. `--dry-run` tries every step at tiny
 import argparse
 import json
 import math
+import operator
 import os
 import shlex
 import shutil
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from harness import Parser, by_turns, markdown, provenance
 from problems import beside_kept, choice_problem, hybrid_problem, keeping, prefill_problem, window_problem
-from suites.distill import SPLITS
+from suites.distill import WINDOW
 from suites.host import RECOMMENDED
 from suites.kernels import OURS, SHAPES, captured, copy_bandwidth, shape_of, times
 from torch import Tensor
@@ -59,6 +60,8 @@ from hf_linear_attn.shell import shell
 ROOT = Path(__file__).parents[1]
 RECIPE = "recommended"
 """A variant of the models suite."""
+STATE = "64 features, window 94"
+"""A recipe of the distill suite."""
 RACECHECK = "compute-sanitizer --tool racecheck --error-exitcode 1"
 NEWEST_TRITON = ROOT / "build" / "triton-newest"
 """Where `pip install --no-deps --target build/triton-newest triton` puts it."""
@@ -171,12 +174,13 @@ def study(times: int) -> Step:
 
     def ahead(what: str, *keys: str) -> Limit:
         def value(result: Any) -> float:
-            nats = [reduce(lambda x, key: x[key], keys, x["0"]["figures"]) for x in result["recipes"].values()]
-            return float(nats[0] - nats[1])
+            found = (result["recipes"][name]["0"]["figures"] for name in (STATE, WINDOW))
+            state, window = (reduce(operator.getitem, keys, figures) for figures in found)
+            return float(state - window)
 
         return Limit(f"nats of {what}, with a state less a window alone", 0, value)
 
-    words = f"{SUITE} distill --recipes '{next(iter(SPLITS))}' 'window alone' --seeds 0 --answer-samples 0"
+    words = f"{SUITE} distill --recipes '{STATE}' '{WINDOW}' --seeds 0 --answer-samples 0"
     words += " --rows 64 --mixed-precision bf16 --work-dir {folder}/study"
     limits = [ahead("512 tokens' late half", "late_loss_nats"), ahead("2,048 tokens", "longer", "loss_nats")]
     full = f"--transfer-steps {10 * times} --distill-steps {90 * times}"

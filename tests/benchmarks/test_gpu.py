@@ -79,7 +79,10 @@ def test_every_step_at_tiny_size(gpu: ModuleType, tmp_path: Path) -> None:
     assert {name: entry for name, entry in found.items() if entry["held"] == "no"} == {}
     asked = {name for name, entry in found.items() if entry["held"] == "yes"}
     assert asked >= {"repeats", "check", "tests", "kernels", "tune-step", "peers"}
-    assert asked >= {"prefill", "decode", "decode-64", "training", "training-recipe"}
+    assert asked >= {"prefill", "prefill-compiled", "decode", "decode-64", "training", "training-recipe"}
+    # Both recipes have been compared.
+    assert asked >= {"study-10", "study-100"}
+    assert "not measured" not in found["study-10"]["found"]
     assert json.loads((tmp_path / "repeats.json").read_text()) == {"parts": 8, "differ": []}
 
 

@@ -301,6 +301,20 @@ def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) ->
     assert f"| {row:.3g} |" in output.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
+def test_models_suite_compiles_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    models = load("suites/models")
+    bench = models.Bench(
+        models.build("tiny", torch.device("cpu"), torch.float32), argparse.Namespace(seconds=0, repeats=1)
+    )
+    found = bench.compiled(16)
+    # Its memory is not measured.
+    assert found.keys() == bench.prefill(16).keys() - {"peak_mib", "peak_method"}
+    assert found["cache_bytes"] == 2 * 2 * 2 * 16 * 8 * 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_models_suite_finds_the_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     models = load("suites/models")

@@ -8,6 +8,7 @@ from safetensors.torch import load, save
 
 from hf_linear_attn import linear_attention
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, feature_map_class, get_feature_map
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
 
 MAPS = available_feature_maps()
 H, HKV, D, V, T = 4, 2, 16, 5, 23
@@ -252,3 +253,9 @@ def test_what_reaches_features_that_are_0_matters_not() -> None:
     assert gradients[0][0].any()
     for found in gradients[1:]:
         torch.testing.assert_close(found, gradients[0], rtol=0, atol=0)
+
+
+def test_a_graph_asks_for_an_elementwise_map_without_a_warning() -> None:
+    x = torch.linspace(-2, 2, 8)
+    found = torch.compile(lambda x: elementwise_map("relu").phi(x), backend="eager", fullgraph=True)(x)
+    assert torch.equal(found, x.relu())

@@ -1,5 +1,6 @@
 """Prompts and training steps of many lengths through `torch.compile`: one graph serves them all."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -124,3 +125,22 @@ def test_the_first_call_of_a_thread_may_be_a_compiled_one():
     with torch.no_grad():
         close(found, model(ids, use_cache=False).logits, "compiled from the first call")
     assert len(graphs) == 1
+
+
+@SLOW
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor wants a C++ compiler")
+@pytest.mark.parametrize("masked", [True, False])
+def test_inductor_takes_prompts_and_training_steps_of_kernels(masked):
+    model = patched(tiny_model("causal", "llama"), **RECIPE, backend="triton")
+    text = next(text for text in texts(masked) if text["input_ids"].shape[1] == 23)
+    model(**text, use_cache=False)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        expected = model(**text, use_cache=True).logits
+        close(shown(compiled(**text, use_cache=True).logits, text), shown(expected, text), "a prompt")
+    gradients = []
+    for called in (model, compiled):
+        model.zero_grad(set_to_none=True)
+        called(**text, labels=text["input_ids"], use_cache=False).loss.backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
