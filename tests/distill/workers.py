@@ -56,6 +56,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(*sys.argv[1:])
     dist.destroy_process_group()
-    # Caches of torch's keep the group of a sharded model, and gloo's threads with it. One that lets go of its last tensors
-    # while the interpreter ends is stopped there, and aborts the process: so the interpreter does not end.
+    # Caches of torch's keep the group of a sharded model, and gloo's threads with it. One that lets go of its last
+    # tensors while the interpreter ends is stopped there, and aborts the process: so the interpreter does not end.
     os._exit(0)
