@@ -9,8 +9,8 @@ token by token as a streamer sees it, compiled and replayed as a graph where Tra
 filled with random keys and values, since reading so long a prompt into a static cache takes a mask of T^2. A training
 step is a forward and a backward of all layers with recomputed activations, without the vocabulary's logits and the
 optimiser's step, which are the same for all; of all weights, or with `--adapters` of what distillation on one GPU
-trains of a converted model. The batch that fits is that of a decode step over caches of full length; reading the
-prompts takes more.
+trains of a converted model. `compiled-training` does the same with layers that Accelerate compiles one by one. The
+batch that fits is that of a decode step over caches of full length; reading the prompts takes more.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import compile_regions
 from harness import Parser, earlier, facts_line, markdown, provenance, spread, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, StaticCache
@@ -68,7 +69,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 DEFAULTS = DistillationSettings()
 """Of distillation, such as the rank of adapters."""
-PARTS = ("prefill", "compiled", "decode", "batch", "training")
+PARTS = ("prefill", "compiled", "decode", "batch", "training", "compiled-training")
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
@@ -195,15 +196,20 @@ class Bench:
             good, bad = (middle, bad) if fits(middle) else (good, middle)
         return {"sequences": good, "limited_by_memory": bad <= most}
 
-    def training(self, tokens: int) -> dict[str, Any]:
+    def training(self, tokens: int, *, compiled: bool = False) -> dict[str, Any]:
         """Run a training step."""
         recompute_activations(self.model, True)
         self.model.train()
-        ids = self.draw(tokens)
+        ids, model = self.draw(tokens), self.model.base_model
+        if compiled:
+            torch._dynamo.reset()
+            # As with prompts.
+            model(input_ids=ids[:, :8], use_cache=False)
+            model = compile_regions(model)
 
         def step() -> None:
             self.model.zero_grad(set_to_none=True)
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = model(input_ids=ids, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
 
         try:
@@ -214,6 +220,10 @@ class Bench:
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
         return found | {"peak_mib": peak, "peak_method": method}
+
+    def compiled_training(self, tokens: int) -> dict[str, Any]:
+        """Run a training step whose layers are compiled."""
+        return self.training(tokens, compiled=True)
 
     def static_cache(self, tokens: int) -> StaticCache:
         """Return an empty cache for so many tokens."""
@@ -265,6 +275,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
         "decode": arguments.decode_lengths,
         "batch": [arguments.batch_length],
         "training": arguments.training_lengths,
+        "compiled-training": arguments.training_lengths,
     }
     for shape in arguments.shapes:
         for variant in arguments.variants:
@@ -290,7 +301,10 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
                     adapters = add_lora(model, rank=DEFAULTS.lora_rank, alpha=DEFAULTS.lora_alpha)
             for cell in of_variant:
                 try:
-                    found = {"status": "ok", **getattr(Bench(model, arguments), cell.part)(cell.tokens)}
+                    found = {
+                        "status": "ok",
+                        **getattr(Bench(model, arguments), cell.part.replace("-", "_"))(cell.tokens),
+                    }
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise

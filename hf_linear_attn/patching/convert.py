@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from logging import getLogger
@@ -27,6 +27,7 @@ from hf_linear_attn.patching.discover import (
     attention_layers,
     choose_layers,
     is_looped,
+    passes_on,
     refuse_special,
     refuse_split_sharing,
     sizes_of,
@@ -35,7 +36,7 @@ from hf_linear_attn.patching.hook import IMPLEMENTATION, Host
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
 from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
-from hf_linear_attn.patching.scope import enter_module, leave_module
+from hf_linear_attn.patching.scope import enter_module, enter_passing_module, leave_module
 
 logger = getLogger(__name__)
 
@@ -177,11 +178,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     _own_configs(model)
     for layer, part in parts:
         layer.module.linear_attention = part
-        layer.module.register_forward_pre_hook(enter_module, with_kwargs=True)
-        layer.module.register_forward_hook(leave_module, always_call=True)
+        _add_hooks(layer.module, enter_passing_module if passes_on(layer.module) else enter_module, leave_module)
     for holder in _models_of(model):
-        holder.register_forward_pre_hook(enter_model, with_kwargs=True)
-        holder.register_forward_hook(leave_model, always_call=True)
+        _add_hooks(holder, enter_model, leave_model)
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
@@ -322,16 +321,36 @@ def unpatch_model(model: ModelT) -> ModelT:
     return model
 
 
+HOOKS = "hf_linear_attn"
+"""The key of our hooks among a module's."""
+
+
+def hook_tables(module: nn.Module) -> tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]:
+    """Return the hooks before and after a module's forward, each with the table that says how ours are called."""
+    return (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_always_called),
+    )
+
+
+def _add_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., None]) -> None:
+    """Have hooks called before and after a module's forward.
+
+    PyTorch numbers hooks, and a compiler takes the number for part of what it compiles: layers that are compiled one by
+    one would each be compiled anew. Under the same key in all of them they share a graph.
+    """
+    before = module.register_forward_pre_hook(enter, with_kwargs=True)
+    after = module.register_forward_hook(leave, always_call=True)
+    for handle, tables in zip((before, after), hook_tables(module), strict=True):
+        for table in tables:
+            table[HOOKS] = table.pop(handle.id)
+
+
 def _remove_hooks(module: nn.Module) -> None:
     """Take our hooks off a module, and leave others' there."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (enter_module, enter_model):
-            module._forward_pre_hooks.pop(key)
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key, hook in list(module._forward_hooks.items()):
-        if hook in (leave_module, leave_model):
-            module._forward_hooks.pop(key)
-            module._forward_hooks_always_called.pop(key, None)
+    for tables in hook_tables(module):
+        for table in tables:
+            table.pop(HOOKS, None)
 
 
 class _Convertible(PatchedModel):  # type: ignore[no-untyped-call]

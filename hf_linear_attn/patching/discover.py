@@ -58,6 +58,12 @@ def _uses_interface(cls: Callable[..., nn.Module]) -> bool:
     return "hidden_states" in given or any("mask" in x.name or x.kind == x.VAR_KEYWORD for x in given.values())
 
 
+def passes_on(module: nn.Module) -> bool:
+    """Tell whether a module hands its attention function whatever it is given by name beyond what it knows."""
+    forward = inspect.unwrap(type(module).forward)
+    return any(x.kind == x.VAR_KEYWORD for x in inspect.signature(forward).parameters.values())
+
+
 def _kind(name: str, module: nn.Module) -> Kind:
     names = f"{type(module).__name__} {' '.join(name.split('.')[-2:])}".lower()
     if getattr(module, "is_cross_attention", False) or any(

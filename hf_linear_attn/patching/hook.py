@@ -15,7 +15,7 @@ from hf_linear_attn.patching.cache import RECORDED, LinearAttentionCacheLayer, c
 from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import Reader, linear_attention_mask, padding_of
-from hf_linear_attn.patching.scope import Seen, current, part_of
+from hf_linear_attn.patching.scope import SCOPE, Seen, current, part_of
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -80,7 +80,7 @@ def linear_attention_forward(
     Raises:
         UnsupportedError: If the layer asks for something that linear attention does not have.
     """
-    scope = current.module
+    scope = kwargs.get(SCOPE, current.module)
     if scope is not None and scope.module is not module:
         scope = None
     part = part_of(module) if scope is None else scope.part

@@ -77,8 +77,31 @@ current = _Current()
 """What this thread runs now."""
 
 
+SCOPE = "linear_attention_scope"
+"""The argument by which a module hands its attention calls what they share."""
+
+
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Note, before a patched module's forward, which cache layer its tokens belong to (a forward pre-hook)."""
+    current.module = _scope_of(module, args, kwargs)
+
+
+def enter_passing_module(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Do the same before one that passes on whatever it is given: see :func:`passes_on`.
+
+    Where a graph recomputes activations, what is computed again may change nothing outside of it. So what
+    :data:`current` holds elsewhere goes by an argument there.
+    """
+    scope = _scope_of(module, args, kwargs)
+    if module.training and torch.compiler.is_compiling():
+        return args, {**kwargs, SCOPE: scope}
+    current.module = scope
+    return None
+
+
+def _scope_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleScope:
     part, layer, rotation = part_of(module), None, None
     if part is not None:
         cache = cache_of(kwargs, args)
@@ -88,7 +111,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
             layer = cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
         if part.undoes:
             rotation = _rotation(module, part, layer, args, kwargs)
-    current.module = ModuleScope(module, part, layer, current.module, rotation)
+    return ModuleScope(module, part, layer, current.module, rotation)
 
 
 def _rotation(
@@ -166,7 +189,8 @@ class Seen(Exception):  # noqa: N818  # it tells of no error
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Clear that after the forward, however it ended (a forward hook)."""
-    current.module = None if current.module is None else current.module.outer
+    if current.module is not None and current.module.module is module:
+        current.module = current.module.outer
 
 
 def part_of(module: nn.Module) -> LinearAttention | None:

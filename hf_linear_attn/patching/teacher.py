@@ -9,11 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.patching.convert import is_patched, unpatch_model
-from hf_linear_attn.patching.masks import enter_model, leave_model
-from hf_linear_attn.patching.scope import enter_module, leave_module
-
-HOOKS = (enter_module, leave_module, enter_model, leave_model)
+from hf_linear_attn.patching.convert import HOOKS, hook_tables, is_patched, unpatch_model
 
 
 @contextmanager
@@ -136,7 +132,7 @@ class _Patch:
 
     def __init__(self, model: nn.Module) -> None:
         self.parts: list[tuple[nn.Module, Any, Any, PreTrainedConfig, str | None]] = []
-        self.hooks: list[tuple[nn.Module, dict[int, Any], dict[int, Any]]] = []
+        self.hooks: list[tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]] = []
         self.models: list[tuple[PreTrainedModel, type[PreTrainedModel], dict[str, Any]]] = []
         for module in model.modules():
             held: Any = module._modules.get("linear_attention")
@@ -144,9 +140,7 @@ class _Patch:
             if part is not None and part.host is not None:
                 host = part.host.config
                 self.parts.append((module, held, module.config, host, host._attn_implementation_internal))
-            for table in (module._forward_pre_hooks, module._forward_hooks):
-                if any(hook in HOOKS for hook in table.values()):
-                    self.hooks.append((module, table, dict(table)))
+            self.hooks += [(*tables, dict(tables[0])) for tables in hook_tables(module) if HOOKS in tables[0]]
             if isinstance(module, PreTrainedModel):
                 noted = vars(module.config)
                 own: dict[str, Any] = {name: noted[name] for name in ("linear_attention", "auto_map") if name in noted}
@@ -157,17 +151,13 @@ class _Patch:
         for module, held, config, host, implementation in self.parts:
             module.linear_attention, module.config = held, config
             host._attn_implementation_internal = implementation
-        for module, table, before in self.hooks:
+        for table, marks, before in self.hooks:
             later = {key: hook for key, hook in table.items() if key not in before}
             # Others' hooks may have gone meanwhile.
-            kept = {key: hook for key, hook in before.items() if key in table or hook in HOOKS}
+            kept = {key: hook for key, hook in before.items() if key in table or key == HOOKS}
             table.clear()
             table.update({**kept, **later})
-            for key, hook in kept.items():
-                if hook in (enter_module, enter_model):
-                    module._forward_pre_hooks_with_kwargs[key] = True
-                elif hook in (leave_module, leave_model):
-                    module._forward_hooks_always_called[key] = True
+            marks[HOOKS] = True
         for model, cls, own in self.models:
             model.__class__ = cls  # type: ignore[assignment]
             vars(model.config).update(own)

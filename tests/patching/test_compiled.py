@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.patching.call_cache import NAME
 
 from .checks import Graphs, close, patched, prompt
@@ -97,6 +98,36 @@ def test_training_steps_of_all_lengths_share_a_graph(setting, masked, dynamic):
         for name, wanted in gradients[0].items():
             torch.testing.assert_close(gradients[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
     assert len(graphs) <= (1 if dynamic else 2)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("setting", ["recommended", "kept", pytest.param("plain", marks=SLOW)])
+def test_layers_that_are_compiled_one_by_one_share_a_graph(setting, recomputed):
+    """As Accelerate compiles regions; where activations are recomputed, a graph holds the layer's twice."""
+    # More than a compiler makes graphs of one function.
+    model = patched(tiny_model("causal", "llama", num_hidden_layers=10), **SETTINGS[setting]).train()
+    ids = prompt(23, rows=2)
+    gradients = []
+    for graphs in (None, Graphs()):
+        if graphs is not None:
+            recompute_activations(model, recomputed)
+            for layer in model.model.layers:
+                layer.compile(backend=graphs, fullgraph=True)
+        model.zero_grad(set_to_none=True)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_a_graph_of_the_whole_model_recomputes_activations():
+    model, ids = build("recommended").train(), prompt(23, rows=2)
+    recompute_activations(model, True)
+    losses = [
+        called(ids, labels=ids, use_cache=False).loss
+        for called in (model, torch.compile(model, backend=Graphs(), fullgraph=True))
+    ]
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 @pytest.mark.parametrize("setting", ["recommended", pytest.param("plain", marks=SLOW)])
