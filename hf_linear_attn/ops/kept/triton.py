@@ -1,7 +1,7 @@
 """The choice of kept keys as a kernel: one key after the other, a program for each key head of a row.
 
-A program has where its C keys lie, their numbers and their values in registers: a key waits for the one before it, and
-would wait for memory, too. Of scores it reads the two between which an age lies, for the next key while one is chosen.
+A program has where its C keys lie, their numbers and their values or scores in registers: a key waits for the one before
+it, and would wait for memory, too.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
 from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded
+from hf_linear_attn.ops.triton.primitives import log2
 from hf_linear_attn.ops.triton.run import execute, target_for
 
 ENTRIES = 1024
@@ -28,13 +29,6 @@ def at_age(scores, rows, age, window, inside, AGES: tl.constexpr):
     before = tl.load(scores + rows * AGES + low, mask=inside, other=0.0).to(tl.float32)
     after = tl.load(scores + rows * AGES + low + 1, mask=inside, other=0.0).to(tl.float32)
     return before + (point - low.to(tl.float32)) * (after - before)
-
-
-@triton.jit
-def load_compared(row, ov, V: tl.constexpr, COMPARES: tl.constexpr):
-    """Return what is compared of a key that comes: its value, or the score that it has then."""
-    x = tl.load(row + ov, mask=ov < V, other=0.0) if COMPARES else tl.load(row)
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -63,7 +57,7 @@ def sooner(rank, number, place, held, of_rank, of_number, of_place, of_held):
 
 @triton.jit
 def pick(near, time, held, oc, count, comes, new_score, C: tl.constexpr, COMPARES: tl.constexpr, LAST: tl.constexpr):
-    """Return which place a key takes that comes, -1 if none, and what ``held`` says of the key that lay there."""
+    """Return where a key lies then that comes, as a place, -1 if in none, and as a mask; and what was ``held`` there."""
     known = oc < tl.where(comes, count, 0)
     rank = tl.where(known, ordered(near), LAST)
     number = tl.where(known, time.to(tl.int32), LAST)
@@ -71,24 +65,26 @@ def pick(near, time, held, oc, count, comes, new_score, C: tl.constexpr, COMPARE
     if COMPARES:
         # Several warps, which wait for each other once.
         _, _, place, goes = tl.reduce((rank, number, oc, held), 0, sooner)
+        place = tl.where(stays, tl.where(count < C, count.to(tl.int32), place), -1)
+        chosen = oc == place
     else:
         least = tl.min(rank, 0)
         number = tl.where(rank == least, number, LAST)
-        place = tl.min(tl.where(number == tl.min(number, 0), oc, LAST), 0)
-        goes = tl.max(tl.where(oc == place, held, -1), 0)
         stays = comes & ((ordered(new_score) >= least) | (count < C))
-    place = tl.where(count < C, count.to(tl.int32), place)
-    return tl.where(stays, place, -1), goes
+        # No two are as old. What is found of this one is not waited for.
+        chosen = tl.where(stays, tl.where(count < C, oc == count, number == tl.min(number, 0)), False)
+        place = tl.max(tl.where(chosen, oc, -1), 0)
+        goes = tl.max(tl.where(chosen, held, -1), 0)
+    return place, chosen, goes
 
 
-@triton.jit(do_not_specialize=["T", "window"])
+@triton.jit(do_not_specialize=["T"])
 def choose_kernel(
     compared, enters, positions, number, nearest, at, slot, gone, held_out, nearest_out, at_out,
-    T, window, HKV,
-    C: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, COMPARES: tl.constexpr,
-    AGES: tl.constexpr, ALIKE: tl.constexpr, LAST: tl.constexpr,
+    T, HKV, C: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    ALIKE: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Choose in one key head of a row."""
+    """Choose in one key head of a row by values."""
     i_bh = tl.program_id(0).to(tl.int64)
     i_b = i_bh // HKV
     oc = tl.arange(0, BC)
@@ -103,55 +99,111 @@ def choose_kernel(
     held = oc
     time = tl.load(at + i_bh * C + oc, mask=inside, other=0).to(tl.int32)
     count = tl.minimum(tl.load(number + i_b), C).to(tl.int32)
-    # The next key is on its way while one is compared, and the number of the one after it.
+    near = tl.load(nearest + i_bh * C + oc, mask=inside, other=float("inf"))
+    # [BC, BV]
+    rows = tl.load(compared + oc[:, None] * V + ov[None, :], mask=inside[:, None] & (ov < V)[None, :], other=0.0)
+    rows = rows.to(tl.float32)
+    squares = tl.sum(rows * rows, 1)
+    # The next key is on its way while one is compared.
     comes = tl.load(enters) != 0
     now = tl.load(positions).to(tl.int32)
-    now_after = tl.load(positions + tl.minimum(1, T - 1)).to(tl.int32)
-    new = load_compared(compared + C * V, ov, V, COMPARES)
-    if COMPARES:
-        near = tl.load(nearest + i_bh * C + oc, mask=inside, other=float("inf"))
-        # [BC, BV]
-        rows = tl.load(compared + oc[:, None] * V + ov[None, :], mask=inside[:, None] & (ov < V)[None, :], other=0.0)
-        rows = rows.to(tl.float32)
-        squares = tl.sum(rows * rows, 1)
-    else:
-        near = at_age(compared, oc, now - time + window, window, inside, AGES)
+    new = tl.load(compared + C * V + ov, mask=ov < V, other=0.0).to(tl.float32)
     for t in range(T):
         after = tl.minimum(t + 1, T - 1)
         comes_after = tl.load(enters + after) != 0
-        now_then = tl.load(positions + tl.minimum(t + 2, T - 1)).to(tl.int32)
-        new_after = load_compared(compared + (C + after).to(tl.int64) * V, ov, V, COMPARES)
-        new_score = 0.0
-        if COMPARES:
-            square = tl.sum(new[None, :] * new[None, :], 1)
-            known = oc < tl.where(comes, count, 0)
-            near = tl.where(known, tl.minimum(near, apart(rows, squares, new, square, ALIKE)), near)
-        else:
-            new_score = new
-            # For the next key, of those that are there now; and of this one, if it stays.
-            near_after = at_age(compared, held, now_after - time + window, window, inside, AGES)
-            own_after = at_age(compared, C + t, now_after - now + window, window, comes, AGES)
-        place, goes = pick(near, time, held, oc, count, comes, new_score, C, COMPARES, LAST)
+        now_after = tl.load(positions + after).to(tl.int32)
+        new_after = tl.load(compared + (C + after).to(tl.int64) * V + ov, mask=ov < V, other=0.0).to(tl.float32)
+        square = tl.sum(new[None, :] * new[None, :], 1)
+        known = oc < tl.where(comes, count, 0)
+        near = tl.where(known, tl.minimum(near, apart(rows, squares, new, square, ALIKE)), near)
+        place, chosen, goes = pick(near, time, held, oc, count, comes, 0.0, C, True, LAST)
         tl.store(slot + t, place.to(tl.int64))
         tl.store(gone + t, tl.where(comes & (count >= C), tl.where(place < 0, C + t, goes), -1).to(tl.int64))
-        chosen = oc == place
         held = tl.where(chosen, C + t, held)
         time = tl.where(chosen, now, time)
-        if COMPARES:
-            near = tl.where(chosen, float("inf"), near)
-            rows = tl.where(chosen[:, None], new[None, :], rows)
-            squares = tl.where(chosen, square, squares)
-        else:
-            near = tl.where(chosen, own_after, near_after)
+        near = tl.where(chosen, float("inf"), near)
+        rows = tl.where(chosen[:, None], new[None, :], rows)
+        squares = tl.where(chosen, square, squares)
         count = tl.minimum(count + comes.to(tl.int32), C)
         comes = comes_after
         now = now_after
-        now_after = now_then
         new = new_after
     tl.store(held_out + i_bh * C + oc, held.to(tl.int64), mask=inside)
     tl.store(at_out + i_bh * C + oc, time.to(tl.int64), mask=inside)
-    if COMPARES:
-        tl.store(nearest_out + i_bh * C + oc, near, mask=inside)
+    tl.store(nearest_out + i_bh * C + oc, near, mask=inside)
+
+
+@triton.jit
+def load_piece(scores, inside):
+    """Return the score with which a piece between two ages begins, and by what it rises."""
+    first = tl.load(scores, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(scores + 1, mask=inside, other=0.0).to(tl.float32) - first
+
+
+@triton.jit
+def load_entering(scores, enters, positions):
+    """Return whether a key comes, its number, and its scores' first piece."""
+    first, rise = load_piece(scores, True)
+    return tl.load(enters) != 0, tl.load(positions).to(tl.int32), first, rise
+
+
+@triton.jit(do_not_specialize=["T", "window"])
+def choose_scored_kernel(
+    scores, enters, positions, number, at, slot, gone, held_out, at_out,
+    T, window, HKV, C: tl.constexpr, BC: tl.constexpr, AGES: tl.constexpr, LAST: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Choose in one key head of a row by scores.
+
+    Of a key's scores the piece between two ages is at hand within which its age lies. Few keys come to the next piece
+    at a time, and those of all are read anew then.
+    """
+    i_bh = tl.program_id(0).to(tl.int64)
+    i_b = i_bh // HKV
+    oc = tl.arange(0, BC)
+    inside = oc < C
+    scores += i_bh * (C + T) * AGES
+    enters += i_b * T
+    positions += i_b * T
+    slot += i_bh * T
+    gone += i_bh * T
+    entering = scores + C * AGES
+    held = oc
+    time = tl.load(at + i_bh * C + oc, mask=inside, other=0).to(tl.int32)
+    count = tl.minimum(tl.load(number + i_b), C).to(tl.int32)
+    youngest = log2(window.to(tl.float32), PIN)
+    # The scores of a piece are ``first + (point - piece) * rise``, of the first piece until an age is known.
+    piece = tl.zeros([BC], tl.float32)
+    first, rise = load_piece(scores + oc * AGES, inside)
+    comes, now, new, new_rise = load_entering(entering, enters, positions)
+    after = tl.minimum(1, T - 1)
+    comes_1, now_1, new_1, new_rise_1 = load_entering(entering + after * AGES, enters + after, positions + after)
+    # Two keys are on their way while one is compared: each of three in its own registers.
+    for t in tl.range(0, T, loop_unroll_factor=3):
+        after = tl.minimum(t + 2, T - 1)
+        row = entering + after.to(tl.int64) * AGES
+        comes_2, now_2, new_2, new_rise_2 = load_entering(row, enters + after, positions + after)
+        known = oc < count
+        point = log2(tl.maximum(now - time + window, window).to(tl.float32), PIN) - youngest
+        beyond = point - piece
+        if tl.max((known & (beyond >= 1.0) & (piece < AGES - 2.0)).to(tl.int32), 0) > 0:
+            low = tl.minimum(point.to(tl.int32), AGES - 2)
+            first, rise = load_piece(scores + held * AGES + low, known)
+            piece = low.to(tl.float32)
+            beyond = point - piece
+        near = first + tl.minimum(beyond, 1.0) * rise
+        place, chosen, goes = pick(near, time, held, oc, count, comes, new, C, False, LAST)
+        tl.store(slot + t, place.to(tl.int64))
+        tl.store(gone + t, tl.where(comes & (count >= C), tl.where(place < 0, C + t, goes), -1).to(tl.int64))
+        held = tl.where(chosen, C + t, held)
+        time = tl.where(chosen, now, time)
+        first = tl.where(chosen, new, first)
+        rise = tl.where(chosen, new_rise, rise)
+        piece = tl.where(chosen, 0.0, piece)
+        count = tl.minimum(count + comes.to(tl.int32), C)
+        comes, now, new, new_rise = comes_1, now_1, new_1, new_rise_1
+        comes_1, now_1, new_1, new_rise_1 = comes_2, now_2, new_2, new_rise_2
+    tl.store(held_out + i_bh * C + oc, held.to(tl.int64), mask=inside)
+    tl.store(at_out + i_bh * C + oc, time.to(tl.int64), mask=inside)
 
 
 def choose_launch(target: Target, call: Entering) -> tuple[Choice, Launch]:
@@ -168,18 +220,22 @@ def choose_launch(target: Target, call: Entering) -> tuple[Choice, Launch]:
     slot = call.at.new_empty(B, HKV, T)
     found = Choice(slot, torch.empty_like(slot), *(torch.empty_like(x) for x in (call.at, call.nearest, call.at)))
     places, width = padded(C), padded(V)
-    # Where scores are compared, two numbers a place are read for each key.
-    entries = places * (width if call.window == 0 else 2)
-    chosen = Tile(places, width, min(max(entries // ENTRIES, 1), 16), 1)
     arguments = {
-        **{"compared": call.compared, "enters": call.enters, "positions": call.positions, "number": call.number},
-        **{"nearest": call.nearest, "at": call.at, "slot": found.slot, "gone": found.gone, "held_out": found.held},
-        **{"nearest_out": found.nearest, "at_out": found.at, "T": T, "window": call.window, "HKV": HKV},
-        **{"C": C, "V": V, "BC": chosen.tokens, "BV": chosen.width, "COMPARES": call.window == 0},
-        **{"AGES": AGES, "ALIKE": ALIKE, "LAST": LAST},
+        **{"enters": call.enters, "positions": call.positions, "number": call.number, "at": call.at},
+        **{"slot": found.slot, "gone": found.gone, "held_out": found.held, "at_out": found.at},
+        **{"T": T, "HKV": HKV, "C": C, "BC": places, "LAST": LAST},
     }
-    role = "keep_scored" if call.window else "keep"
-    return found, Launch(role, choose_kernel, B * HKV, arguments, chosen, tuple(call[:6]), tuple(found))
+    if call.window:
+        kernel, role, warps = choose_scored_kernel, "keep_scored", max(2 * places // ENTRIES, 1)
+        arguments |= {"scores": call.compared, "window": call.window, "AGES": AGES}
+        # Inline assembly, see primitives.log2.
+        arguments["PIN"] = target.arch.startswith("sm_")
+    else:
+        kernel, role, warps = choose_kernel, "keep", min(max(places * width // ENTRIES, 1), 16)
+        arguments |= {"compared": call.compared, "nearest": call.nearest, "nearest_out": found.nearest}
+        arguments |= {"V": V, "BV": width, "ALIKE": ALIKE}
+    chosen = Tile(places, width, warps, 1)
+    return found, Launch(role, kernel, B * HKV, arguments, chosen, tuple(call[:6]), tuple(found))
 
 
 def choose_triton(call: Entering) -> Choice:

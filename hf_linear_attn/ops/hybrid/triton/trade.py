@@ -95,11 +95,10 @@ def trade_kernel(
         said = tl.sum(hidden[:, None] * out.to(tl.float32), 0)
         said += tl.load(bias_out + i_hk * AGES + oa, mask=oa < AGES, other=0.0).to(tl.float32)
         new_score = tl.sum(tl.where(oa == 0, said, 0.0), 0)
-    place, _ = pick(near, time, oc, oc, count, leaves, new_score, C, COMPARES, LAST)
+    place, chosen, _ = pick(near, time, oc, oc, count, leaves, new_score, C, COMPARES, LAST)
     # Where it stays it takes the place of what goes; else it goes itself.
     stays = place >= 0
     at = place.to(tl.int64)
-    chosen = oc == place
     moved = tl.where(stays, D, 0)
     goes_k = tl.load(kept_k + at * D + od, mask=od < moved, other=0.0)
     goes_v = tl.load(kept_v + at * V + ov, mask=ov < tl.where(stays, V, 0), other=0.0)
