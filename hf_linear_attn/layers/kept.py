@@ -93,9 +93,9 @@ class Beyond(NamedTuple):
         return [[sorted(head[:n].tolist()) for head in row] for row, n in zip(self.choice.at, taken, strict=True)]
 
     def close(self, head_dim: int) -> dict[str, Tensor]:
-        """Return the tensors of a state after the call."""
+        """Return the tensors of a state after the call, with gradients where those are recorded."""
         held = self.choice.held
-        found = {"kept_k": _taken(self.k.detach(), held), "kept_v": _taken(self.v.detach(), held)}
+        found = {"kept_k": _taken(self.k, held), "kept_v": _taken(self.v, held)}
         found["kept_at"] = self.choice.at
         if self.scores is None:
             found["kept_nearest"] = self.choice.nearest

@@ -45,8 +45,6 @@ class ContextParallel:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self.parts = _parts(model)
-        settings = self.parts[0].settings
-        self.window, self.sinks = settings.window or 0, settings.sinks
         self._paused = False
 
     @property
@@ -203,9 +201,12 @@ class ContextParallel:
         if labels is not None and first.ndim == 2:
             unshifted = _unshifted(first, labels)
         part = Part(positions.expand(rows, -1), None if mask is None else mask.bool(), unshifted)
-        shard = Shard(self.ranks, lay_out(self.ranks, part, self.window, self.sinks))
+        shards: dict[tuple[int, int], Shard] = {}
         for layer in self.parts:
-            layer.shard = shard
+            sight = layer.settings.window or 0, layer.settings.sinks
+            if sight not in shards:
+                shards[sight] = Shard(self.ranks, lay_out(self.ranks, part, *sight))
+            layer.shard = shards[sight]
         return args, kwargs
 
     def _refuse(self, kwargs: Mapping[str, Any], where: str) -> None:
@@ -255,12 +256,6 @@ def _parts(model: nn.Module) -> list[LinearAttention]:
             rule = f"be one of {', '.join(HANDED_ON)} where texts are split over ranks"
             remedy = "Of others it is not known how a rank's keys pass a state on: run whole texts."
             raise UnsupportedError("update_rule", rule, part.settings.update_rule, remedy, where=part.name)
-        if part.settings.kept:
-            rule, remedy = (
-                "be 0 where texts are split over ranks",
-                "Which keys go hangs on all before: run whole texts.",
-            )
-            raise UnsupportedError("kept", rule, part.settings.kept, remedy, where=part.name)
     for layer in attention_layers(model):
         if part_of(layer.module) is None:
             rule = "be all of them where texts are split over ranks"

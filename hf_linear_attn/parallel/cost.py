@@ -1,12 +1,15 @@
 """What ranks send each other, as a formula."""
 
+from math import prod
 from typing import NamedTuple
+
+import torch
 
 from hf_linear_attn.layers import LinearAttention
 
 
 class Sent(NamedTuple):
-    """Bytes that each rank sends for one layer, in a forward; a backward sends as many.
+    """Bytes that each rank sends for one layer, in a forward; a backward sends as many, of kept keys no more.
 
     Attributes:
         states: What context parallelism sends, whatever the length of the text.
@@ -34,7 +37,9 @@ def bytes_sent(
 
     of which ``F V + F`` are the state (none with ``mix="window"``), the single D the sum of keys (``mix="key"`` alone),
     and R the angles of a token, where the rotation of R entries is undone beside a window. Update rules that overwrite
-    send ``F V + F F`` in place of the state, and those that only fade one number more.
+    send ``F V + F F`` in place of the state, and those that only fade one number more. Each rank but the last hands on
+    C kept keys with their values, and what the choice among them goes by, ``rows HKV C (D + V)`` entries and 12 or 32
+    bytes a key.
 
     Args:
         layer: A converted layer.
@@ -55,8 +60,11 @@ def bytes_sent(
         numbers += head_dim if layer.mix.sums_keys else 0
         numbers += (layer.window.size + layer.window.sinks) * (head_dim + value_dim)
     turns = layer.window.size * turned if layer.window is not None and layer.undoes else 0
-    most = -(-tokens // ranks)
+    most, kept = -(-tokens // ranks), 0
+    if layer.kept is not None and ranks > 1:
+        for slot in layer.kept.slots(value_dim).values():
+            kept += prod(slot.shape) * (token_bytes if slot.kind == "token" else slot.dtype(torch.float32).itemsize)
     return Sent(
-        states=(ranks - 1) * rows * (kv_heads * numbers + turns) * 4,
+        states=(ranks - 1) * rows * (kv_heads * numbers + turns) * 4 + rows * kept,
         keys=(ranks - 1) * rows * kv_heads * most * (head_dim + value_dim) * token_bytes,
     )

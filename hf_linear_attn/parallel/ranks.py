@@ -55,6 +55,16 @@ class Ranks(ABC):
         found: Tensor = _Gather.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
+    def send(self, x: Tensor, sender: int, receiver: int) -> Tensor:
+        """Return what the sender has as ``x`` where this is the receiver, and ``x`` elsewhere; all ranks call it."""
+        self.sent_bytes += x.nbytes if self.rank == sender else 0
+        return self._send(x.contiguous(), sender, receiver)
+
+    def hand_on(self, x: Tensor, sender: int) -> Tensor:
+        """Do as :meth:`send` to the next rank, with gradients: those of that one come back to the sender."""
+        found: Tensor = _HandOn.apply(x, sender, self)  # type: ignore[no-untyped-call]
+        return found
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's ``x``, without gradient."""
         return self._sum(x.detach().clone())
@@ -67,6 +77,9 @@ class Ranks(ABC):
 
     @abstractmethod
     def _reduce_scatter(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _send(self, x: Tensor, sender: int, receiver: int) -> Tensor: ...
 
     @abstractmethod
     def _sum(self, x: Tensor) -> Tensor: ...
@@ -82,6 +95,20 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.reduce_scatter(dx), None
+
+
+class _HandOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sender: int, ranks: Ranks) -> Tensor:
+        ctx.ranks, ctx.sender = ranks, sender
+        found = ranks.send(x, sender, sender + 1)
+        return found.view_as(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, None, None]:
+        dx = ctx.ranks.send(dx, ctx.sender + 1, ctx.sender)
+        return dx if ctx.ranks.rank == ctx.sender else torch.zeros_like(dx), None, None
 
 
 class Processes(Ranks):
@@ -128,6 +155,16 @@ class Processes(Ranks):
         with self._exchange():
             dist.reduce_scatter(found, list(x), group=self.group)
         return found
+
+    @override
+    def _send(self, x: Tensor, sender: int, receiver: int) -> Tensor:
+        with self._exchange():
+            if self.rank == sender:
+                dist.send(x, group=self.group, group_dst=receiver)
+            elif self.rank == receiver:
+                x = torch.empty_like(x)
+                dist.recv(x, group=self.group, group_src=sender)
+        return x
 
     @override
     def _sum(self, x: Tensor) -> Tensor:
@@ -207,8 +244,9 @@ class Pulse:
                 time.sleep(4 * BEAT_S)
                 now = self._heard()
                 gone = [rank for rank in range(self.size) if now[rank][0] == before[rank][0] and rank != self.rank]
-                most = max(exchanges for _, exchanges in now)
-                behind = [rank for rank in range(self.size) if now[rank][1] < most]
+                # Others wait in the exchange that these have not come to, or further on.
+                least, most = (find(exchanges for _, exchanges in now) for find in (min, max))
+                behind = [rank for rank in range(self.size) if now[rank][1] == least < most]
                 ranks, what = (gone, "gone") if gone else (behind, "behind")
                 found = f"rank {', '.join(map(str, ranks))} of {self.size} {what}" if ranks else "all, out of step"
                 self._store.compare_set(known, "", found)

@@ -12,7 +12,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.feature_maps import available_feature_maps
-from hf_linear_attn.parallel import bytes_sent, context_parallel, shard
+from hf_linear_attn.parallel import bytes_sent, context_parallel, sums
 from hf_linear_attn.patching import part_of
 from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from tests.distill.tiny import tiny_teacher
@@ -23,7 +23,7 @@ from tests.parallel.threads import copies, on_ranks
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     # So that short texts have several.
-    monkeypatch.setattr(shard, "SPAN", 7)
+    monkeypatch.setattr(sums, "SPAN", 7)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +66,12 @@ PATCHES = [
     RECOMMENDED | {"update_rule": "decay", "mix": "shared"},
     {"feature_map": "elu", "update_rule": "delta", "window": 3, "mix": "gate"},
     RECOMMENDED | {"update_rule": "gated_delta"},
+    {"feature_map": "elu", "window": 4, "sinks": 1, "kept": 3, "mix": "window"},
+    {"feature_map": "elu", "window": 4, "sinks": 2, "kept": 3, "mix": "window", "retention": "learned"},
+    RECOMMENDED | {"window": 5, "kept": 4},
+    RECOMMENDED | {"window": 5, "kept": 4, "retention": "learned", "update_rule": "gated_delta"},
+    {"feature_map": "elu", "window": 3, "kept": 4, "mix": "gate", "update_rule": "decay", "rotary": "undo"},
+    {"feature_map": "elu", "window": 6, "kept": 2, "mix": "window", "per_layer": {1: {"window": 3, "kept": 5}}},
 ]
 
 
@@ -101,8 +107,9 @@ def test_a_part_alone_is_not_the_text():
     assert (part - whole).abs().max() > 0.1
 
 
-def test_activations_may_be_recomputed():
-    model = model_of(torch.float64, **RECOMMENDED).train()
+@pytest.mark.parametrize("kept", [0, 3])
+def test_activations_may_be_recomputed(kept):
+    model = model_of(torch.float64, **RECOMMENDED, kept=kept).train()
     recompute_activations(model, enable=True)
     same(model, batch_of(1, 30), 2)
 
@@ -111,10 +118,11 @@ def test_bfloat16_is_one_process_within_its_rounding():
     same(model_of(torch.bfloat16, **RECOMMENDED), batch_of(1, 30), 2, tol=0.1)
 
 
+@pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("left", [None, 10, 24, 33])
-def test_a_text_goes_on_from_the_last_rank(left):
+def test_a_text_goes_on_from_the_last_rank(left, kept):
     """The last rank's part has no padding where that lies before it, and its window may be padding in part."""
-    model, batch = model_of(torch.float64, **RECOMMENDED).eval(), batch_of(2, 36)
+    model, batch = model_of(torch.float64, **RECOMMENDED, kept=kept).eval(), batch_of(2, 36)
     batch = batch if left is None else padded(batch, [(left, 0), (0, 0)])
     given = {name: x for name, x in batch.items() if name != "labels"}
     models, tokens = copies(model, 3), batch_of(2, 12, seed=1)["input_ids"].split(1, 1)
@@ -143,10 +151,12 @@ def test_a_text_goes_on_from_the_last_rank(left):
         RECOMMENDED | {"rotary": "undo"},
         {"feature_map": "elu", "update_rule": "decay"},
         {"feature_map": "elu", "update_rule": "gated_delta", "window": 3, "mix": "gate"},
+        {"feature_map": "elu", "window": 4, "kept": 3, "mix": "window"},
+        RECOMMENDED | {"rotary": "undo", "kept": 3, "retention": "learned"},
     ],
 )
 def test_bytes_do_not_grow_with_the_text_and_are_the_formula(patch, monkeypatch):
-    monkeypatch.setattr(shard, "SPAN", 4096)
+    monkeypatch.setattr(sums, "SPAN", 4096)
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=8,
@@ -159,7 +169,7 @@ def test_bytes_do_not_grow_with_the_text_and_are_the_formula(patch, monkeypatch)
     layer = next(part for module in model.modules() if (part := part_of(module)) is not None)
     models, sent = copies(model, 4), {}
     # Rules that go by the order of keys take their time on a CPU.
-    for tokens in (4096, 8192 if layer.rule.ordered else 262144):
+    for tokens in (4096, 8192 if layer.rule.ordered or layer.kept else 262144):
 
         def work(ranks, tokens=tokens):
             model = models[ranks.rank]
@@ -173,7 +183,9 @@ def test_bytes_do_not_grow_with_the_text_and_are_the_formula(patch, monkeypatch)
         # Before the first layer, ranks tell each other how their rows lie: whole numbers of 8 bytes.
         layout = 3 * 8 * (5 + 4 + (layer.settings.window or 0))
         expected = bytes_sent(layer, 4, tokens)
-        assert of_ranks == {expected.states + layout}
+        # Kept keys are handed on, by all but the last.
+        assert max(of_ranks) == expected.states + layout
+        assert (len(of_ranks) == 1) == (layer.kept is None)
         sent[tokens] = expected
     assert sent[4096].states == sent[tokens].states
     assert sent[tokens].keys == tokens // 4096 * sent[4096].keys == 3 * tokens // 4 * 2 * 4 * 4
@@ -302,10 +314,6 @@ class TestRefused:
         [
             (tiny_teacher, "`model` must be patched"),
             (lambda: patch_model(tiny_teacher(), layers=[0]), "softmax in model.layers.1.self_attn"),
-            (
-                lambda: patch_model(tiny_teacher(), window=4, kept=2),
-                "`kept` must be 0 where texts are split",
-            ),
             (lambda: patch_model(convolving()), r"`model` must have attention alone to mix tokens, got \['conv'\]"),
         ],
     )

@@ -39,6 +39,10 @@ class Thread(Ranks):
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return torch.stack([y[self.rank] for y in self.meeting.all(self.rank, x)]).sum(0)
 
+    def _send(self, x: Tensor, sender: int, receiver: int) -> Tensor:
+        found = self.meeting.all(self.rank, x)
+        return found[sender].detach() if self.rank == receiver else x
+
     def _sum(self, x: Tensor) -> Tensor:
         return torch.stack(self.meeting.all(self.rank, x)).sum(0)
 

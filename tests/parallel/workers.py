@@ -26,6 +26,7 @@ BATCHES = {
     "packed": (packed(PLAIN, [[60, 80, 10], [150]]), False),
 }
 PATCHES = [{"feature_map": "elu"}, RECOMMENDED, RECOMMENDED | {"update_rule": "gated_delta"}]
+PATCHES += [RECOMMENDED | {"kept": 5, "mix": "window"}, RECOMMENDED | {"kept": 5, "retention": "learned"}]
 
 
 def same(group, lengths):

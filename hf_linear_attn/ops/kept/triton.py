@@ -1,7 +1,7 @@
 """The choice of kept keys as a kernel: one key after the other, a program for each key head of a row.
 
-A program has where its C keys lie, their numbers and their values or scores in registers: a key waits for the one before
-it, and would wait for memory, too.
+A program has where its C keys lie, their numbers and their values or scores in registers: a key waits for the one
+before it, and would wait for memory, too.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -57,7 +57,7 @@ def sooner(rank, number, place, held, of_rank, of_number, of_place, of_held):
 
 @triton.jit
 def pick(near, time, held, oc, count, comes, new_score, C: tl.constexpr, COMPARES: tl.constexpr, LAST: tl.constexpr):
-    """Return where a key lies then that comes, as a place, -1 if in none, and as a mask; and what was ``held`` there."""
+    """Return where a key that comes lies then, as a place (-1 for none) and as a mask; and what was ``held`` there."""
     known = oc < tl.where(comes, count, 0)
     rank = tl.where(known, ordered(near), LAST)
     number = tl.where(known, time.to(tl.int32), LAST)
