@@ -82,6 +82,8 @@ def layers(tokens: int, heads: int, kv_heads: int, dim: int) -> dict[str, Callab
     """Return calls of the recommended layer."""
     config = LinearAttentionConfig(**RECOMMENDED, backend="triton")
     layer = LinearAttention(config, Sizes(dim, heads, kv_heads, 1 / math.sqrt(dim)), "layer", rotated=True)
+    # Gradients of weights are products, which a CPU would compute.
+    layer.requires_grad_(False)
     q, k, v = (
         torch.zeros(1, tokens, n, dim, dtype=torch.bfloat16).transpose(1, 2) for n in (heads, kv_heads, kv_heads)
     )
@@ -93,10 +95,17 @@ def layers(tokens: int, heads: int, kv_heads: int, dim: int) -> dict[str, Callab
     stepping = call(State(), tokens)
     layer(q, k, v, stepping)
     stepping = stepping._replace(rotation=call(None, 1).rotation)
+    leaves, do = [x.detach().requires_grad_() for x in (q, k, v)], torch.zeros_like(q)
+
+    def train() -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(layer(*leaves, call(None, tokens)), leaves, do)
+
     return {
         "recommended layer, a text": lambda: layer(q, k, v, call(None, tokens)),
         "recommended layer, a text into a new state": lambda: layer(q, k, v, call(State(), tokens)),
         "recommended layer, a step": lambda: layer(*one, stepping),
+        "recommended layer, weights frozen, forward and backward": train,
     }
 
 

@@ -4,7 +4,8 @@
     python benchmarks/run.py --suite serving --heads 16 --contexts 100 1000 3000 --running 4 --output wide.json
 
 The small teacher of the examples, or with `--heads` one of that many heads of 64 with random weights, and the same
-converted with the recommended recipe, fp32, eager, in one process on one thread. Requests held are vLLM's own count for
+converted with the recommended recipe, and with one that keeps 64 keys by a learned rule in place of a linear branch,
+fp32, eager, in one process on one thread. Requests held are vLLM's own count for
 a cache of 1 GiB. A step is one new token for every running request, as processor time of the whole engine; medians are
 compared. All requests share one prompt by prefix caching, so that reading it is paid for once; the teacher's requests
 then read the same keys, which favours it. `make vllm-environment` makes the environment that this needs.
@@ -26,7 +27,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_linear_attn import patch_model
 
 TEACHER = Path(__file__).parents[2] / "examples" / "teacher"
-RECIPE = {"feature_map": "norm_preserving", "window": 64, "sinks": 4}
+NEAR = {"window": 64, "sinks": 4}
+RECIPES = {
+    "recommended": NEAR | {"feature_map": "norm_preserving"},
+    "kept keys": NEAR | {"kept": 64, "mix": "window", "retention": "learned", "rotary": "undo"},
+}
 HELD = (2048, 8192, 32768)
 """Lengths for which requests are counted."""
 CACHE_NBYTES = 2**30
@@ -132,10 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = provenance("serving", argv or [])
     facts["vllm"] = vllm.__version__
     with tempfile.TemporaryDirectory() as folder:
-        student = Path(folder) / "student"
         teacher = wide_teacher(Path(folder) / "teacher", arguments.heads) if arguments.heads else TEACHER
-        patch_model(AutoModelForCausalLM.from_pretrained(teacher), **RECIPE).save_pretrained(student)
-        models = {"student": student, "teacher": teacher}
+        models = {name: Path(folder) / name.replace(" ", "-") for name in RECIPES} | {"teacher": teacher}
+        for name, recipe in RECIPES.items():
+            patch_model(AutoModelForCausalLM.from_pretrained(teacher), **recipe).save_pretrained(models[name])
         times: dict[tuple[int, int], dict[str, float]] = {}
         for name, path in models.items():
             batch = {"max_num_seqs": max(arguments.running), "max_num_batched_tokens": 2048}
@@ -151,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = [
         {"context": context, "running": running}
         | {f"{name}, ms": 1e3 * spent for name, spent in found.items()}
-        | {"student, of teacher": found["student"] / found["teacher"]}
+        | {f"{name}, of teacher": found[name] / found["teacher"] for name in RECIPES}
         for (context, running), found in times.items()
     ]
     result = {"provenance": facts, "requests held in 1 GiB": held, "step": steps}

@@ -13,7 +13,7 @@ from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.call import Branch, Call, Piece
 from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
-from hf_linear_attn.layers.numbers import positions_of
+from hf_linear_attn.layers.numbers import number_beyond, positions_of
 from hf_linear_attn.layers.packing import packed
 from hf_linear_attn.layers.retention import RETENTIONS
 from hf_linear_attn.layers.rules import RULES, Gates, RuleCall, Sizes
@@ -219,7 +219,7 @@ class LinearAttention(nn.Module):
         seen = None if state is None else state.tensors.get("seen")
         positions = positions_of(q, call.key_mask, seen)
         parts = q, k, v, call.key_mask, positions, None, None, self.scaling(call), call.causal, call.cu_seqlens
-        piece = Piece(*parts, rotation=call.rotation)
+        piece = Piece(*parts, rotation=call.rotation, carries=state is not None)
         if self.window is None:
             return piece
         unread = state is None or not state.first_read
@@ -229,7 +229,9 @@ class LinearAttention(nn.Module):
         if state is not None and seen is not None and (self.mix.has_far or self.kept is not None):
             # All that were seen are beyond the window but for those that it holds, and the sinks.
             before = seen - counts[:, :past].sum(1) - state.tensors["near_mask"][:, : self.window.sinks].sum(1)
-        if self.mix.has_far:
+        if self.mix.has_far and (tokens.first or tokens.counts is None):
+            number = number_beyond(q.device, len(q), q.shape[2], self.window.size, self.window.sinks)
+        elif self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
             number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
         if seen is not None and tokens.counts is not None:

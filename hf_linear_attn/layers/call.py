@@ -10,7 +10,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.layers.kept import Beyond, Kept
 from hf_linear_attn.layers.mixes import Mix
-from hf_linear_attn.layers.numbers import sinks_in_sight
+from hf_linear_attn.layers.numbers import first_in_sight, sinks_in_sight
 from hf_linear_attn.layers.rules import Gates, Rule
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Tokens, Window
@@ -59,6 +59,7 @@ class Piece(NamedTuple):
         start: Number of the first query in its call.
         rotation: By which the queries are turned, where they are to be turned back for the linear branch.
         beyond: The keys beyond the windows, where some of them are kept.
+        carries: Whether what the linear branch carries on is asked for.
     """
 
     q: Tensor
@@ -75,6 +76,7 @@ class Piece(NamedTuple):
     start: int = 0
     rotation: Rotation | None = None
     beyond: Beyond | None = None
+    carries: bool = True
 
     def sinks(self, window: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the sinks' keys and values, and which query sees which, ``[B, T, N]``.
@@ -86,7 +88,10 @@ class Piece(NamedTuple):
         k, v, place = self.tokens.sink_k, self.tokens.sink_v, self.tokens.sink_place
         if k is None or v is None or place is None:
             return None
-        return k, v, sinks_in_sight(place, self.start, self.start + self.q.shape[2], window)
+        queries = self.start, self.start + self.q.shape[2]
+        if self.tokens.first:
+            return k, v, first_in_sight(place.device, len(place), *queries, window, k.shape[2])
+        return k, v, sinks_in_sight(place, *queries, window)
 
     def cut(self, a: int, b: int, window: int) -> "Piece":
         """Return the queries ``[a, b)`` with what they see."""

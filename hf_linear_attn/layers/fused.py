@@ -24,10 +24,11 @@ from hf_linear_attn.ops.hybrid import (
     hybrid_obstacle,
     hybrid_prefill,
     hybrid_step_,
+    hybrid_train,
     prefill_obstacle,
 )
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.tracing import is_transformed
+from hf_linear_attn.tracing import is_transformed, needs_operations
 
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
@@ -189,7 +190,11 @@ def fused_prefill(
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
     """Attend as :meth:`LinearAttention.read` does; None where that has to do it."""
     chosen, tokens, window = fused_backend(layer.settings.backend, piece.q.device), piece.tokens, layer.window
-    if chosen is None or torch.is_grad_enabled() or layer.disabled:
+    trains = torch.is_grad_enabled()
+    if chosen is None or layer.disabled:
+        return None
+    if trains and (chosen != "triton" or piece.carries or carried or needs_operations()):
+        # A graph is the better for single operations, and what is carried may have gradients.
         return None
     computed = _map_of(layer)
     reason = why_not(layer, computed, PREFILLS[chosen], KEEPS if chosen == "numba" else ())
@@ -199,7 +204,7 @@ def fused_prefill(
     if computed is None or tokens is None or window is None or reason is not None:
         return None
     _, of_q, of_k = computed
-    if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen) is not None:
+    if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen, trains=trains) is not None:
         return None
     of_value = layer.rule_weights().get("decay_value")
     if of_value is not None and of_value.shape[1] != tokens.v.shape[3]:
@@ -207,6 +212,8 @@ def fused_prefill(
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
     whole = _prefill_of(layer, computed, piece, tokens, window, carried or {})
+    if trains and of_k is not None:
+        return hybrid_train(whole, of_k, of_keys, first=tokens.first), {}
     found = hybrid_prefill(whole, of_k, of_keys, chosen)
     sums = {"kv": found.kv, "z": found.z} if layer.mix.has_far else {}
     return found.o, sums | {"far_keys": found.far_keys} if layer.mix.sums_keys else sums

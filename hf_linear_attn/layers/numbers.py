@@ -75,6 +75,24 @@ def sinks_in_sight(place: Tensor, start: int, end: int, window: int) -> Tensor:
 
 
 @shared_by_texts
+def first_in_sight(device: torch.device, rows: int, start: int, end: int, window: int, sinks: int) -> Tensor:
+    """Return :func:`sinks_in_sight` where the sinks are the first tokens of texts that begin here."""
+    return sinks_in_sight(numbered(device, rows, sinks), start, end, window)
+
+
+@shared_by_texts
+def behind(device: torch.device, rows: int, tokens: int, first: int) -> Tensor:
+    """Return which tokens of texts without padding come behind the first few, ``[rows, tokens]`` bool."""
+    return (numbered(device, rows, tokens) >= first).contiguous()
+
+
+@shared_by_texts
+def number_beyond(device: torch.device, rows: int, tokens: int, window: int, first: int) -> Tensor:
+    """Count the tokens behind the first few that lie beyond the window of each, ``[rows, tokens]`` int64."""
+    return (numbered(device, rows, tokens) + 1 - window - first).clamp(min=0)
+
+
+@shared_by_texts
 def last_slots(device: torch.device, count: int, end: Tensor | int, slots: int, first: int) -> Tensor:
     """Return the slots of the last ``count`` of ``end`` tokens in a ring that begins at slot ``first``."""
     return first + (torch.arange(count, device=device) - count + end) % slots

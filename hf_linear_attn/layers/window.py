@@ -6,12 +6,12 @@ the one that comes, in two places: no program of a kernel reads what another one
 the order of slots. The first ``sinks`` real tokens have slots of their own before the ring, and none in it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers.numbers import last_slots, numbered
+from hf_linear_attn.layers.numbers import behind, last_slots, numbered
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE
@@ -33,6 +33,7 @@ class Tokens(NamedTuple):
         sink_v: ``[B, HKV, N, V]``.
         sink_place: ``[B, N]`` int64: the query at which a sink came; -1 before the first query, :data:`NOWHERE` for one
             that has not come.
+        first: Whether the sinks are the first of these keys, as in texts without padding that begin with them.
     """
 
     k: Tensor
@@ -43,13 +44,14 @@ class Tokens(NamedTuple):
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
     sink_place: Tensor | None = None
+    first: bool = False
 
     def cut(self, start: int, end: int) -> "Tokens":
         """Return the tokens ``[start, end)``, or those up to the last one, with all sinks."""
         mask, counts = (None if x is None else x[:, start:end] for x in (self.mask, self.counts))
         rotation = None if self.rotation is None else self.rotation.cut(start, end)
         k, v = self.k[:, :, start:end], self.v[:, :, start:end]
-        return self._replace(k=k, v=v, mask=mask, counts=counts, rotation=rotation)
+        return self._replace(k=k, v=v, mask=mask, counts=counts, rotation=rotation, first=self.first and not start)
 
     def counted(self) -> Tensor:
         """Return :attr:`counts`, written out where all count."""
@@ -92,15 +94,15 @@ class Window:
         where all sinks have been read. A rotation that is not asked for is None.
         """
         held = state.read() if state is not None and state.tensors else None
-        sinks: tuple[Tensor, ...] = ()
+        sinks: tuple[Any, ...] = ()
         counts = mask
         if self.sinks:
             if numbers is not None:
                 whole = mask is None and held is None and not is_symbol(k.shape[2])
                 if whole and k.shape[2] > self.sinks:
-                    # A text's first tokens are the first ones here.
-                    counts, place = numbers >= self.sinks, numbered(k.device, len(numbers), self.sinks)
-                    sinks = (k[:, :, : self.sinks], v[:, :, : self.sinks], place)
+                    counts = behind(k.device, *numbers.shape, self.sinks)
+                    place = numbered(k.device, len(numbers), self.sinks)
+                    sinks = (k[:, :, : self.sinks], v[:, :, : self.sinks], place, True)
                 else:
                     is_sink = numbers < self.sinks
                     is_sink = is_sink if mask is None else is_sink & mask

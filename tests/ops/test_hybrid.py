@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_linear_attn.layers import LinearAttention, State
+from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
 from hf_linear_attn.ops import delta_rule, linear_attention
 from hf_linear_attn.ops.dispatch import BACKENDS, HAS_NUMBA
@@ -197,6 +197,12 @@ def gradient_cases() -> list[object]:
             if turn % later == 0 and (walks if kind == "long" else reads):
                 marks = () if turn % usual == 0 else pytest.mark.slow
                 found.append(pytest.param(one, backend, kind, marks=marks))
+    # What kernels train as one node of a graph: sinks that are a text's first keys, or are found in it, or are none,
+    # and a window that no key leaves.
+    found += [
+        *((Spec(shape=SHAPES[shape]), "triton", kind) for shape, kind in ((0, "plain"), (1, "plain"), (4, "plain"))),
+        *((Spec(feature_map="hedgehog", shape=SHAPES[0]), "triton", kind) for kind in ("plain", "padded", "packed")),
+    ]
     return found
 
 
@@ -219,6 +225,36 @@ def test_gradients_are_those_of_the_definition(spec: Spec, backend: str, kind: s
         # eps, twice: half of the digits of fp32 are left, in that token alone. What a single key gives does not depend
         # on its features: gradients of 1 cancel.
         assert_near(x, y.double(), 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}", least=1.0)
+
+
+ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_map.power_k"], ["k", "mix_weight"], [])
+"""What has gradients of tokens, and of what a layer has learned."""
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
+def test_kernels_train_as_one_node_and_give_what_is_asked_for() -> None:
+    spec = Spec()
+    layer, tokens = spec.layer("triton", torch.float32), spec.text("plain", torch.float32)
+    probe = torch.randn(*tokens.q.shape[:3], tokens.v.shape[3], generator=torch.Generator(DEVICE).manual_seed(3))
+    learned = dict(layer.named_parameters())
+
+    def gradients(asked: list[str], call: Call) -> dict[str, Tensor]:
+        leaves = {name: getattr(tokens, name).detach().requires_grad_(name in asked) for name in "qkv"}
+        for name, x in learned.items():
+            x.requires_grad_(name in asked)
+        o = layer(*leaves.values(), call)
+        if not asked:
+            assert not o.requires_grad
+            return {}
+        assert (call.state is None) == (type(o.grad_fn).__name__ == "_LayerBackward")
+        inputs = {name: x for name, x in (leaves | learned).items() if name in asked}
+        return dict(zip(inputs, torch.autograd.grad((o * probe).sum(), list(inputs.values())), strict=True))
+
+    # Into a state, one operation follows on the other.
+    every = gradients([*"qkv", *learned], call_of(tokens)._replace(state=State()))
+    for asked in (*ASKED, [*"qkv", *learned]):
+        for name, x in gradients(asked, call_of(tokens)).items():
+            torch.testing.assert_close(x, every[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])

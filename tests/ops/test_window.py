@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.layers.numbers import sinks_in_sight
 from hf_linear_attn.ops.triton.plan import Launch, Target
 from hf_linear_attn.ops.window import NOWHERE, KeptKeys, OwnKey, window_attention
 from hf_linear_attn.ops.window.triton import op, problem
@@ -501,3 +503,28 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
     for launch in (*launches, *backward):
         large = {id(x) for x in launch.arguments.values() if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == T}
         assert large == {id(x) for x in (*launch.reads, *launch.writes) if x.ndim == 4 and x.shape[2] == T}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor wants a C++ compiler")
+@pytest.mark.parametrize(("tokens", "window", "sinks"), [(16, 4, 0), (40, 1, 0), (100, 64, 4)])
+def test_inductor_takes_gradients_on_a_cpu(tokens: int, window: int, sinks: int) -> None:
+    """Once it made code that wrote where it may not, for windows in one block, and code that did not compile."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
+        seen = sinks_in_sight(place, 0, tokens, window)
+        first = (k[:, :, :sinks], v[:, :, :sinks], seen) if sinks else None
+        return window_attention(q, k, v, window=window, scaling=0.3, sinks=first, backend="torch")
+
+    threads, compiled = torch.get_num_threads(), torch.compile(attend, dynamic=False)
+    torch.set_num_threads(2)
+    try:
+        for seed in range(30):
+            g = torch.Generator().manual_seed(seed)
+            leaves = [torch.randn(1, n, tokens, 8, generator=g).requires_grad_() for n in (4, 2, 2)]
+            do, place = torch.randn(1, 4, tokens, 8, generator=g), torch.arange(sinks)[None]
+            found, wanted = (torch.autograd.grad(step(*leaves, place), leaves, do) for step in (compiled, attend))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+        torch.compiler.reset()

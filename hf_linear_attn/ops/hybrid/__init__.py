@@ -7,6 +7,7 @@ from hf_linear_attn.ops.hybrid.api import (
     hybrid_obstacle,
     hybrid_prefill,
     hybrid_step_,
+    hybrid_train,
     prefill_obstacle,
 )
 from hf_linear_attn.ops.hybrid.problem import Geometry, HeadState, HybridParams, HybridState, Key, Tokens
@@ -31,5 +32,6 @@ __all__ = [
     "hybrid_prefill",
     "hybrid_reference",
     "hybrid_step_",
+    "hybrid_train",
     "prefill_obstacle",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.dispatch import choose_backend, wants_kernels, wants_loops
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD, choose_backend, wants_kernels, wants_loops
 from hf_linear_attn.ops.features import LARGEST_PAIR, feature_obstacle
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
@@ -119,6 +119,8 @@ def prefill_obstacle(
     of_k: Pair | None,
     window: int,
     backend: Literal["triton", "numba"],
+    *,
+    trains: bool = False,
 ) -> str | None:
     """Say why the kernels, or the loop, cannot read such tokens in one, or None where they can.
 
@@ -130,6 +132,7 @@ def prefill_obstacle(
         of_k: That of keys.
         window: W.
         backend: Which of both.
+        trains: Whether gradients are asked for, which kernels alone give.
     """
     if backend == "numba":
         # Imported here so that the package needs no Numba.
@@ -146,6 +149,9 @@ def prefill_obstacle(
     if reason is not None:
         return reason
     features, dim = 2 * int(of_q.weight.shape[2]), int(v.shape[3])
+    if trains:
+        most = LARGEST_HEAD if q.dtype == torch.float32 else LARGEST_FEATURES
+        return f"the kernels hold at most {most} features" if features > most else None
     if not _has_tile(q.device, q.dtype, features, dim):
         return f"there is no tile for {features} features and values of {dim} on this device"
     if k.shape[2] <= window:
@@ -188,3 +194,23 @@ def hybrid_prefill(
 
     phi_k = features_triton(call.k[:, :, : call.q.shape[2]], of_k, rotation)
     return prefill_triton(call._replace(phi_k=phi_k))
+
+
+def hybrid_train(call: Prefill, of_k: Pair, rotation: Rotation | None, *, first: bool = False) -> Tensor:
+    """Attend from the queries of some tokens with gradients, by kernels and as one node of autograd's graph.
+
+    What is computed is as of :func:`hybrid_prefill`, without a state before the tokens or after them.
+
+    Args:
+        call: The tokens.
+        of_k: The map of keys.
+        rotation: By which the first T keys are turned, where their features are those of what they were before.
+        first: Whether the sinks are the first of the keys.
+
+    Returns:
+        ``o [B, H, T, V]``.
+    """
+    # Imported here so that the package needs neither Triton nor a GPU.
+    from hf_linear_attn.ops.hybrid.triton.train import train_triton
+
+    return train_triton(call, of_k, rotation, first)

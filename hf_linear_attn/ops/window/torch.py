@@ -137,7 +137,12 @@ class Band:
         before: list[tuple[Tensor, Tensor]] = []
         if sinks is not None:
             before.append((sinks[0][:, :, None], sinks[1][:, :, None]))
-            seen = torch.unflatten(F.pad(sinks[2], (0, 0, 0, self.pad)), 1, (self.blocks, self.block))
+            seen = sinks[2]
+            if self.pad:
+                # What torch's inductor 2.13 vectorises of a mask that is computed and padded does not compile.
+                whole = seen.float() if torch.compiler.is_compiling() else seen
+                seen = F.pad(whole, (0, 0, 0, self.pad)).bool()
+            seen = torch.unflatten(seen, 1, (self.blocks, self.block))
             visible = torch.cat([seen[:, None], visible.expand(self.batch, -1, self.blocks, -1, -1)], -1)
         if kept is not None:
             *found, seen = self._kept(kept)
@@ -220,7 +225,13 @@ def _bands(
     x = x[:, :, first:]
     if lead or pad:
         x = F.pad(x, (0, 0, lead, pad))
-    parts = [x.unfold(2, window - 1 + block, block).mT]
+    # Of windows that do not overlap, code that torch's inductor 2.13 makes for the gradient writes where it may not.
+    if blocks == 1:
+        parts = [x[:, :, None]]
+    elif window == 1:
+        parts = [torch.unflatten(x, 2, (blocks, block))]
+    else:
+        parts = [x.unfold(2, window - 1 + block, block).mT]
     if before is not None:
         parts.insert(0, before)
     if own:

@@ -32,7 +32,7 @@ def features_triton(x: Tensor, pair: Pair, rotation: Rotation | None = None) -> 
     refuse_functional("triton", x, pair.weight, pair.power)
     turns, layout = (None, Layout("half")) if rotation is None else rotation[:2]
     settings = pair.name, pair.factor, pair.sharpness, layout.pairs, layout.at_end
-    o: Tensor = _compute(x, turns, pair.weight, pair.power, *settings)
+    o: Tensor = compute(x, turns, pair.weight, pair.power, *settings)
     return o
 
 
@@ -79,7 +79,8 @@ def _save_features(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, turns, weight, power)
 
 
-def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what :func:`compute` takes."""
     x, turns, weight, power = ctx.saved_tensors
     *_, pairs, at_end = ctx.settings
     of_x, _, of_weight, *_ = ctx.needs_input_grad
@@ -94,14 +95,16 @@ def _features_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     if of_weight:
         if not plain.shape[3]:
             plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
-        dweight = (plain.mT.to(dy.dtype) @ dy).sum(0, dtype=weight.dtype)
-        dweight = dweight.sum(0, keepdim=True) if len(weight) == 1 else dweight
+        dweight = plain.mT.to(dy.dtype) @ dy
+        # A sum of one is a copy.
+        dweight = dweight.sum(0, dtype=weight.dtype) if len(x) > 1 else dweight[0].to(weight.dtype)
+        dweight = dweight.sum(0, keepdim=True) if len(weight) < len(dweight) else dweight
     if power is not None:
         of_power = (dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)).to(power.dtype)
     return dx, None, dweight, of_power, None, None, None, None, None
 
 
-torch.library.register_autograd(triton_features, _features_backward, setup_context=_save_features)
-_compute = directly(triton_features, _features, _save_features, _features_backward)
+torch.library.register_autograd(triton_features, backward, setup_context=_save_features)
+compute = directly(triton_features, _features, _save_features, backward)
 _derive = directly(triton_features_backward, _gradients)
 refuse_transforms("triton", triton_features, backward=triton_features_backward)

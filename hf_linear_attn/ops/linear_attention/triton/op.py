@@ -24,7 +24,7 @@ from hf_linear_attn.ops.triton.run import as_bytes, contiguous, directly, execut
 def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels."""
     refuse_functional("triton", call.q, call.k, call.v, call.kv0, call.z0, call.log_decay)
-    o, _, kv, z = _attend(*call.inputs())
+    o, _, kv, z = attend(*call.inputs())
     return o, LinearAttentionState(kv, z)
 
 
@@ -77,9 +77,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*save(p, Forward(*output)), *tensors)
 
 
-def _backward(
+def backward(
     ctx: Any, do: Tensor | None, dden: Tensor | None, dkv: Tensor | None, dz: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what :func:`attend` takes."""
     saved = ctx.saved_tensors
     o, v, has_decay, needs = saved[0], saved[6], saved[-1] is not None, ctx.needs_input_grad
     wanted = Wanted(needs[0], needs[1], needs[2], needs[5] or needs[6], has_decay and needs[7])
@@ -97,7 +98,7 @@ def _backward(
     return dq, dk, dv, None, None, dkv0, dz0, dlog_decay, None, None, None, None
 
 
-torch.library.register_autograd(triton_forward, _backward, setup_context=_save)
-_attend = directly(triton_forward, _forward, _save, _backward)
+torch.library.register_autograd(triton_forward, backward, setup_context=_save)
+attend = directly(triton_forward, _forward, _save, backward)
 _derive = directly(triton_backward, _gradients)
 refuse_transforms("triton", triton_forward, backward=triton_backward)

@@ -42,7 +42,7 @@ def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
     beyond: tuple[Tensor | None, ...] = (None,) * 6 if kept is None else (*kept, held_by_block(kept))
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
     refuse_functional("triton", q, k, v, sink_k, sink_v, *of_queries, *beyond[:2])
-    o: Tensor = _attend(q, k, v, codes, sink_k, sink_v, seen, *of_queries, *beyond, window, scaling)[0]
+    o: Tensor = attend(q, k, v, codes, sink_k, sink_v, seen, *of_queries, *beyond, window, scaling)[0]
     return o
 
 
@@ -94,7 +94,8 @@ def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.save_for_backward(*output, *tensors)
 
 
-def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what :func:`attend` takes."""
     if do is None:
         return (None,) * 21
     of_q, of_k, of_v, _, of_sink_k, of_sink_v, _, of_f, _, *of_own, of_given, of_kept_k, of_kept_v = (
@@ -120,7 +121,7 @@ def _window_backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tup
     return *asked, None, *sinks, None, *own, *kept, *(None,) * 6
 
 
-torch.library.register_autograd(triton_window, _window_backward, setup_context=_save_window)
-_attend = directly(triton_window, _forward, _save_window, _window_backward)
+torch.library.register_autograd(triton_window, backward, setup_context=_save_window)
+attend = directly(triton_window, _forward, _save_window, backward)
 _derive = directly(triton_window_backward, _gradients)
 refuse_transforms("triton", triton_window, backward=triton_window_backward)
