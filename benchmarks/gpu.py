@@ -162,7 +162,7 @@ def models(
     tiny = "32 --shapes tiny --device cpu --dtype float32 --repeats 1 --seconds 0 --decode-tokens 1 --decode-warm-up 1"
     full = f"{' '.join(map(str, limits))} --shapes llama-8b"
     # Prompts and training took an H100 45 s, what a compiler reads more.
-    seconds = 300 if part in ("decode", "compiled") else 120
+    seconds = 300 if part in ("decode", "compiled", "compiled-training") else 120
     return Step(name or part, words, full, tiny, [limit(*x) for x in limits.items()], seconds=seconds)
 
 
@@ -240,6 +240,7 @@ STEPS = [
     # What a step takes does not depend on what came before, and 64 long texts take long to read.
     models("decode", "decode-lengths", {1024: 9}, "decode-64", "--decode-batch 64"),
     models("training", "training-lengths", {4096: 1}, of_softmax=True),
+    models("compiled-training", "training-lengths", {4096: 1}, of_softmax=True),
     models("training", "training-lengths", {4096: 480}, "training-recipe", "--adapters"),
     Step("peers", f"{SUITE} kernels --lengths 2048 8192 32768", "", "--help", OF_PEERS),
     Step(
