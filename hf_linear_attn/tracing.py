@@ -25,7 +25,7 @@ def is_transformed() -> bool:
 
 def is_tracing() -> bool:
     """Tell whether something traces, transforms or watches operations."""
-    return bool(is_compiling() or _len_torch_dispatch_stack() or is_transformed())
+    return bool(needs_operations() or _get_tracing_state() or _len_torch_dispatch_stack())
 
 
 def is_symbol(size: int) -> bool:

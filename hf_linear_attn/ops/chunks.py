@@ -38,8 +38,3 @@ def sequences(queries: int, keys: int, cu_seqlens: Tensor | None) -> Iterator[tu
         return
     for n, (a, b) in enumerate(pairwise(cu_seqlens.tolist())):
         yield slice(n, n + 1), slice(a, b), slice(a, b)
-
-
-def split(x: Tensor, dim: int, parts: int) -> Tensor:
-    """View dimension ``dim`` as two, the first of that size."""
-    return x.view(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])

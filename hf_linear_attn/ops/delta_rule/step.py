@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, split
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY
 from hf_linear_attn.ops.delta_rule.api import delta_rule
 from hf_linear_attn.ops.delta_rule.checks import check_call
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
@@ -76,7 +76,7 @@ def delta_step_(
         kv.index_copy_(0, rows, own)
         return o
     if q.shape[2] == 1:
-        by_group = split(q[:, :, 0], 1, k.shape[1])
+        by_group = torch.unflatten(q[:, :, 0], 1, (k.shape[1], -1))
         o = overwrite_and_read_(by_group, k, v, beta, log_decay, kv, key_mask, l2norm)
         return o.view(*q.shape[:3], -1).to(q.dtype)
     o, final = delta_rule(q, k, v, beta, log_decay, key_mask=key_mask, state=state, l2norm=l2norm, backend="torch")

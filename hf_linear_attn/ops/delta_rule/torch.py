@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans
 from hf_linear_attn.ops.delta_rule.problem import FORWARD, GRADIENTS, DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import NORM_EPS
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
@@ -72,7 +72,8 @@ class _Tokens(NamedTuple):
 
     def cut(self, x: Tensor, span: Span) -> Tensor:
         """View a span's tokens of ``x [B, heads, T, E]`` as ``[n, B, HKV, G, C, E]``."""
-        heads = split(split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1])
+        of_span = torch.unflatten(x[:, :, span.a : span.b], 2, (span.n, -1))
+        heads = torch.unflatten(of_span, 1, (self.k.shape[1], -1))
         return heads.permute(3, 0, 1, 2, 4, 5)
 
     def rows(self, x: Tensor, span: Span) -> Tensor:
@@ -130,7 +131,7 @@ class _Span:
 
     def causal_(self, scores: Tensor) -> Tensor:
         """Weigh the scores ``[n, rows, G C, C]`` of a span's keys, zero where a query cannot see them, in place."""
-        by_head = split(scores, 2, scores.shape[2] // scores.shape[3])
+        by_head = torch.unflatten(scores, 2, (-1, scores.shape[3]))
         if self.within is None:
             by_head.tril_()
         else:
@@ -192,7 +193,7 @@ def _faded(x: Tensor, parts: _Span) -> Tensor:
     """Multiply queries, or gradients of outputs, by what their tokens have left of the state before the chunk."""
     if parts.within is None:
         return x
-    by_head = split(x, 2, x.shape[2] // parts.k.shape[2])
+    by_head = torch.unflatten(x, 2, (-1, parts.k.shape[2]))
     return (by_head * parts.before[:, :, None]).view_as(x)
 
 
@@ -282,8 +283,8 @@ def _span_backward(
     future_k = (written * parts.after) @ later.mT
     dg = None
     if parts.within is not None:
-        pairs = split(scores.mul_(dscores), 2, q.shape[2] // k.shape[2]).sum(2).addcmul_(parts.kk, dkk)
-        heads = split((q * past_q).sum(-1, keepdim=True), 2, q.shape[2] // k.shape[2]).sum(2)
+        pairs = torch.unflatten(scores.mul_(dscores), 2, (-1, k.shape[2])).sum(2).addcmul_(parts.kk, dkk)
+        heads = torch.unflatten((q * past_q).sum(-1, keepdim=True), 2, (-1, k.shape[2])).sum(2)
         reading = heads - (k * past_k).sum(-1, keepdim=True)
         read = (k * future_k).sum(-1, keepdim=True)
         dg = (pairs.flip(2).cumsum(2).flip(2).tril_(-1)).sum(-1, keepdim=True)

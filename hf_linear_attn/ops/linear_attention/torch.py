@@ -22,19 +22,19 @@ A delay shifts keys against queries: the first queries read the initial state al
 in between query t meets key t - delay, as without one.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.feature_maps.elementwise import ElementwiseMap, elementwise_map
-from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans, split
+from hf_linear_attn.feature_maps.elementwise import elementwise_map
+from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY, Span, pieces, sequences, spans
 from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.problem import FORWARD, INPUTS, LinearCall
 from hf_linear_attn.ops.linear_attention.reference import guarded
+from hf_linear_attn.ops.linear_attention.walk import Walk, causal_, running_, scale_, scaled, walks
 from hf_linear_attn.ops.state import LinearAttentionState, empty_like_tokens
 
 CHUNK = 32
@@ -51,190 +51,13 @@ def linear_attention_chunked(call: LinearCall) -> tuple[Tensor, LinearAttentionS
     return o, LinearAttentionState(kv, z)
 
 
-class _Fade(NamedTuple):
-    """How sums fade within each chunk of a span.
-
-    Attributes:
-        read: From before the chunk to each query, ``[rows, C, 1]``.
-        kept: From each key to the end of the chunk, ``[rows, C, 1]``.
-        within: From each key to each query, ``[rows, C, C]``; 1 where the query comes first.
-        whole: Over the chunk, ``[rows, 1, 1]``.
-    """
-
-    read: Tensor
-    kept: Tensor
-    within: Tensor
-    whole: Tensor
-
-
-class _Walk:
-    """Queries and keys of one sequence (or one padded batch), cut into chunks on demand.
-
-    ``[rows, ...]`` is ``[B HKV n, ...]``: the chunks of a span are rows of their own. The G heads of a group share
-    their keys, so their queries are rows of the same matrix, ``[G C, F]``.
-    """
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        phi: ElementwiseMap,
-        log_decay: Tensor | None = None,
-    ) -> None:
-        self.q, self.k, self.v, self.phi = q, k, v, phi
-        self.hidden = None if key_mask is None else ~key_mask[:, None, :, None].expand(-1, k.shape[1], -1, -1)
-        # Differences of sums over many tokens: in less than fp64 they would lose what follows a strong decay.
-        self.log_decay = None if log_decay is None else log_decay[..., None].double().clamp(min=LEAST_LOG_DECAY)
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-
-    def cut(self, x: Tensor, span: Span) -> Tensor:
-        """View a span's tokens of ``x [B, heads, T, E]`` as ``[B, HKV, n, G, C, E]``."""
-        return split(split(x[:, :, span.a : span.b], 2, span.n), 1, self.k.shape[1]).transpose(2, 3)
-
-    def before_(self, state: Tensor, phi_k: Tensor, v1: Tensor, span: Span, fade: _Fade | None) -> Tensor:
-        """Return the state before each chunk of a span, and take the span's keys into ``state``."""
-        if fade is None:
-            return _running_(state, torch.bmm(phi_k.transpose(1, 2), v1), span.n)
-        changes = torch.bmm((phi_k * fade.kept).transpose(1, 2), v1)
-        return _running_(state, changes, span.n, whole=fade.whole)
-
-    def add_products_(self, db: Tensor, span: Span, x: Tensor, dx: Tensor, factor: float = 1) -> None:
-        """Add ``factor x . dx``, of all heads of a group, to a span's tokens of ``db [B, HKV, T, 1]``."""
-        to = self.cut(db, span)
-        products = (x * dx).sum(-1, dtype=db.dtype).view(*to.shape[:3], -1, to.shape[4]).sum(3)
-        to.add_(products.view(to.shape), alpha=factor)
-
-    def paste(self, x: Tensor, span: Span, y: Tensor) -> None:
-        """Write ``y``, shaped as :meth:`cut` shapes it or as rows, over a span's tokens of ``x``."""
-        to = self.cut(x, span)
-        to.copy_(y.view(to.shape))
-
-    def queries(self, span: Span) -> Tensor:
-        """Return phi(q) as ``[rows, G C, F]``."""
-        return _rows(self.phi.phi(self.cut(self.q, span)))
-
-    def keys(self, span: Span) -> Tensor:
-        """Return phi(k), masked, as ``[rows, C, F]``."""
-        phi_k = _rows(self.phi.phi(self.cut(self.k, span)))
-        return phi_k if self.hidden is None else phi_k.masked_fill(_rows(self.cut(self.hidden, span)), 0)
-
-    def values(self, span: Span) -> Tensor:
-        """Return [v, 1], masked, as ``[rows, C, V + 1]``."""
-        v = self.cut(self.v, span)
-        v1 = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=self.dtype, device=v.device)
-        v1[..., :-1] = v
-        v1[..., -1] = 1
-        if self.hidden is not None:
-            # 0 times a NaN is one.
-            v1.masked_fill_(self.cut(self.hidden, span), 0)
-        return _rows(v1)
-
-    def weighted(self, errors: Sequence[Tensor], span: Span) -> Tensor:
-        """Return [G, h] as ``[rows, G C, V + 1]``, G = do / den, given do, h and 1 / den."""
-        do, h, inverse = (self.cut(x, span) for x in errors)
-        g1 = torch.empty(*do.shape[:-1], do.shape[-1] + 1, dtype=self.dtype, device=do.device)
-        torch.mul(do, inverse, out=g1[..., :-1])
-        g1[..., -1:] = h
-        return _rows(g1)
-
-    def derive(self, dx: Tensor, x: Tensor, span: Span, dphi: Tensor, features: Tensor | None = None) -> None:
-        """Write ``dphi phi'(x)`` over a span's tokens of ``dx``; ``features`` are phi(x) where they are at hand."""
-        x = upcast(self.cut(x, span))
-        features = self.phi.phi(x) if features is None else features.view(x.shape)
-        self.paste(dx, span, dphi.view(x.shape).mul_(self.phi.derivative(x, features)))
-
-    def fade(self, span: Span) -> _Fade | None:
-        """Return how sums fade within a span; None where they do not."""
-        if self.log_decay is None:
-            return None
-        b = _rows(self.cut(self.log_decay, span)).cumsum(1)
-        last = b[:, -1:]
-        read, kept, within, whole = (
-            x.to(self.dtype).exp() for x in (b, last - b, (b - b.transpose(1, 2)).clamp_(max=0), last)
-        )
-        return _Fade(read, kept, within, whole)
-
-    def state(self, kv: Tensor | None, z: Tensor | None) -> Tensor:
-        """Return [S, z] as ``[B HKV, F, V + 1]``, zeros where there is none; always a new tensor."""
-        if kv is None or z is None:
-            shape = (self.k.shape[0] * self.k.shape[1], self.k.shape[3], self.v.shape[3] + 1)
-            return torch.zeros(shape, dtype=self.dtype, device=self.k.device)
-        return torch.cat([kv, z[..., None]], dim=-1).flatten(0, 1)
-
-
-def _walks(call: LinearCall) -> tuple[_Walk, _Walk, int]:
-    """Part the tokens of a sequence.
-
-    Returns:
-        All keys with the queries that read one state and no key of their own: the first ``delay`` ones, or all of
-        them where attention is not causal. Then the other queries, each beside the last key that it sees. And the
-        number of the former.
-    """
-    q, k, v, phi = call.q, call.k, call.v, elementwise_map(call.phi)
-    lead = min(call.delay, q.shape[2]) if call.causal else q.shape[2]
-    near = max(q.shape[2] - lead, 0)
-    mask = None if call.key_mask is None else call.key_mask[:, :near]
-    log_decay = None if call.log_decay is None else call.log_decay[:, :, :near]
-    return (
-        _Walk(q[:, :, :lead], k, v, call.key_mask, phi),
-        _Walk(q[:, :, lead:], k[:, :, :near], v[:, :, :near], mask, phi, log_decay),
-        lead,
-    )
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Reshape ``[B, HKV, n, G, C, E]`` to ``[B HKV n, G C, E]``."""
-    return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
-
-
-def _causal_(scores: Tensor, fade: _Fade | None = None) -> Tensor:
-    """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, and fade the others, in place."""
-    if fade is not None:
-        _scale_(scores, fade.within)
-    split(scores, 1, scores.shape[1] // scores.shape[2]).tril_()
-    return scores
-
-
-def _scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply ``x [rows, G C, E]`` by ``factor [rows, C, E or 1]``, alike for all heads of a group, in place."""
-    split(x, 1, x.shape[1] // factor.shape[1]).mul_(factor[:, None])
-    return x
-
-
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Return ``x [rows, G C, E]`` times ``factor [rows, C, 1]``."""
-    return (split(x, 1, x.shape[1] // factor.shape[1]) * factor[:, None]).view(x.shape)
-
-
-def _running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, whole: Tensor | None = None) -> Tensor:
-    """Return the state before each of a span's n chunks, ``[rows, F, V + 1]``, and add their changes to ``state``.
-
-    In reverse a chunk follows the later ones; ``whole [rows, 1, 1]`` says how the state fades over each chunk.
-    """
-    before = torch.empty_like(changes)
-    steps, added = (split(x, 0, x.shape[0] // n).unbind(1) for x in (before, changes))
-    order = range(n)[::-1] if reverse else range(n)
-    steps[order[0]].copy_(state)
-    targets = [*(steps[i] for i in order[1:]), state]
-    if whole is None:
-        for i, target in zip(order, targets, strict=True):
-            torch.add(steps[i], added[i], out=target)
-    else:
-        factors = split(whole, 0, whole.shape[0] // n).unbind(1)
-        for i, target in zip(order, targets, strict=True):
-            torch.addcmul(added[i], steps[i], factors[i], out=target)
-    return before
-
-
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
     call = LinearCall.of(*inputs)
     q, k, causal, eps, signed = call.q, call.k, call.causal, call.eps, not elementwise_map(call.phi).non_negative
     o, den, kv, z = _allocate(call)
 
-    def divide(walk: _Walk, o: Tensor, den: Tensor, span: Span, o1: Tensor) -> None:
+    def divide(walk: Walk, o: Tensor, den: Tensor, span: Span, o1: Tensor) -> None:
         o, d = walk.cut(o, span), walk.cut(den[..., None], span)
         o1 = o1.view(*o.shape[:-1], -1)
         if signed:
@@ -245,7 +68,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
         one = call.sequence(state_rows, q_tokens, k_tokens)
-        far, near, lead = _walks(one)
+        far, near, lead = walks(one)
         o_rows, den_rows = o[:, :, q_tokens], den[:, :, q_tokens]
         s1 = far.state(one.kv0, one.z0)
         if not causal:
@@ -258,10 +81,10 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             before = near.before_(s1, phi_k, v1, span, fade)
             o1 = torch.bmm(phi_q, before)
             if fade is not None:
-                _scale_(o1, fade.read)
-            o1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade), v1)
+                scale_(o1, fade.read)
+            o1.baddbmm_(causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade), v1)
             divide(near, o_rows[:, :, lead:], den_rows[:, :, lead:], span, o1)
-        s1 = split(s1, 0, s1.shape[0] // k.shape[1])
+        s1 = torch.unflatten(s1, 0, (-1, k.shape[1]))
         kv[state_rows], z[state_rows] = s1[..., :-1], s1[..., -1]
     return o, den, kv, z
 
@@ -300,7 +123,7 @@ def _gradients(
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
     for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
         one = call.sequence(state_rows, q_tokens, k_tokens)
-        far, near, lead = _walks(one)
+        far, near, lead = walks(one)
         db = near.k.new_zeros(*near.k.shape[:3], 1, dtype=torch.float64) if one.log_decay is not None else None
         all_errors = [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
         far_errors, near_errors = [x[:, :, :lead] for x in all_errors], [x[:, :, lead:] for x in all_errors]
@@ -320,8 +143,8 @@ def _gradients(
             before = near.before_(s1, phi_k, v1, span, fade)
             dphi = torch.bmm(g1, before.transpose(1, 2))
             if fade is not None:
-                _scale_(dphi, fade.read)
-            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2)), fade), phi_k)
+                scale_(dphi, fade.read)
+            dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade), phi_k)
             if db is not None:
                 phi_q = near.queries(span)
                 near.add_products_(db, span, phi_q, dphi)
@@ -333,15 +156,15 @@ def _gradients(
         for span in reversed(spans(near.q.shape[2], CHUNK, SPAN)):
             phi_q, phi_k = near.queries(span), near.keys(span)
             v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
-            read_q = phi_q if fade is None else _scaled(phi_q, fade.read)
+            read_q = phi_q if fade is None else scaled(phi_q, fade.read)
             whole = None if fade is None else fade.whole
-            after = _running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
+            after = running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
             dphi, dv1 = torch.bmm(v1, after.transpose(1, 2)), torch.bmm(phi_k, after)
             if fade is not None:
                 dphi.mul_(fade.kept)
                 dv1.mul_(fade.kept)
-            dphi.baddbmm_(_causal_(torch.bmm(g1, v1.transpose(1, 2)), fade).transpose(1, 2), phi_q)
-            dv1.baddbmm_(_causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
+            dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade).transpose(1, 2), phi_q)
+            dv1.baddbmm_(causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
             if db is not None:
                 near.add_products_(db, span, phi_k, dphi, -1)
             near.derive(dk_rows, near.k, span, dphi, phi_k)
@@ -361,7 +184,7 @@ def _gradients(
                 dphi = torch.bmm(v1, r1.transpose(1, 2))
                 far.derive(dk_rows, far.k, span, dphi, phi_k)
                 far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
-        r1 = split(r1, 0, r1.shape[0] // k.shape[1])
+        r1 = torch.unflatten(r1, 0, (-1, k.shape[1]))
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
     if call.key_mask is not None:
         for x in (dk, dv):
