@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
 from logging import getLogger
@@ -33,6 +33,7 @@ from hf_linear_attn.patching.discover import (
     sizes_of,
 )
 from hf_linear_attn.patching.hook import IMPLEMENTATION, Host
+from hf_linear_attn.patching.hook_tables import add_hooks, remove_hooks
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
 from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
@@ -178,9 +179,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     _own_configs(model)
     for layer, part in parts:
         layer.module.linear_attention = part
-        _add_hooks(layer.module, enter_passing_module if passes_on(layer.module) else enter_module, leave_module)
+        add_hooks(layer.module, enter_passing_module if passes_on(layer.module) else enter_module, leave_module)
     for holder in _models_of(model):
-        _add_hooks(holder, enter_model, leave_model)
+        add_hooks(holder, enter_model, leave_model)
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
@@ -299,7 +300,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     if not is_patched(model):
         raise ArgumentError("model", "be patched", type(model).__name__, "Only patch_model's result can be unpatched.")
     for holder in _models_of(model):
-        _remove_hooks(holder)
+        remove_hooks(holder)
     for module in model.modules():
         # Where PEFT trains a copy, the copy's config is one too.
         held = getattr(module, "linear_attention", None)
@@ -311,7 +312,7 @@ def unpatch_model(model: ModelT) -> ModelT:
             if config._attn_implementation == IMPLEMENTATION:
                 config._attn_implementation_internal = part.host.implementation
         del module.linear_attention
-        _remove_hooks(module)
+        remove_hooks(module)
     for holder in model.modules():
         # A part of the model may have been patched by itself.
         if isinstance(holder, PreTrainedModel):
@@ -319,38 +320,6 @@ def unpatch_model(model: ModelT) -> ModelT:
                 holder.config.__dict__.pop(name, None)
             holder.__class__ = softmax_class(type(holder))  # type: ignore[assignment]
     return model
-
-
-HOOKS = "hf_linear_attn"
-"""The key of our hooks among a module's."""
-
-
-def hook_tables(module: nn.Module) -> tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]:
-    """Return the hooks before and after a module's forward, each with the table that says how ours are called."""
-    return (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_always_called),
-    )
-
-
-def _add_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., None]) -> None:
-    """Have hooks called before and after a module's forward.
-
-    PyTorch numbers hooks, and a compiler takes the number for part of what it compiles: layers that are compiled one by
-    one would each be compiled anew. Under the same key in all of them they share a graph.
-    """
-    before = module.register_forward_pre_hook(enter, with_kwargs=True)
-    after = module.register_forward_hook(leave, always_call=True)
-    for handle, tables in zip((before, after), hook_tables(module), strict=True):
-        for table in tables:
-            table[HOOKS] = table.pop(handle.id)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Take our hooks off a module, and leave others' there."""
-    for tables in hook_tables(module):
-        for table in tables:
-            table.pop(HOOKS, None)
 
 
 class _Convertible(PatchedModel):  # type: ignore[no-untyped-call]

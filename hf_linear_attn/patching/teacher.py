@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.patching.convert import HOOKS, hook_tables, is_patched, unpatch_model
+from hf_linear_attn.patching.convert import is_patched, unpatch_model
+from hf_linear_attn.patching.hook_tables import HOOKS, hook_tables
 
 
 @contextmanager
