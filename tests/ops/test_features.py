@@ -243,7 +243,7 @@ def test_the_kernel_computes_what_it_is_asked_for(name: str, monkeypatch: pytest
     def refuse(*inputs: object) -> Tensor:
         raise AssertionError("the kernel was asked")
 
-    monkeypatch.setattr(op, "_compute", refuse)
+    monkeypatch.setattr(op, "compute", refuse)
     assert features_of(drawn(name), x, "q", backend="torch").shape[-1] == 2 * D
     with pytest.raises(AssertionError, match="the kernel was asked"):
         features_of(drawn(name), x, "q", backend="triton")
