@@ -122,11 +122,13 @@ def _rotation(
     kwargs: Mapping[str, Any],
 ) -> Rotation | None:
     """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
-    told, layout, scope = rotation_in(args, kwargs), part.layout, current.model
+    told, layout, known = rotation_in(args, kwargs), part.layout, None
     if told is None:
         return None
-    # A graph has no use for them: what it computes twice, compilers find.
-    known = None if scope is None or torch.compiler.is_compiling() else scope.rotations
+    # A graph has no use for them: what it computes twice, compilers find. Nor is it told of the scope, which is over
+    # where activations are recomputed.
+    if not torch.compiler.is_compiling() and current.model is not None:
+        known = current.model.rotations
     if known is not None and layout is not None and (id(told), layout) in known:
         return known[id(told), layout][1]
     cos, sin = angles_of(part.name, told)
