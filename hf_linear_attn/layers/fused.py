@@ -198,7 +198,7 @@ def fused_prefill(
         return None
     computed = _map_of(layer)
     reason = why_not(layer, computed, PREFILLS[chosen], KEEPS if chosen == "numba" else ())
-    if reason is not None and chosen == "triton" and not (layer.rule.steps and layer.mix.steps):
+    if reason is not None and chosen == "triton" and not (trains or (layer.rule.steps and layer.mix.steps)):
         # Others fall back on kernels for each part, or say it where they step.
         warn_fallback(f"{reason}, and a step is read as a text of one token")
     if computed is None or tokens is None or window is None or reason is not None:

@@ -74,9 +74,7 @@ def read_whole(layer: Layer, whole: Piece, carried: Mapping[str, Tensor] | None)
     fused = fused_prefill(layer, whole, carried)
     if fused is not None:
         return fused
-    if walks(layer, whole):
-        return walk(layer, whole._replace(carries=True), carried)
-    return layer.read(whole, carried)
+    return walk(layer, whole, carried) if walks(layer, whole) else layer.read(whole, carried)
 
 
 def _keys(whole: Piece) -> list[Tensor]:

@@ -93,6 +93,16 @@ def test_any_split_is_one_process(data):
     same(model_of(torch.float64, **patch), batch, size, lengths, use_cache=use_cache)
 
 
+KEPT = [patch for patch in PATCHES if "kept" in patch]
+
+
+@pytest.mark.parametrize("patch", KEPT, ids=str)
+def test_kept_keys_and_windows_of_single_layers(patch):
+    plain = batch_of(2, 41)
+    same(model_of(torch.float64, **patch), plain, 3, [5, 20, 16], use_cache=True)
+    same(model_of(torch.float64, **patch), packed(plain, [[13, 20, 8], [41]]), 3)
+
+
 @pytest.mark.parametrize("feature_map", available_feature_maps())
 def test_every_map(feature_map):
     for window in ({}, {"window": 5, "sinks": 2}):

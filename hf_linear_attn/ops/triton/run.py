@@ -113,6 +113,11 @@ def codes_of(mask: Tensor) -> Tensor:
     return mask.to(torch.uint8) if torch.compiler.is_compiling() else mask.view(torch.uint8)
 
 
+def codes_with(key_mask: Tensor | None, counts: Tensor) -> Tensor:
+    """Return masks as bits of uint8: 0 for keys that are real, all where there is no mask, 1 for those that count."""
+    return torch.add(1 if key_mask is None else codes_of(key_mask), codes_of(counts), alpha=2)
+
+
 def has_changed(*tensors: Tensor | None) -> None:
     """Tell autograd that tensors have other values now: it does not see what kernels write."""
     _increment_version([x for x in tensors if x is not None and not x.is_inference()])

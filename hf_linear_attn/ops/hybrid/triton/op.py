@@ -15,6 +15,7 @@ from hf_linear_attn.ops.triton.plan import readable
 from hf_linear_attn.ops.triton.run import (
     Number,
     codes_of,
+    codes_with,
     contiguous,
     directly,
     execute,
@@ -150,8 +151,7 @@ def prefill_triton(call: Prefill) -> Prefilled:
     refuse_functional("triton", call.q, call.k, call.v, call.phi_k)
     codes = counts = None
     if call.counts is not None:
-        counts = codes_of(call.counts)
-        codes = torch.add(1 if call.key_mask is None else codes_of(call.key_mask), counts, alpha=2)
+        codes, counts = codes_with(call.key_mask, call.counts), codes_of(call.counts)
     found: tuple[Tensor, ...] = _attend(*call._replace(key_mask=codes, counts=counts)[:-1])
     return Prefilled(*found)
 

@@ -17,7 +17,7 @@ from hf_linear_attn.ops.hybrid.records import Prefill
 from hf_linear_attn.ops.library import refuse_functional
 from hf_linear_attn.ops.linear_attention.triton import op as linear
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.triton.run import codes_of
+from hf_linear_attn.ops.triton.run import codes_with
 from hf_linear_attn.ops.window.triton import op as window
 
 
@@ -82,8 +82,7 @@ def train_triton(call: Prefill, of_k: Pair, rotation: Rotation | None, first: bo
     """Attend with Triton kernels, and with gradients; see :func:`hf_linear_attn.ops.hybrid.hybrid_train`."""
     codes = counts = None
     if call.counts is not None:
-        counts = call.counts[:, : call.q.shape[2]]
-        codes = torch.add(1 if call.key_mask is None else codes_of(call.key_mask), codes_of(call.counts), alpha=2)
+        codes, counts = codes_with(call.key_mask, call.counts), call.counts[:, : call.q.shape[2]]
     layout = call.pairs, call.at_end
     settings = Settings(
         of_q=(call.phi, call.factor, call.sharpness, *layout),

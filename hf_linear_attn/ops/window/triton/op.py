@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.triton.plan import readable
-from hf_linear_attn.ops.triton.run import as_bytes, codes_of, contiguous, directly, execute, target_for
+from hf_linear_attn.ops.triton.run import as_bytes, codes_of, codes_with, contiguous, directly, execute, target_for
 from hf_linear_attn.ops.window import OwnKey
 from hf_linear_attn.ops.window.problem import WindowCall
 from hf_linear_attn.ops.window.triton.backward import (
@@ -36,8 +36,7 @@ def window_attention_triton(call: WindowCall, own_key: OwnKey | None) -> Tensor:
         score = own_key.score(q, k, window, scaling).masked_fill(own_key.number[:, None] == 0, -torch.inf)
         of_queries = own_key.value, None, None, None, None, score
     elif own_key is not None:
-        counts = codes_of(own_key.counts)
-        codes = torch.add(1 if codes is None else codes, counts, alpha=2)
+        codes = codes_with(key_mask, own_key.counts)
         of_queries = own_key.value, own_key.number, own_key.before, own_key.bias, own_key.weight, None
     beyond: tuple[Tensor | None, ...] = (None,) * 6 if kept is None else (*kept, held_by_block(kept))
     sink_k, sink_v, seen = (None, None, None) if sinks is None else sinks
