@@ -266,7 +266,8 @@ def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) ->
     assert found.returncode == 0, found.stderr
     first = json.loads(output.read_text())["cells"]
     assert {key for key in first if "softmax" in key} == {
-        f"tiny/softmax/{part}/32" for part in ("prefill", "compiled", "decode", "batch", "training")
+        f"tiny/softmax/{part}/32"
+        for part in ("prefill", "compiled", "decode", "batch", "training", "compiled-training")
     }
     # Two layers with 2 key-value heads of 8: keys and values of 32 tokens, or a state and a key sum in fp32.
     assert first["tiny/softmax/prefill/32"]["cache_bytes"] == 2 * 2 * 2 * 32 * 8 * 4
@@ -277,7 +278,7 @@ def test_models_suite_goes_on_from_what_it_measured(run: Run, tmp_path: Path) ->
     assert found.returncode == 0, found.stderr
     second = json.loads(output.read_text())["cells"]
     assert first.items() <= second.items()
-    assert len(second) == len(first) + 8 + 3
+    assert len(second) == len(first) + 9 + 3
     assert second["tiny/softmax/prefill/64"]["cache_bytes"] == 2 * 2 * 2 * 64 * 8 * 4
     # Twice the sequences have twice the states, and adapters go when they are measured.
     more = [
