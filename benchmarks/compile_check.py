@@ -214,7 +214,8 @@ def launches(config: Config) -> Iterator[Launch]:
 def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     out, forward = forward_launches(p, 1e-6)
     do, dkv, dz = torch.empty_like(out.o), torch.empty_like(out.kv), torch.empty_like(out.z)
-    _, backward = backward_launches(p, save(p, out), do, dkv, dz)
+    # Beside a window, gradients of values are added to its own, and below those of queries and keys.
+    _, backward = backward_launches(p, save(p, out), do, dkv, dz, into=torch.empty_like(p.v) if p.delay else None)
     yield from forward
     yield from backward
     q, k, v = (x[:, :, :1] for x in (p.q, p.k, p.v))
@@ -249,7 +250,8 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     if of_features is not None:
         features, launch = features_launch(of_features)
         yield launch
-        yield features_backward_launch(of_features, features)[1]
+        into = torch.empty_like(of_features.x) if of_features.in_halves else None
+        yield features_backward_launch(of_features, features, into=into)[1]
         x, turns, pairs, at_end = of_features.x, of_features.turns, of_features.pairs, of_features.at_end
         if turns is not None:
             yield turn_launch(p.target, x, turns, pairs, at_end=at_end, derive=True)[1]

@@ -116,9 +116,9 @@ def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> 
     with torch.no_grad(), Counter(layer) as found:
         layer(q, k, v, alone)
     row["prefill, U"] = found.bytes / q.nbytes
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves, do = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     with Counter(layer) as found:
-        layer(*leaves, alone).backward(torch.randn_like(q))
+        layer(*leaves, alone).backward(do)
     row["forward and backward, U"] = found.bytes / q.nbytes
     call = alone._replace(state=State())
     # Counted too, so that no kernel runs.

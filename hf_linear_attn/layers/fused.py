@@ -28,7 +28,7 @@ from hf_linear_attn.ops.hybrid import (
     prefill_obstacle,
 )
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.tracing import is_transformed, needs_operations
+from hf_linear_attn.tracing import is_transformed
 
 FusedBackend = Literal["triton", "numba"]
 """What reads in one call: kernels on a GPU, loops on a CPU."""
@@ -193,8 +193,8 @@ def fused_prefill(
     trains = torch.is_grad_enabled()
     if chosen is None or layer.disabled:
         return None
-    if trains and (chosen != "triton" or piece.carries or carried or needs_operations()):
-        # A graph is the better for single operations, and what is carried may have gradients.
+    if trains and (chosen != "triton" or piece.carries or carried):
+        # What is carried may have gradients.
         return None
     computed = _map_of(layer)
     reason = why_not(layer, computed, PREFILLS[chosen], KEEPS if chosen == "numba" else ())

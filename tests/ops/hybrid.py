@@ -57,6 +57,11 @@ LONG = Shape(H=16, HKV=1, D=128, turned=64, window=9)
 WIDE = Shape(H=2, HKV=1, D=160, V=132, turned=160, window=5, sinks=1)
 """Heads whose features no kernel holds whole."""
 
+HALVED = Shape(H=2, HKV=1, D=32, V=32, turned=32, window=5, sinks=2)
+"""Heads that kernels take as two halves, which add gradients of queries and keys to those of the window."""
+
+NAMED = {WIDE: "wide", HALVED: "halved", LONG: "long"}
+
 LIGHT = ("norm_preserving", "elu", "hedgehog")
 """Maps with not too many features of such heads."""
 
@@ -75,7 +80,7 @@ class Spec:
 
     def __str__(self) -> str:
         """Name it in a test's name."""
-        shape = SHAPES.index(self.shape) if self.shape in SHAPES else "wide" if self.shape == WIDE else "long"
+        shape = SHAPES.index(self.shape) if self.shape in SHAPES else NAMED.get(self.shape, "usual")
         return f"{self.rule}-{self.mix or 'no window'}-{self.feature_map}-{shape}"
 
     def layer(self, backend: str, dtype: torch.dtype) -> LinearAttention:

@@ -242,7 +242,7 @@ def features_backward_kernel(
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
-    OF_X: tl.constexpr, PLAIN: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
+    OF_X: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of ``x W`` and of x of L tokens of one head, x turned back, and their part of the power's."""
     pid = tl.program_id(0)
@@ -345,6 +345,9 @@ def features_backward_kernel(
             if R > 0:
                 cos, sin = load_angles(turns + c * R, ot, rows, R)
                 da, db = da * cos - db * sin, db * cos + da * sin
+            if ADD:
+                da += load_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], rows, oh < HALF, True)
+                db += load_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], rows, oh < HALF, True)
             store_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], da, rows, oh < HALF, True)
             store_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], db, rows, oh < HALF, True)
 
@@ -471,12 +474,16 @@ def allocate_features_backward(p: FeatureProblem, of_x: bool = True, of_weight: 
 
 
 def features_backward_launch(
-    p: FeatureProblem, do: Tensor, of_x: bool = True, of_weight: bool = True
+    p: FeatureProblem, do: Tensor, of_x: bool = True, of_weight: bool = True, into: Tensor | None = None
 ) -> tuple[FeatureGradients, Launch]:
-    """Plan the backward; return the gradients that are asked for, allocated, and the launch."""
-    found = allocate_features_backward(p, of_x, of_weight)
+    """Plan the backward; return the gradients that are asked for, allocated, and the launch.
+
+    Where tokens come in halves, that of x can be added to another, ``into [B, heads, T, D]``.
+    """
+    found = allocate_features_backward(p, of_x and into is None, of_weight)
     dy, dx, plain, dpower = found
-    wanted = {"OF_X": dx.shape[3] > 0, "PLAIN": plain.shape[3] > 0}
+    dx = dx if into is None else into
+    wanted = {"OF_X": dx.shape[3] > 0, "ADD": into is not None, "PLAIN": plain.shape[3] > 0}
     writes = {"dy": dy, "dx": dx, "plain": plain}
-    reads = {"x": p.x, "do": do}
+    reads = {"x": p.x, "do": do} if into is None else {"x": p.x, "do": do, "dx": dx}
     return found, p.launch("features_backward", features_backward_kernel, reads, writes, dpower=dpower, **wanted)

@@ -84,10 +84,27 @@ def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     x, turns, weight, power = ctx.saved_tensors
     *_, pairs, at_end = ctx.settings
     of_x, _, of_weight, *_ = ctx.needs_input_grad
-    dy, turned, plain, dpower = _derive(do, x, turns, weight, power, *ctx.settings, of_x, of_weight)
+    found = _derive(do, x, turns, weight, power, *ctx.settings, of_x, of_weight)
+    dx, dweight, dpower = finish(FeatureGradients(*found), x, turns, weight, power, pairs, at_end, of_x, of_weight)
+    return dx, None, dweight, dpower, None, None, None, None, None
+
+
+def finish(
+    found: FeatureGradients,
+    x: Tensor,
+    turns: Tensor | None,
+    weight: Tensor,
+    power: Tensor | None,
+    pairs: str,
+    at_end: bool,
+    of_x: bool,
+    of_weight: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of W and of the power from what the kernel has computed, by a library's products."""
+    dy, turned, plain, dpower = found
     dx = dweight = of_power = None
     # What has no columns, the kernel has not computed.
-    if turned.shape[3]:
+    if of_x and turned.shape[3]:
         dx = turned
     elif of_x:
         dx = dy @ weight.mT.to(dy.dtype)
@@ -101,7 +118,7 @@ def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         dweight = dweight.sum(0, keepdim=True) if len(weight) < len(dweight) else dweight
     if power is not None:
         of_power = (dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)).to(power.dtype)
-    return dx, None, dweight, of_power, None, None, None, None, None
+    return dx, dweight, of_power
 
 
 torch.library.register_autograd(triton_features, backward, setup_context=_save_features)

@@ -1,81 +1,194 @@
-"""A layer with a window as one node of autograd's graph: features, linear branch and window, and their gradients.
+"""A layer with a window as one op, and its gradients as another: features, linear branch and window.
 
-It runs what :func:`hf_linear_attn.ops.features.features_of`, :func:`hf_linear_attn.ops.linear_attention` and
-:func:`hf_linear_attn.ops.window.window_attention` run one after the other. As one node it costs the host less, for
-which a GPU waits at a few thousand tokens: autograd is entered once in place of four times, nothing is checked in
-between, and gradients are added up where they lie.
+It launches what :func:`hf_linear_attn.ops.features.features_of`, :func:`hf_linear_attn.ops.linear_attention` and
+:func:`hf_linear_attn.ops.window.window_attention` launch one after the other. As one op with one plan it costs the host
+less, for which a GPU waits at a few thousand tokens, and gradients of queries, keys and values are added up by the
+kernels that compute them.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.features.triton import op as features
+from hf_linear_attn.ops.features.triton.kernels import (
+    FeatureGradients,
+    FeatureProblem,
+    allocate_features,
+    features_backward_launch,
+    features_launch,
+)
+from hf_linear_attn.ops.features.triton.op import finish
 from hf_linear_attn.ops.hybrid.records import Prefill
-from hf_linear_attn.ops.library import refuse_functional
-from hf_linear_attn.ops.linear_attention.triton import op as linear
+from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
+from hf_linear_attn.ops.linear_attention.triton.backward import Saved, Wanted, backward_launches
+from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.rotation import Rotation
-from hf_linear_attn.ops.triton.run import codes_with
-from hf_linear_attn.ops.window.triton import op as window
+from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, readable
+from hf_linear_attn.ops.triton.run import as_bytes, codes_with, contiguous, directly, execute, target_for
+from hf_linear_attn.ops.window.triton.backward import WindowWanted, window_backward_launches
+from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, window_launches
+from hf_linear_attn.ops.window.triton.op import of_heads, of_sinks
+from hf_linear_attn.ops.window.triton.problem import WindowProblem
+
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? codes, Tensor? counts, Tensor? sink_k, Tensor? sink_v, Tensor? seen, "
+    "Tensor number, Tensor? turns_q, Tensor? turns_k, Tensor weight_q, Tensor? power_q, Tensor weight_k, "
+    "Tensor? power_k, Tensor bias, Tensor weight"
+)
+SETTINGS = (
+    "str map_q, float factor_q, float sharpness_q, str map_k, float factor_k, float sharpness_k, str pairs, "
+    "bool at_end, SymInt delay, float eps, SymInt window, float scaling, SymInt sinks"
+)
+"""What both operators take; see :class:`Train`."""
 
 
-class Settings(NamedTuple):
-    """What the operations are told beside tensors.
+class Train(NamedTuple):
+    """One call of the op: tensors as of :class:`Prefill`, and settings.
 
     Attributes:
-        of_q: What the features of queries are told, as their op takes it.
-        of_k: The same of keys.
+        codes: Masks ``[B, P + T]`` as of :class:`WindowProblem`; None where all keys are real and count.
+        counts: ``[B, T]`` bool, True = a key that counts in the linear branch; None likewise.
+        turns_q: By which queries are turned.
+        turns_k: By which the first T keys are.
+        power_k: Of the map of keys, as are ``weight_k`` and all that ends alike.
         delay: Tokens by which keys lag in the linear branch.
-        eps: Added to its normaliser.
-        window: W.
-        scaling: Factor on ``q.k``.
         sinks: How many of the first keys are sinks, where those are no tensors of their own.
     """
 
-    of_q: tuple[Any, ...]
-    of_k: tuple[Any, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    codes: Tensor | None
+    counts: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    seen: Tensor | None
+    number: Tensor
+    turns_q: Tensor | None
+    turns_k: Tensor | None
+    weight_q: Tensor
+    power_q: Tensor | None
+    weight_k: Tensor
+    power_k: Tensor | None
+    bias: Tensor
+    weight: Tensor
+    map_q: str
+    factor_q: float
+    sharpness_q: float
+    map_k: str
+    factor_k: float
+    sharpness_k: float
+    pairs: str
+    at_end: bool
     delay: int
     eps: float
     window: int
     scaling: float
     sinks: int
 
+    def own(self, x: Tensor) -> Tensor:
+        """Return the first T of keys or values: those that the linear branch reads."""
+        return x[:, :, : self.q.shape[2]]
 
-class Inputs(NamedTuple):
-    """The tensors of a layer, as of :class:`Prefill` but for those of a state, or which of them have gradients."""
+    def of_q(self, target: Target) -> FeatureProblem:
+        """Return the features of queries as a problem."""
+        learned = self.turns_q, self.weight_q, self.power_q
+        return FeatureProblem(
+            target, self.q, *learned, self.map_q, self.factor_q, self.sharpness_q, self.pairs, self.at_end
+        )
 
-    q: Any
-    k: Any
-    v: Any
-    codes: Any
-    sink_k: Any
-    sink_v: Any
-    seen: Any
-    number: Any
-    counts: Any
-    turns_q: Any
-    turns_k: Any
-    weight_q: Any
-    power_q: Any
-    weight_k: Any
-    power_k: Any
-    bias: Any
-    weight: Any
+    def of_k(self, target: Target) -> FeatureProblem:
+        """Return those of keys."""
+        learned = self.turns_k, self.weight_k, self.power_k
+        return FeatureProblem(
+            target, self.own(self.k), *learned, self.map_k, self.factor_k, self.sharpness_k, self.pairs, self.at_end
+        )
+
+    def linear(self, target: Target, phi_q: Tensor, phi_k: Tensor) -> Problem:
+        """Return the linear branch as a problem."""
+        tokens = phi_q, phi_k, self.own(self.v), self.counts
+        return Problem(target, *tokens, None, None, None, "identity", True, self.delay)
+
+    def near(self, target: Target, far: Tensor) -> WindowProblem:
+        """Return the window as a problem, with what the linear branch reads as the values of own keys."""
+        own = far, self.number, None, self.bias, self.weight, None, None
+        tokens = self.q, self.k, self.v, self.codes, self.sink_k, self.sink_v, self.seen
+        return WindowProblem(target, *tokens, *own, self.window, self.scaling)
+
+    def laid_out(self) -> "Train":
+        """Return it as kernels read it."""
+        names = "codes", "sink_k", "sink_v", "number", "turns_q", "turns_k"
+        learned = "weight_q", "power_q", "weight_k", "power_k", "bias", "weight"
+        plain = {name: contiguous(getattr(self, name)) for name in (*names, *learned)}
+        if self.sinks:
+            plain |= {
+                "sink_k": self.k[:, :, : self.sinks].contiguous(),
+                "sink_v": self.v[:, :, : self.sinks].contiguous(),
+            }
+        tokens = {name: readable(getattr(self, name)) for name in ("q", "k", "v")}
+        return self._replace(**tokens, **plain, counts=as_bytes(self.counts), seen=as_bytes(self.seen))
 
 
-class Node:
-    """What autograd hands the backward of an operation, for one that is a part of another.
+class Trained(NamedTuple):
+    """What the forward leaves behind: of the window as :class:`WindowForward`, and of the linear branch.
 
     Attributes:
-        saved_tensors: What its forward left.
-        needs_input_grad: Which of its inputs have gradients.
+        far: What it reads ``[B, H, T, V]``.
+        den: Its guarded normalisers ``[B, H, T]``, fp32.
+        phi_q: Features of queries ``[B, H, T, F]``.
+        phi_k: Those of the first T keys ``[B, HKV, T, F]``.
     """
 
-    def __init__(self, saved: tuple[Any, ...], needs: tuple[Any, ...], **settings: Any) -> None:
-        self.saved_tensors, self.needs_input_grad = saved, needs
-        self.__dict__.update(settings)
+    o: Tensor
+    lse: Tensor
+    score: Tensor
+    prefix: Tensor
+    far: Tensor
+    den: Tensor
+    phi_q: Tensor
+    phi_k: Tensor
+
+
+class Asked(NamedTuple):
+    """Which gradients are asked for, by the names of what they are of."""
+
+    q: bool
+    k: bool
+    v: bool
+    sink_k: bool
+    sink_v: bool
+    weight_q: bool
+    power_q: bool
+    weight_k: bool
+    power_k: bool
+    bias: bool
+    weight: bool
+
+
+ASKED = ", ".join(f"bool of_{name}" for name in Asked._fields)
+
+
+class Derived(NamedTuple):
+    """What the kernels of the backward write.
+
+    ``dq``, ``dk`` and ``dv`` are whole but for what a library multiplies; ``dphi_k`` is not written where no query sees
+    a key. The rest is as of :class:`WindowBackward` and of :class:`FeatureGradients`, by whose it is.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dscore: Tensor
+    dweight: Tensor
+    dsink_k: Tensor
+    dsink_v: Tensor
+    dphi_k: Tensor
+    of_q: FeatureGradients | None
+    of_k: FeatureGradients | None
 
 
 def train_triton(call: Prefill, of_k: Pair, rotation: Rotation | None, first: bool) -> Tensor:
@@ -83,89 +196,157 @@ def train_triton(call: Prefill, of_k: Pair, rotation: Rotation | None, first: bo
     codes = counts = None
     if call.counts is not None:
         codes, counts = codes_with(call.key_mask, call.counts), call.counts[:, : call.q.shape[2]]
-    layout = call.pairs, call.at_end
-    settings = Settings(
-        of_q=(call.phi, call.factor, call.sharpness, *layout),
-        of_k=(of_k.name, of_k.factor, of_k.sharpness, *layout),
-        delay=call.q.shape[2] - max(call.k.shape[2] - call.window, 0),
-        eps=call.eps,
-        window=call.window,
-        scaling=call.scaling,
-        sinks=call.sink_k.shape[2] if first and call.sink_k is not None else 0,
-    )
-    sinks = (None, None) if settings.sinks else (call.sink_k, call.sink_v)
-    tokens = call.q, call.k, call.v, codes, *sinks, call.seen, call.number, counts
+    sinks = call.sink_k.shape[2] if first and call.sink_k is not None else 0
+    of_sinks = (None, None) if sinks else (call.sink_k, call.sink_v)
+    tokens = call.q, call.k, call.v, codes, counts, *of_sinks, call.seen, call.number
     turns = call.turns, None if rotation is None else rotation.turns
     learned = call.weight_q, call.power_q, of_k.weight, of_k.power, call.bias, call.weight
     refuse_functional("triton", *tokens, *learned)
-    o: Tensor = _Layer.apply(settings, *tokens, *turns, *learned)  # type: ignore[no-untyped-call]
+    maps = call.phi, call.factor, call.sharpness, of_k.name, of_k.factor, of_k.sharpness, call.pairs, call.at_end
+    delay = call.q.shape[2] - max(call.k.shape[2] - call.window, 0)
+    o: Tensor = attend(*tokens, *turns, *learned, *maps, delay, call.eps, call.window, call.scaling, sinks)[0]
     return o
 
 
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, settings: Settings, *tensors: Any) -> Tensor:
-        x = Inputs(*tensors)
-        own_k = x.k[:, :, : x.q.shape[2]]
-        phi_q = features.compute(x.q, x.turns_q, x.weight_q, x.power_q, *settings.of_q)
-        phi_k = features.compute(own_k, x.turns_k, x.weight_k, x.power_k, *settings.of_k)
-        far, den, _, _ = linear.attend(*_linear(x, phi_q, phi_k), "identity", True, settings.delay, settings.eps)
-        found = window.attend(*_window(x, far, settings.sinks), settings.window, settings.scaling)
-        ctx.settings = settings
-        ctx.save_for_backward(*tensors, *found, far, den, phi_q, phi_k)
-        return found[0]
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        # Read once: where activations are recomputed, torch gives them out no second time.
-        saved, settings, number = ctx.saved_tensors, ctx.settings, len(Inputs._fields)
-        x, (*found, far, den, phi_q, phi_k) = Inputs(*saved[:number]), saved[number:]
-        needs, count = Inputs(*ctx.needs_input_grad[1:]), x.q.shape[2]
-        of_phi = needs.q or needs.weight_q or needs.power_q, needs.k or needs.weight_k or needs.power_k
-        of_sinks = (needs.k, needs.v) if settings.sinks else (needs.sink_k, needs.sink_v)
-
-        of_own = any(of_phi) or needs.v, False, False, needs.bias, needs.weight, False
-        asked: tuple[Any, ...] = *needs[:3], False, *of_sinks, False, *of_own, False, False
-        told = {"window": settings.window, "scaling": settings.scaling}
-        node = Node((*found, *_window(x, far, settings.sinks)), asked, **told)
-        dq, dk, dv, _, dsink_k, dsink_v, _, dfar, _, _, dbias, dweight, *_ = window.backward(node, do)
-
-        told = {"phi": "identity", "causal": True, "delay": settings.delay, "eps": settings.eps}
-        asked = *of_phi, needs.v, *(False,) * 5
-        node = Node((far, den, None, None, *_linear(x, phi_q, phi_k)), asked, **told)
-        dphi_q, dphi_k, dv_far, *_ = linear.backward(node, dfar, None, None, None)
-
-        asked = needs.q, False, needs.weight_q, needs.power_q
-        node = Node((x.q, x.turns_q, x.weight_q, x.power_q), asked, settings=settings.of_q)
-        dq_far, of_q = _of_map(node, dphi_q)
-        asked = needs.k, False, needs.weight_k, needs.power_k
-        node = Node((x.k[:, :, :count], x.turns_k, x.weight_k, x.power_k), asked, settings=settings.of_k)
-        dk_far, of_k = _of_map(node, dphi_k)
-        for whole, part in ((dq, dq_far), (dk, dk_far), (dv, dv_far)):
-            if whole is not None and part is not None:
-                whole[:, :, :count].add_(part)
-        if settings.sinks:
-            for whole, part in ((dk, dsink_k), (dv, dsink_v)):
-                if whole is not None and part is not None:
-                    whole[:, :, : settings.sinks].add_(part)
-            dsink_k = dsink_v = None
-        return None, dq, dk, dv, None, dsink_k, dsink_v, *(None,) * 5, *of_q, *of_k, dbias, dweight
+def train_launches(target: Target, x: Train) -> tuple[Trained, list[Launch]]:
+    """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
+    phi_q, of_q = features_launch(x.of_q(target))
+    phi_k, of_k = features_launch(x.of_k(target))
+    far, linear = forward_launches(x.linear(target, phi_q, phi_k), x.eps)
+    found, near = window_launches(x.near(target, far.o))
+    return Trained(*found, far.o, far.den, phi_q, phi_k), [of_q, of_k, *linear, *near]
 
 
-def _of_map(node: Node, dphi: Tensor | None) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """Return the gradient of queries or keys, and those of what their map has learned."""
-    if dphi is None:
-        return None, (None, None)
-    dx, _, *of_map = features.backward(node, dphi)[:4]
-    return dx, tuple(of_map)
+def train_backward_launches(
+    target: Target, x: Train, saved: Trained, do: Tensor, asked: Asked
+) -> tuple[Derived, list[Launch]]:
+    """Plan the backward likewise."""
+    of_sinks = asked.sink_k or asked.sink_v or (x.sinks > 0 and (asked.k or asked.v))
+    wanted = WindowWanted(asked.q, asked.k or asked.v, of_sinks, False)
+    near, launches = window_backward_launches(x.near(target, saved.far), WindowForward(*saved[:4]), do, wanted)
+    nothing = near.dscore.new_empty(0)
+    found = Derived(*near[:3], near.dscore, near.dweight, near.dsink_k, near.dsink_v, nothing, None, None)
+    of_q, of_k = asked.q or asked.weight_q or asked.power_q, asked.k or asked.weight_k or asked.power_k
+    if not (of_q or of_k or asked.v):
+        return found, launches
+    problem, branch = x.linear(target, saved.phi_q, saved.phi_k), Saved(saved.far, saved.den, None, None)
+    into = x.own(near.dv) if asked.v else None
+    far, of_branch = backward_launches(
+        problem, branch, near.df, None, None, Wanted(of_q, of_k, asked.v, False, False), into
+    )
+    launches += of_branch
+    if of_q:
+        gradients, launch = _of_map(x.of_q(target), far.dq, near.dq if asked.q else None, asked.weight_q)
+        launches, found = [*launches, launch], found._replace(of_q=gradients)
+    if of_k:
+        gradients, launch = _of_map(x.of_k(target), far.dk, x.own(near.dk) if asked.k else None, asked.weight_k)
+        launches, found = [*launches, launch], found._replace(of_k=gradients, dphi_k=far.dk)
+    return found, launches
 
 
-def _linear(x: Inputs, phi_q: Tensor, phi_k: Tensor) -> tuple[Any, ...]:
-    """Return the tensors of the linear branch, as its op takes them."""
-    return phi_q, phi_k, x.v[:, :, : x.q.shape[2]], x.counts, None, None, None, None
+def _of_map(p: FeatureProblem, dphi: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[FeatureGradients, Launch]:
+    """Plan the gradients of features; those of their tokens, if asked for, are added to ``dx``."""
+    return features_backward_launch(p, dphi, dx is not None, of_weight, dx if p.in_halves else None)
 
 
-def _window(x: Inputs, far: Tensor, sinks: int) -> tuple[Any, ...]:
-    """Return those of the window."""
-    of_sinks = (x.k[:, :, :sinks], x.v[:, :, :sinks]) if sinks else (x.sink_k, x.sink_v)
-    return x.q, x.k, x.v, x.codes, *of_sinks, x.seen, far, x.number, None, x.bias, x.weight, *(None,) * 7
+def _forward(*inputs: Any) -> Trained:
+    """Return o, and what the backward needs."""
+    x = Train(*inputs)
+    return execute(train_launches, target_for(x.q.device), x.laid_out())
+
+
+def _allocate(*inputs: Any) -> Trained:
+    x = Train(*inputs)
+    target = target_for(x.q.device)
+    far = empty_like_tokens(x.q, x.v.shape[3])
+    den = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
+    phi_q, phi_k = allocate_features(x.of_q(target)), allocate_features(x.of_k(target))
+    return Trained(*allocate_window(x.laid_out().near(target, far)), far, den, phi_q, phi_k)
+
+
+triton_train = operator(
+    "triton_train",
+    _forward,
+    _allocate,
+    schema=f"({TENSORS}, {SETTINGS}) -> ({', '.join(['Tensor'] * len(Trained._fields))})",
+)
+
+
+def _parts(inputs: Sequence[Any]) -> tuple[Trained, Train, Asked]:
+    """Return what the forward left, what it was given, and what the backward is asked for."""
+    left, given = len(Trained._fields), len(Asked._fields)
+    return Trained(*inputs[:left]), Train(*inputs[left:-given]), Asked(*inputs[-given:])
+
+
+def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return the gradients by the names of what is asked for; those of nothing are empty."""
+    saved, x, asked = _parts(inputs)
+    target, x = target_for(do.device), x.laid_out()
+    # Keys that no query sees, because they lag, have no gradients written.
+    zeros = ("dphi_k",) if x.delay else ()
+    found: Derived = execute(train_backward_launches, target, x, saved, readable(do), asked, zeros=zeros)
+    gradients: dict[str, Tensor | None] = {"q": found.dq, "k": found.dk, "v": found.dv}
+    sides = (("q", found.of_q, x.of_q(target), found.dq), ("k", found.of_k, x.of_k(target), found.dk))
+    for side, of_map, p, whole in sides:
+        if of_map is None:
+            continue
+        of_x, of_weight = getattr(asked, side) and not p.in_halves, getattr(asked, f"weight_{side}")
+        dx, dweight, dpower = finish(of_map, *p[1:5], p.pairs, p.at_end, of_x, of_weight)
+        gradients |= {f"weight_{side}": dweight, f"power_{side}": dpower}
+        if dx is not None:
+            x.own(whole).add_(dx)
+    for name, whole, part in (("sink_k", found.dk, found.dsink_k), ("sink_v", found.dv, found.dsink_v)):
+        if x.sinks and whole.numel():
+            whole[:, :, : x.sinks].add_(of_sinks(part, x.k.shape[1], whole.dtype))
+        elif getattr(asked, name):
+            gradients[name] = of_sinks(part, x.k.shape[1], getattr(x, name).dtype)
+    gradients["bias"] = of_heads(found.dscore, x.bias.dtype) if asked.bias else None
+    gradients["weight"] = of_heads(found.dweight, x.weight.dtype) if asked.weight else None
+    return tuple(
+        dx if wanted and (dx := gradients.get(name)) is not None else do.new_empty(0)
+        for name, wanted in zip(Asked._fields, asked, strict=True)
+    )
+
+
+def _allocate_gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    _, x, asked = _parts(inputs)
+
+    def gradient(name: str) -> Tensor:
+        of = getattr(x, name)
+        if not getattr(asked, name):
+            return do.new_empty(0)
+        return empty_like_tokens(of, of.shape[3]) if name in ("q", "k", "v") else of.new_empty(of.shape)
+
+    return tuple(gradient(name) for name in Asked._fields)
+
+
+triton_train_backward = operator(
+    "triton_train_backward",
+    _gradients,
+    _allocate_gradients,
+    schema=f"(Tensor do, {', '.join(f'Tensor {name}' for name in Trained._fields)}, {TENSORS}, {SETTINGS}, "
+    f"{ASKED}) -> ({', '.join(['Tensor'] * len(Asked._fields))})",
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    count = Train._fields.index("map_q")
+    tensors, ctx.settings = inputs[:count], inputs[count:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *tensors)
+
+
+def backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what :func:`attend` takes."""
+    if do is None:
+        return (None,) * len(Train._fields)
+    needs = Train(*ctx.needs_input_grad)
+    asked = Asked(*(getattr(needs, name) for name in Asked._fields))
+    found = dict(zip(Asked._fields, _derive(do, *ctx.saved_tensors, *ctx.settings, *asked), strict=True))
+    return tuple(found[name] if name in found and getattr(asked, name) else None for name in Train._fields)
+
+
+torch.library.register_autograd(triton_train, backward, setup_context=_save)
+attend = directly(triton_train, _forward, _save, backward)
+_derive = directly(triton_train_backward, _gradients)
+refuse_transforms("triton", triton_train, backward=triton_train_backward)

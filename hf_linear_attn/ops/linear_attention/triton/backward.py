@@ -103,12 +103,15 @@ def backward_launches(
     dkv: Tensor | None,
     dz: Tensor | None,
     wanted: Wanted = EVERY,
+    into: Tensor | None = None,
 ) -> tuple[Backward, list[Launch]]:
     """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order.
 
-    Those of the final state are fp32 and contiguous, or None where the loss does not depend on it.
+    Those of the final state are fp32 and contiguous, or None where the loss does not depend on it. That of v is added
+    to another, ``into``, where there is one.
     """
-    out = allocate_backward(p, wanted)
+    out = allocate_backward(p, wanted if into is None else wanted._replace(v=False))
+    out = out if into is None else out._replace(dv=into)
     delta = torch.empty_like(saved.den)
     of_decay = wanted.log_decay and p.log_decay is not None
     of_keys = wanted.k or wanted.v or wanted.state or of_decay
@@ -116,7 +119,7 @@ def backward_launches(
     cut = choose(p, "dk") if p.log_decay is None else choose(p, "dq", "dk")
     segments = p.segments(p.k.shape[2], cut.length)
     fades, launches = fade_launches(p, segments)
-    known = p.shared(segments) | fades.arguments() | out._asdict()
+    known = p.shared(segments) | fades.arguments() | out._asdict() | {"ADD": into is not None}
     known |= {"o": saved.o, "do": do, "den": saved.den, "delta": delta, "d_b": saved.den.stride(0)}
     ends = Starts()
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz

@@ -302,11 +302,11 @@ def dv_kernel(
     T, S, L, NSEG, delay, HKV,
     q_b, q_h, q_t, k_b, k_h, k_t, do_b, do_h, do_t, dv_b, dv_h, dv_t, d_b, m_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, SOURCE: tl.constexpr, ADD: tl.constexpr,
     VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Walk one segment of one key head in reverse and write dv."""
+    """Walk one segment of one key head in reverse and write dv, or add it to what is there."""
     NV: tl.constexpr = (V + BV - 1) // BV
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V % BV == 0
@@ -379,4 +379,6 @@ def dv_kernel(
                     r = fold(fq, dd, r, PRECISION)
         if MASKED:
             acc = tl.where(counts[:, None], acc, 0.0)
+        if ADD:
+            acc += load_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], there, ov < V, EXACT_V)
         store_tile(dv + c * dv_t, ot[:, None] * dv_t + ov[None, :], acc, there, ov < V, EXACT_V)

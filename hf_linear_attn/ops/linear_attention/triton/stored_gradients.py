@@ -115,11 +115,14 @@ def stored_dkv_kernel(
     T, S, L, NSEG, delay, HKV,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, d_b, m_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, ADD: tl.constexpr,
     MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time."""
+    """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time.
+
+    ``ADD``: dv is added to what is there.
+    """
     EXACT_D: tl.constexpr = D % BD == 0
     WHOLE: tl.constexpr = BD >= D
     EXACT_V: tl.constexpr = V == BV
@@ -227,4 +230,6 @@ def stored_dkv_kernel(
     if OF_V:
         if MASKED:
             acc_v = tl.where(counts[:, None], acc_v, 0.0)
+        if ADD:
+            acc_v += load_tile(dv, ot[:, None] * dv_t + ov[None, :], there, ov < V, EXACT_V)
         store_tile(dv, ot[:, None] * dv_t + ov[None, :], acc_v, there, ov < V, EXACT_V)

@@ -107,17 +107,26 @@ def backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tenso
     wanted = WindowWanted(of_q, of_k or of_v or of_before, of_sink_k or of_sink_v, of_kept_k or of_kept_v)
     found = _derive(do, *saved, ctx.window, ctx.scaling, *wanted)
     dq, dk, dv, df, dscore, dweight, dbefore, dsink_k, dsink_v, *dkept = found
-    # Tiles of queries, and the query heads that share a key head, are summed in a fixed order.
     sinks = (
-        torch.unflatten(dx, 1, (k.shape[1], -1)).sum((2, 3)).to(x.dtype) if asked else None
+        of_sinks(dx, k.shape[1], x.dtype) if asked else None
         for x, dx, asked in ((sink_k, dsink_k, of_sink_k), (sink_v, dsink_v, of_sink_v))
     )
-    db = dscore.sum((0, 2)).to(bias.dtype) if of_bias else None
-    dw = dweight.sum((0, 2)).to(weight.dtype) if of_weight else None
+    db = of_heads(dscore, bias.dtype) if of_bias else None
+    dw = of_heads(dweight, weight.dtype) if of_weight else None
     own = df if of_f else None, None, dbefore if of_before else None, db, dw, dscore if of_given else None
     asked = (x if wants else None for x, wants in ((dq, of_q), (dk, of_k), (dv, of_v)))
     kept = (x if wants else None for x, wants in zip(dkept, (of_kept_k, of_kept_v), strict=True))
     return *asked, None, *sinks, None, *own, *kept, *(None,) * 6
+
+
+def of_sinks(dx: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Sum a gradient of sinks over tiles of queries, and over the query heads that share a key head, in this order."""
+    return torch.unflatten(dx, 1, (kv_heads, -1)).sum((2, 3)).to(dtype)
+
+
+def of_heads(dx: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum a gradient of what each head has learned over a batch and over tokens, or tiles of them."""
+    return dx.sum((0, 2)).to(dtype)
 
 
 torch.library.register_autograd(triton_window, backward, setup_context=_save_window)
