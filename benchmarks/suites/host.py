@@ -97,7 +97,9 @@ def layers(tokens: int, heads: int, kv_heads: int, dim: int) -> dict[str, Callab
     stepping = stepping._replace(rotation=call(None, 1).rotation)
     leaves, do = [x.detach().requires_grad_() for x in (q, k, v)], torch.zeros_like(q)
 
-    def train() -> None:
+    compiled = torch.compile(layer, fullgraph=True)
+
+    def train(layer: Callable[..., Tensor]) -> None:
         with torch.enable_grad():
             torch.autograd.grad(layer(*leaves, call(None, tokens)), leaves, do)
 
@@ -105,7 +107,8 @@ def layers(tokens: int, heads: int, kv_heads: int, dim: int) -> dict[str, Callab
         "recommended layer, a text": lambda: layer(q, k, v, call(None, tokens)),
         "recommended layer, a text into a new state": lambda: layer(q, k, v, call(State(), tokens)),
         "recommended layer, a step": lambda: layer(*one, stepping),
-        "recommended layer, weights frozen, forward and backward": train,
+        "recommended layer, weights frozen, forward and backward": lambda: train(layer),
+        "the same, compiled": lambda: train(compiled),
     }
 
 

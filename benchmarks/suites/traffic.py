@@ -2,31 +2,34 @@
 
     TRITON_INTERPRET=1 python benchmarks/run.py --suite traffic
 
-Every operation that PyTorch dispatches, the package's kernels among them, counts what its arguments and results hold;
-views and allocations count nothing, nor do parameters, which are small at the lengths of real text. The unit is U, the
-bytes of q. No time is measured, and no kernel runs: their results are only allocated. So it takes seconds on any
-machine; without a GPU the kernels have to be allowed as for Triton's interpreter.
+Every operation that PyTorch dispatches counts what its arguments and results hold; views and allocations count nothing,
+nor do parameters, which are small at the lengths of real text. Every kernel counts the tensors over tokens that it
+reads, and those that it writes. The unit is U, the bytes of q. No time is measured, and no kernel runs: their results
+are only allocated. So it takes seconds on any machine; without a GPU the kernels have to be allowed as for Triton's
+interpreter.
 """
 
 import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from harness import Parser, facts_line, markdown, provenance, write
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State
+from hf_linear_attn.ops.hybrid.triton import train
 from hf_linear_attn.ops.rotation import Layout, Rotation
+from hf_linear_attn.ops.triton.plan import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = {"window": 64, "sinks": 4}
@@ -51,15 +54,17 @@ LAYERS |= {
     f"norm_preserving, window 64, {rule}": {"feature_map": "norm_preserving", "update_rule": rule, **RECIPE}
     for rule in RULES
 }
-FREE = ("empty", "_unsafe_view", "_local_scalar_dense", "detach")
-FILLS = ("new_ones", "new_zeros", "ones", "zeros", "full", "arange", "scalar_tensor")
+BESIDE_KERNELS = {"triton_train": train.forward, "triton_train_backward": train.gradients}
+"""What runs operations of PyTorch beside kernels, by the names of its ops."""
+FREE = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense", "detach")
+FILLS = ("zero_", "new_ones", "new_zeros", "ones", "zeros", "full", "arange", "scalar_tensor")
 
 
 class Counter(TorchDispatchMode):
     """Count operations and the bytes that they read and write.
 
     Attributes:
-        operations: Operations that move something.
+        operations: Operations that move something, of which a call of kernels is one.
         bytes: What they move.
     """
 
@@ -69,35 +74,41 @@ class Counter(TorchDispatchMode):
         self.parameters = {x.untyped_storage().data_ptr() for x in module.parameters()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or allocate what a kernel would give, and count it."""
-        name = function.overloadpacket.__name__
-        kernel = function.namespace == "hf_linear_attn" and name.startswith("triton")
-        kwargs = kwargs or {}
-        found = allocated(function, args, kwargs) if kernel else function(*args, **kwargs)
+        """Run an operation and count it."""
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        if function.namespace == "hf_linear_attn" and name.startswith("triton"):
+            self.operations += 1
+            return self._launch(name, function, args, kwargs)
+        found = function(*args, **kwargs)
         views = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
         if views or name.startswith(FREE):
             return found
         read = [] if name.startswith(FILLS) else tree_leaves((args, kwargs))
         self.operations += 1
-        self.bytes += sum(self._size(x) for x in (*read, *tree_leaves(found)) if isinstance(x, Tensor))
+        self._move((*read, *tree_leaves(found)))
         return found
 
+    def _launch(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Count an op's kernels, and PyTorch's operations beside them; return its results, as zeros."""
+        with patch.object(Launch, "run", lambda launch, _=None: self._move((*launch.reads, *launch.writes))):
+            if name in BESIDE_KERNELS:
+                with self:
+                    found = BESIDE_KERNELS[name](*args, **kwargs)
+            else:
+                found = function(*args, **kwargs)
+        for x in tree_leaves(found):
+            x.zero_()
+        return found
+
+    def _move(self, tensors: Iterable[Any]) -> None:
+        self.bytes += sum(self._size(x) for x in tensors if isinstance(x, Tensor))
+
     def _size(self, x: Tensor) -> int:
+        if x.is_meta:
+            return x.nbytes
         storage = x.untyped_storage()
         # An expanded tensor is as large as what it repeats.
         return 0 if storage.data_ptr() in self.parameters else min(x.nbytes, storage.nbytes())
-
-
-def allocated(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return zeros in place of an operation's results."""
-    with FakeTensorMode() as mode:
-        args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        found = function(*args, **kwargs)
-
-    def real(x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
-
-    return tree_map_only(Tensor, real, found)
 
 
 def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> dict[str, Any]:
@@ -165,9 +176,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         facts_line(facts),
         f"Counted, not timed: {arguments.tokens} tokens, {heads} query and {kv_heads} key heads of "
         f"{arguments.head_dim} dimensions, bf16, no padding. U is the size of q; to read q and write o alone is 2 U, k "
-        f"and v are {2 * kv_heads / heads:g} U. An operation counts its arguments and results once, whatever it moves "
-        "within, and linear attention itself is one operation in both columns. Parameters are left out. A dash stands "
-        "where an update rule has no kernels.\n",
+        f"and v are {2 * kv_heads / heads:g} U. An operation of PyTorch counts its arguments and results "
+        "once, and so does each kernel with the tensors over tokens. Linear attention itself is one operation in the "
+        "column of PyTorch. Parameters are left out, gradients of them are not. A dash stands where an update rule has "
+        "no kernels.\n",
         markdown(rows),
     ]
     write(arguments.output, {"provenance": facts, "rows": rows}, "\n".join(parts))

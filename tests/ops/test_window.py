@@ -482,8 +482,8 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
     # Sums of 64 keys in fp32 are 1/32 of them: written and read by the scan, whose result is written.
     assert traffic(launches) <= 3 * U + 3.1 * U_kv + 2 * saved.lse.nbytes
     _, backward = window_backward_launches(p, saved, torch.empty_like(saved.o))
-    assert [launch.role for launch in backward] == ["delta", "window_dq", "key_scan", "window_dkv"]
-    assert traffic(backward) <= 9.1 * U + 6 * U_kv + 8 * saved.lse.nbytes
+    assert [launch.role for launch in backward] == ["window_dq", "key_scan", "window_dkv"]
+    assert traffic(backward) <= 8.1 * U + 6 * U_kv + 8 * saved.lse.nbytes
     # Kept keys and their values come in beside the window's. Of each 64 queries, 128 keys get gradients in fp32, which
     # are written and read again.
     lies = KeptKeys(
@@ -497,9 +497,9 @@ def test_counted_traffic(H: int, HKV: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert traffic(alone) <= 2 * U + 4.1 * U_kv + saved.lse.nbytes
     _, gradients = window_backward_launches(kept, saved, torch.empty_like(saved.o))
     assert [launch.role for launch in gradients] == [
-        *("delta", "window_dq_kept", "window_dkept", "kept_sums", "window_dkv"),
+        *("window_dq_kept", "window_dkept", "kept_sums", "window_dkv"),
     ]
-    assert traffic(gradients) <= 9.1 * U + 28.1 * U_kv + 8 * saved.lse.nbytes
+    assert traffic(gradients) <= 8.1 * U + 28.1 * U_kv + 8 * saved.lse.nbytes
     for launch in (*launches, *backward):
         large = {id(x) for x in launch.arguments.values() if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == T}
         assert large == {id(x) for x in (*launch.reads, *launch.writes) if x.ndim == 4 and x.shape[2] == T}

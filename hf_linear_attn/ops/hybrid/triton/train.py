@@ -236,11 +236,11 @@ def train_backward_launches(
     )
     launches += of_branch
     if of_q:
-        gradients, launch = _of_map(x.of_q(target), far.dq, near.dq if asked.q else None, asked.weight_q)
-        launches, found = [*launches, launch], found._replace(of_q=gradients)
+        of_map, launch = _of_map(x.of_q(target), far.dq, near.dq if asked.q else None, asked.weight_q)
+        launches, found = [*launches, launch], found._replace(of_q=of_map)
     if of_k:
-        gradients, launch = _of_map(x.of_k(target), far.dk, x.own(near.dk) if asked.k else None, asked.weight_k)
-        launches, found = [*launches, launch], found._replace(of_k=gradients, dphi_k=far.dk)
+        of_map, launch = _of_map(x.of_k(target), far.dk, x.own(near.dk) if asked.k else None, asked.weight_k)
+        launches, found = [*launches, launch], found._replace(of_k=of_map, dphi_k=far.dk)
     return found, launches
 
 
@@ -249,7 +249,7 @@ def _of_map(p: FeatureProblem, dphi: Tensor, dx: Tensor | None, of_weight: bool)
     return features_backward_launch(p, dphi, dx is not None, of_weight, dx if p.in_halves else None)
 
 
-def _forward(*inputs: Any) -> Trained:
+def forward(*inputs: Any) -> Trained:
     """Return o, and what the backward needs."""
     x = Train(*inputs)
     return execute(train_launches, target_for(x.q.device), x.laid_out())
@@ -266,7 +266,7 @@ def _allocate(*inputs: Any) -> Trained:
 
 triton_train = operator(
     "triton_train",
-    _forward,
+    forward,
     _allocate,
     schema=f"({TENSORS}, {SETTINGS}) -> ({', '.join(['Tensor'] * len(Trained._fields))})",
 )
@@ -278,32 +278,32 @@ def _parts(inputs: Sequence[Any]) -> tuple[Trained, Train, Asked]:
     return Trained(*inputs[:left]), Train(*inputs[left:-given]), Asked(*inputs[-given:])
 
 
-def _gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the gradients by the names of what is asked for; those of nothing are empty."""
     saved, x, asked = _parts(inputs)
     target, x = target_for(do.device), x.laid_out()
     # Keys that no query sees, because they lag, have no gradients written.
     zeros = ("dphi_k",) if x.delay else ()
     found: Derived = execute(train_backward_launches, target, x, saved, readable(do), asked, zeros=zeros)
-    gradients: dict[str, Tensor | None] = {"q": found.dq, "k": found.dk, "v": found.dv}
+    by_name: dict[str, Tensor | None] = {"q": found.dq, "k": found.dk, "v": found.dv}
     sides = (("q", found.of_q, x.of_q(target), found.dq), ("k", found.of_k, x.of_k(target), found.dk))
     for side, of_map, p, whole in sides:
         if of_map is None:
             continue
         of_x, of_weight = getattr(asked, side) and not p.in_halves, getattr(asked, f"weight_{side}")
         dx, dweight, dpower = finish(of_map, *p[1:5], p.pairs, p.at_end, of_x, of_weight)
-        gradients |= {f"weight_{side}": dweight, f"power_{side}": dpower}
+        by_name |= {f"weight_{side}": dweight, f"power_{side}": dpower}
         if dx is not None:
             x.own(whole).add_(dx)
     for name, whole, part in (("sink_k", found.dk, found.dsink_k), ("sink_v", found.dv, found.dsink_v)):
         if x.sinks and whole.numel():
             whole[:, :, : x.sinks].add_(of_sinks(part, x.k.shape[1], whole.dtype))
         elif getattr(asked, name):
-            gradients[name] = of_sinks(part, x.k.shape[1], getattr(x, name).dtype)
-    gradients["bias"] = of_heads(found.dscore, x.bias.dtype) if asked.bias else None
-    gradients["weight"] = of_heads(found.dweight, x.weight.dtype) if asked.weight else None
+            by_name[name] = of_sinks(part, x.k.shape[1], getattr(x, name).dtype)
+    by_name["bias"] = of_heads(found.dscore, x.bias.dtype) if asked.bias else None
+    by_name["weight"] = of_heads(found.dweight, x.weight.dtype) if asked.weight else None
     return tuple(
-        dx if wanted and (dx := gradients.get(name)) is not None else do.new_empty(0)
+        dx if wanted and (dx := by_name.get(name)) is not None else do.new_empty(0)
         for name, wanted in zip(Asked._fields, asked, strict=True)
     )
 
@@ -322,7 +322,7 @@ def _allocate_gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 
 triton_train_backward = operator(
     "triton_train_backward",
-    _gradients,
+    gradients,
     _allocate_gradients,
     schema=f"(Tensor do, {', '.join(f'Tensor {name}' for name in Trained._fields)}, {TENSORS}, {SETTINGS}, "
     f"{ASKED}) -> ({', '.join(['Tensor'] * len(Asked._fields))})",
@@ -347,6 +347,6 @@ def backward(ctx: Any, do: Tensor | None, *others: Tensor | None) -> tuple[Tenso
 
 
 torch.library.register_autograd(triton_train, backward, setup_context=_save)
-attend = directly(triton_train, _forward, _save, backward)
-_derive = directly(triton_train_backward, _gradients)
+attend = directly(triton_train, forward, _save, backward)
+_derive = directly(triton_train_backward, gradients)
 refuse_transforms("triton", triton_train, backward=triton_train_backward)

@@ -221,6 +221,7 @@ def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, 
         programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1] * tiles
         writes = (*((known["dk"],) if of_k else ()), *((known["dv"],) if of_v else ()))
         reads = (p.q, k, v, do, den, delta) if of_k else (p.q, k, do, den)
+        reads = (*reads, known["dv"]) if of_v and known["ADD"] else reads
         launches.append(planned(role, stored_dkv_kernel, programs, known | own, chosen, reads, writes))
     return launches
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.linear_attention.triton.backward import delta_launch
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, planned
 from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
@@ -22,16 +21,19 @@ from hf_linear_attn.ops.window.triton.sums import scan_launch
 @triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "K", "NQ", "scaling", "c_b"])
 def window_dq_kernel(
     q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, weight, kept_k, kept_v, held, begins, ends,
-    lse, score, do, delta, dq, df, dscore, dsums, dweight, dsink_k, dsink_v,
+    o, lse, score, do, delta, dq, df, dscore, dsums, dweight, dsink_k, dsink_v,
     T, S, P, W, NB, K, NQ, scaling, H, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, do_b, do_h, do_t, dq_b, dq_h, dq_t, df_b, df_h, df_t,
-    c_b,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
+    df_b, df_h, df_t, c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     MASKED: tl.constexpr, OWN: tl.constexpr, SUMS: tl.constexpr, OF_Q: tl.constexpr, OF_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write what BT queries of a head get: dq, df, their scores' gradients, and their parts of smaller gradients."""
+    """Write what BT queries of a head get: dq, df, their scores' gradients, and their parts of smaller gradients.
+
+    ``delta``, which is ``do . o``, is for the keys.
+    """
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
     pid = tl.program_id(0)
@@ -52,12 +54,18 @@ def window_dq_kernel(
     v += i_b * v_b + i_hk.to(tl.int64) * v_h
     if MASKED:
         codes += i_b * c_b
-    # [BT, BD] and [BT, BV]
-    q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    # [BT, BV]
     do += i_b * do_b + i_h.to(tl.int64) * do_h + c * do_t
     dd = load_operand(do, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
+    o += i_b * o_b + i_h.to(tl.int64) * o_h + c * o_t
+    oo = load_tile(o, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
+    tl.store(delta + row, tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1), mask=rows)
+    # Read again, it takes fewer registers than in the layout of a sum.
+    tl.debug_barrier()
     dl = tl.load(delta + row, mask=rows, other=0.0)
+    # [BT, BD]
+    q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
+    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
     z = tl.load(lse + row, mask=rows, other=0.0)
     base2 = scaling * LOG2E
     acc = tl.zeros([BT, BD], tl.float32)
@@ -293,13 +301,13 @@ def window_backward_launches(
     out = allocate_window_backward(p, wanted)
     delta = torch.empty_like(saved.lse)
     dsums = torch.empty_like(out.dweight)
-    launches = [delta_launch(p.tile("delta"), saved.o, do, delta)]
+    launches = []
     given = {**saved._asdict(), "do": do, "delta": delta, **out._asdict()}
     known = p.shared(of_queries) | given | {"dsums": dsums, "OF_Q": wanted.q, "OF_SINKS": wanted.sinks}
-    reads: tuple[Tensor, ...] = (q, do, saved.lse, delta)
-    writes: tuple[Tensor, ...] = ()
+    reads: tuple[Tensor, ...] = (q, saved.o, do, saved.lse)
+    writes: tuple[Tensor, ...] = (delta,)
     if wanted.q:
-        reads, writes = (*reads, k, v, *(() if p.kept is None else p.kept[:2])), (out.dq,)
+        reads, writes = (*reads, k, v, *(() if p.kept is None else p.kept[:2])), (*writes, out.dq)
     if p.f is not None:
         reads, writes = (*reads, p.f, saved.score), (*writes, out.df, out.dscore)
     launches.append(planned(p.role("window_dq"), window_dq_kernel, B * H * tiles, known, of_queries, reads, writes))
