@@ -224,10 +224,10 @@ def test_traffic_is_less_with_kernels(run: Run, tmp_path: Path) -> None:
     found = run("--suite", "traffic", "--output", str(output), *small)
     assert found.returncode == 0, found.stderr
     rows = {row.pop("layer").split(" (")[0]: row for row in json.loads(output.read_text())["rows"]}
-    # q, k, v, o, a normaliser per query and the state: linear attention is one operation in both.
+    # q, k, v, o and a normaliser per query, and of PyTorch's one operation the state, too.
     plain, state = rows["elu"], 4 * (16 * 16 + 16) / (2 * 80 * 16 * 2)
-    assert plain["prefill, U: PyTorch"] == pytest.approx(plain["prefill, U: kernels"], abs=0.1)
-    assert plain["prefill, U: kernels"] == pytest.approx(3 + 2 / 16 + state, abs=0.15)
+    assert plain["prefill, U: PyTorch"] == pytest.approx(3 + 2 / 16 + state, abs=0.15)
+    assert plain["prefill, U: kernels"] == pytest.approx(3 + 2 / 16, abs=0.15)
     recommended = rows["norm_preserving, window 64"]
     for what in ("prefill, U", "forward and backward, U", "operations of a step"):
         assert recommended[f"{what}: kernels"] < 0.5 * recommended[f"{what}: PyTorch"]

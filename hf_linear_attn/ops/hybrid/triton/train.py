@@ -123,14 +123,11 @@ class Train(NamedTuple):
         """Return it as kernels read it."""
         names = "codes", "sink_k", "sink_v", "number", "turns_q", "turns_k"
         learned = "weight_q", "power_q", "weight_k", "power_k", "bias", "weight"
-        plain = {name: contiguous(getattr(self, name)) for name in (*names, *learned)}
+        plain: dict[str, Any] = {name: contiguous(getattr(self, name)) for name in (*names, *learned)}
         if self.sinks:
-            plain |= {
-                "sink_k": self.k[:, :, : self.sinks].contiguous(),
-                "sink_v": self.v[:, :, : self.sinks].contiguous(),
-            }
-        tokens = {name: readable(getattr(self, name)) for name in ("q", "k", "v")}
-        return self._replace(**tokens, **plain, counts=as_bytes(self.counts), seen=as_bytes(self.seen))
+            plain |= {f"sink_{name}": getattr(self, name)[:, :, : self.sinks].contiguous() for name in "kv"}
+        plain |= {name: readable(getattr(self, name)) for name in "qkv"}
+        return self._replace(**plain, counts=as_bytes(self.counts), seen=as_bytes(self.seen))
 
 
 class Trained(NamedTuple):
