@@ -276,7 +276,7 @@ def _parts(inputs: Sequence[Any]) -> tuple[Trained, Train, Asked]:
 
 
 def gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Return the gradients by the names of what is asked for; those of nothing are empty."""
+    """Return the gradients in the order of :class:`Asked`; those that are not asked for are empty."""
     saved, x, asked = _parts(inputs)
     target, x = target_for(do.device), x.laid_out()
     # Keys that no query sees, because they lag, have no gradients written.
