@@ -10,6 +10,8 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from hf_linear_attn.layers import Call, LinearAttention, State
 from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
@@ -235,8 +237,13 @@ ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
-@pytest.mark.parametrize("shape", [Shape(), HALVED], ids=["rows", "halved"])
-def test_kernels_train_as_one_node_and_give_what_is_asked_for(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    ("shape", "cut"), [(Shape(), "whole_sequences"), (HALVED, "whole_sequences"), (HALVED, "stored_states")], ids=str
+)
+def test_kernels_train_as_one_node_and_give_what_is_asked_for(
+    shape: Shape, cut: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(cut)
     spec = Spec(shape=shape)
     layer, tokens = spec.layer("triton", torch.float32), spec.text("plain", torch.float32)
     probe = torch.randn(*tokens.q.shape[:3], tokens.v.shape[3], generator=torch.Generator(DEVICE).manual_seed(3))
@@ -273,6 +280,28 @@ def test_training_is_an_op(shape: Shape, kind: str, monkeypatch: pytest.MonkeyPa
     layer, tokens = spec.layer("triton", torch.float32), spec.text(kind, torch.float32)
     layer(*(getattr(hidden(tokens), name).requires_grad_() for name in "qkv"), call_of(tokens)).sum().backward()
     torch.library.opcheck(train.triton_train, calls[0])
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
+def test_compiled_training_is_one_op_each_way() -> None:
+    spec = Spec(shape=SHAPES[0])
+    layer, tokens = spec.layer("triton", torch.float32), spec.text("plain", torch.float32)
+    leaves = [getattr(hidden(tokens), name).requires_grad_() for name in "qkv"]
+    traced: list[list[str]] = []
+
+    def trace(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        traced.append([str(x.target) for x in graph.graph.nodes if "hf_linear_attn" in str(x.target)])
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    both = aot_autograd(fw_compiler=trace, bw_compiler=trace)
+    found = torch.compile(layer, backend=both, fullgraph=True)(*leaves, call_of(tokens))
+    gradients = torch.autograd.grad(found.sum(), leaves)
+    torch.compiler.reset()
+    names = "triton_train", "triton_train_backward"
+    assert traced == [[f"hf_linear_attn.{name}.default"] for name in names]
+    for x, y in zip(gradients, torch.autograd.grad(layer(*leaves, call_of(tokens)).sum(), leaves), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])
