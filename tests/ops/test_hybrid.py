@@ -238,7 +238,9 @@ ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
 @pytest.mark.parametrize(
-    ("shape", "cut"), [(Shape(), "whole_sequences"), (HALVED, "whole_sequences"), (HALVED, "stored_states")], ids=str
+    ("shape", "cut"),
+    [(Shape(), "whole_sequences"), (HALVED, "whole_sequences"), (HALVED, "stored_states")],
+    ids=["rows", "halved", "halved, stored"],
 )
 def test_kernels_train_as_one_node_and_give_what_is_asked_for(
     shape: Shape, cut: str, request: pytest.FixtureRequest
@@ -270,7 +272,11 @@ def test_kernels_train_as_one_node_and_give_what_is_asked_for(
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
-@pytest.mark.parametrize(("shape", "kind"), [(SHAPES[0], "plain"), (SHAPES[1], "padded"), (HALVED, "plain")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(SHAPES[0], "plain"), (SHAPES[1], "padded"), (HALVED, "plain")],
+    ids=["sinks", "padded", "halved"],
+)
 def test_training_is_an_op(shape: Shape, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_linear_attn.ops.hybrid.triton import train
 
