@@ -5,21 +5,23 @@
 
 The small teacher of the examples, or with `--heads` one of that many heads of 64 with random weights, and the same
 converted with the recommended recipe, and with one that keeps 64 keys by a learned rule in place of a linear branch,
-fp32, eager, in one process on one thread. Requests held are vLLM's own count for
+fp32, eager, a process each, on one thread. Requests held are vLLM's own count for
 a cache of 1 GiB. A step is one new token for every running request, as processor time of the whole engine; medians are
 compared. All requests share one prompt by prefix caching, so that reading it is paid for once; the teacher's requests
 then read the same keys, which favours it. `make vllm-environment` makes the environment that this needs.
 """
 
 import argparse
-import gc
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import facts_line, markdown, provenance, write
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -38,6 +40,7 @@ CACHE_NBYTES = 2**30
 CONTEXTS, RUNNING = (100, 3000, 30000), (1, 4, 16, 64)
 LONGEST = 32768
 WARM_UP = 4
+Result = TypeVar("Result")
 
 
 def wide_teacher(folder: Path, heads: int) -> Path:
@@ -63,12 +66,14 @@ def engine_of(folder: Path, length: int, **options: Any) -> Any:
     return LLM(str(folder), **plain, **cache, **positions, **options).llm_engine
 
 
-def stop() -> None:
-    """Forget the last engine."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+def alone(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a process of its own.
 
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    What an engine leaves behind ends with its process; and vLLM 0.32 starts no engine on a CPU where Numba has been
+    imported, as the loops of an earlier engine have done.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def requests_held(folder: Path, length: int) -> int:
@@ -77,10 +82,20 @@ def requests_held(folder: Path, length: int) -> int:
 
     engine = engine_of(folder, length, enable_prefix_caching=False)
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    held = get_max_concurrency_for_kv_cache_config(engine.vllm_config, runner.kv_cache_config)
-    del engine, runner
-    stop()
-    return int(held)
+    return int(get_max_concurrency_for_kv_cache_config(engine.vllm_config, runner.kv_cache_config))
+
+
+def all_step_times(
+    name: str, folder: Path, contexts: Sequence[int], requests: Sequence[int], steps: int
+) -> dict[tuple[int, int], float]:
+    """Return the time of a step, in seconds, by context and requests that run at once."""
+    batch = {"max_num_seqs": max(requests), "max_num_batched_tokens": 2048}
+    engine = engine_of(folder, LONGEST, enable_prefix_caching=True, **batch)
+    times = {}
+    for context, running in itertools.product(contexts, requests):
+        spent = times[context, running] = step_times(engine, context, running, steps)
+        print(name, context, running, f"{spent * 1e3:.2f} ms", flush=True)
+    return times
 
 
 def step_times(engine: Any, context: int, running: int, steps: int) -> float:
@@ -143,16 +158,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             patch_model(AutoModelForCausalLM.from_pretrained(teacher), **recipe).save_pretrained(models[name])
         times: dict[tuple[int, int], dict[str, float]] = {}
         for name, path in models.items():
-            batch = {"max_num_seqs": max(arguments.running), "max_num_batched_tokens": 2048}
-            engine = engine_of(path, LONGEST, enable_prefix_caching=True, **batch)
-            for context in arguments.contexts:
-                for running in arguments.running:
-                    spent = step_times(engine, context, running, arguments.steps)
-                    times.setdefault((context, running), {})[name] = spent
-                    print(name, context, running, f"{spent * 1e3:.2f} ms", flush=True)
-            del engine
-            stop()
-        held = [{"tokens": n} | {name: requests_held(path, n) for name, path in models.items()} for n in HELD]
+            found = alone(all_step_times, name, path, arguments.contexts, arguments.running, arguments.steps)
+            for key, spent in found.items():
+                times.setdefault(key, {})[name] = spent
+        held = [{"tokens": n} | {name: alone(requests_held, path, n) for name, path in models.items()} for n in HELD]
     steps = [
         {"context": context, "running": running}
         | {f"{name}, ms": 1e3 * spent for name, spent in found.items()}
