@@ -59,25 +59,19 @@ class Learned(Retention):
 
     @override
     def score(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.scores_at(tokens, count, weights, backend)
+        entering, bias = self.entering(weights, torch.promote_types(tokens.k.dtype, torch.float32))
+        # The mean of what follows is taken of what it gives the hidden units, which are fewer than its entries.
+        both = torch.cat(entering.chunk(2), 1)
+
+        def some(start: int, end: int) -> Tensor:
+            part, size = tokens.cut(start, end + self.ahead), end - start
+            own, after = (self.said(part, size + self.ahead, backend) @ both).chunk(2, 2)
+            return self.answers(own[:, :size] + self.mean_after(after, size) + bias, weights)
+
+        if torch.compiler.is_compiling() or count <= AT_ONCE:
+            return some(0, count)
         # What scores are made of takes more memory than all else of a call.
-        found = []
-        for start in range(0, max(count, 1), AT_ONCE):
-            end = min(start + AT_ONCE, count)
-            some = tokens.cut(start, end + self.ahead)
-            found.append(self.scores_at(some, end - start, weights, backend))
-        return torch.cat(found, 2) if len(found) > 1 else found[0]
-
-    def scores_at(self, tokens: Tokens, count: int, weights: Mapping[str, Tensor], backend: str) -> Tensor:
-        """Return the scores of some keys; see :meth:`score`.
-
-        The mean of what follows is taken of what it gives the hidden units, which are fewer than its entries.
-        """
-        said = self.said(tokens, count + self.ahead, backend)
-        entering, bias = self.entering(weights, said.dtype)
-        own, after = (said @ torch.cat(entering.chunk(2), 1)).chunk(2, 2)
-        return self.answers(own[:, :count] + self.mean_after(after, count) + bias, weights)
+        return torch.cat([some(start, min(start + AT_ONCE, count)) for start in range(0, count, AT_ONCE)], 2)
 
     def inputs(self, tokens: Tokens, count: int, backend: str) -> Tensor:
         """Return what scores are made of ``[B, count, I]``, fp32 (fp64); see :meth:`score`."""
