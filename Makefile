@@ -96,7 +96,8 @@ release-check: $(INSTALLED)-release
 	$(RUN) -m check_jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(RUN) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
-# Compile the sizes that matter for seven GPU architectures, without one, and hold them to benchmarks/compile_budget.json.
+# Compile the sizes that matter for seven GPU architectures, without one, and hold them to benchmarks/compile_budget.json:
+# what has changed since that was written, which leaves nothing after `compile_check.py --update`.
 kernels-check: $(INSTALLED)
 	$(RUN) benchmarks/compile_check.py --jobs 2
 

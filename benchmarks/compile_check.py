@@ -1,8 +1,9 @@
 """Compile every kernel of the tile table ahead of time, with no GPU present, and hold the result to a budget.
 
 python benchmarks/compile_check.py              # the sizes that matter, against compile_budget.json
+python benchmarks/compile_check.py --all        # those, too, that are as they were when the budget was written
 python benchmarks/compile_check.py --full       # every size of the table, an hour and more
-python benchmarks/compile_check.py --update     # measure anew and rewrite the budget
+python benchmarks/compile_check.py --update     # measure what has changed and rewrite the budget, of this Triton
 
 What is compiled is what the planner launches for a few batches and lengths: elu on plain heads, and the recommended
 recipe's features (identity, masked, delayed, from a state), whose size is twice that of a head; and both with sums that
@@ -15,12 +16,18 @@ that nothing wrote or stores a transposed product, as known releases make wrong 
 budget's, and for sizes that the budget does not list, only limits are held: shared memory, matrix instructions, wrong
 code, and a stack of less than a kilobyte.
 
+The budget names by a digest what was compiled when it was written: the source of a kernel and of all that it calls,
+types, constants and options. What has the same digest, by the same Triton, is compiled to the same: it is left out, so
+that a check takes as long as what has changed. Of Tritons older than the budget's, ``--update`` writes digests alone.
+
 ``issue`` is clocks for issue alone per token and query head: instructions times warps over the four schedulers, loops
 as often as they run. Of the window's kernels it is per tile of keys. ``resident`` is how many programs a processor
 holds, from registers, shared memory and warps.
 """
 
 import argparse
+import ast
+import hashlib
 import json
 import multiprocessing
 import os
@@ -31,8 +38,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 if __name__ == "__main__" or multiprocessing.parent_process() is not None:
     # Interpreted kernels cannot be compiled.
@@ -55,6 +64,7 @@ from problems import (
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 from uniform import halved, unwritten
 
 from hf_linear_attn.ops.delta_rule.triton import backward as delta_backward
@@ -168,6 +178,7 @@ class Result:
     resident: int = 1
     transposed: bool = False
     unwritten: int = 0
+    digest: str = ""
 
     @property
     def key(self) -> str:
@@ -296,6 +307,32 @@ def signature(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, types, constants, attributes)
 
 
+@cache
+def source_of(kernel: JITFunction) -> str:
+    """Return what a kernel and all that it calls is made of, without comments and the lines where it stands."""
+    parts: list[str] = []
+    called = {kernel}
+    queue = [kernel]
+    for function in queue:
+        tree = function.parse()
+        parts.append(ast.unparse(tree))
+        for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
+            value = function.__globals__.get(name)
+            if isinstance(value, JITFunction) and value not in called:
+                called.add(value)
+                queue.append(value)
+            elif isinstance(value, triton.language.constexpr):
+                parts.append(f"{name} = {value.value}")
+    return "\n".join(parts)
+
+
+def digest(launch: Launch) -> str:
+    """Name what the compiler is given: two launches of one digest are compiled to the same."""
+    source = signature(launch)
+    given = source_of(launch.kernel), source.signature, source.constants, source.attrs, launch.options
+    return hashlib.sha256("\n".join(map(str, given)).encode()).hexdigest()[:12]
+
+
 def gpu_target(arch: str) -> GPUTarget:
     """Return Triton's name of an architecture."""
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
@@ -331,6 +368,7 @@ def measure(config: Config, launch: Launch) -> Result:
         issue=round(issue(listing, launch, config), 1),
         resident=resident(config.arch, figures["registers"], shared, launch.tile.warps),
         transposed=config.arch == "sm_90" and stores_transposed(compiled.asm["ttgir"]),
+        digest=digest(launch),
         **figures,
     )
 
@@ -539,12 +577,14 @@ def is_refused(arch: str) -> bool:
     )
 
 
-def compile_config(config: Config) -> list[Result]:
-    """Compile all kernels of one size."""
-    return [measure(config, launch) for launch in launches(config)]
+def compile_config(config: Config, known: dict[str, str]) -> tuple[list[Result], list[str]]:
+    """Compile the kernels of one size, but for those of which the digest is known; return the keys of these, too."""
+    planned = {f"{config}/{launch.role}": launch for launch in launches(config)}
+    same = [key for key, launch in planned.items() if key in known and known[key] == digest(launch)]
+    return [measure(config, launch) for key, launch in planned.items() if key not in same], same
 
 
-def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bool = False) -> list[str]:
+def complaints(result: Result, budget: dict[str, Any] | None, *, limits_only: bool = False) -> list[str]:
     """Say what is wrong with a result.
 
     Args:
@@ -581,16 +621,69 @@ def complaints(result: Result, budget: dict[str, int] | None, *, limits_only: bo
     return found
 
 
-def write_budget(kernels: dict[str, dict[str, int]]) -> None:
-    """Write a budget, one row per line; what is there is kept until the new one is whole."""
-    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(kernels.items()))
-    replace_text(BUDGET, f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{rows}\n }}\n}}\n')
+class Budget(NamedTuple):
+    """What is known of kernels, each by the key of its :class:`Result`.
+
+    Attributes:
+        triton: By which Triton.
+        kernels: What each may use, and its digest.
+        older: Digests alone of what older Tritons compile within the limits, by their version.
+    """
+
+    triton: str
+    kernels: dict[str, dict[str, Any]]
+    older: dict[str, dict[str, str]]
+
+    @classmethod
+    def read(cls) -> "Budget":
+        """Return what the file holds, or an empty one of this Triton."""
+        return cls(**json.loads(BUDGET.read_text())) if BUDGET.exists() else cls(triton.__version__, {}, {})
+
+    def write(self) -> None:
+        """Write it, a kernel per line; what is there is kept until the new file is whole."""
+        older = ",\n".join(f"  {json.dumps(name)}: {_lines(rows, 3)}" for name, rows in sorted(self.older.items()))
+        parts = f' "triton": "{self.triton}"', f' "kernels": {_lines(self.kernels, 2)}', f' "older": {{\n{older}\n }}'
+        replace_text(BUDGET, "{\n" + ",\n".join(parts) + "\n}\n")
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests of what this Triton has compiled."""
+        if self.triton == triton.__version__:
+            return {key: row["digest"] for key, row in self.kernels.items()}
+        return self.older.get(triton.__version__, {})
+
+    def updated(self, config: Config, same: Sequence[str], results: Sequence[Result], wrong: set[str]) -> "Budget":
+        """Return it with what this Triton has made of one size; what is wrong is compiled again the next time."""
+        others = {key: row for key, row in self.kernels.items() if key.rpartition("/")[0] != str(config)}
+        digests = {r.key: "" if r.key in wrong else r.digest for r in results}
+        if self.triton != triton.__version__:
+            found = self.digests()
+            found = {key: found[key] for key in found if key in others or key in same} | digests
+            return self._replace(older=self.older | {triton.__version__: found})
+        rows = {r.key: {name: getattr(r, name) for name in ("stack", "shared", "loop", "digest")} for r in results}
+        rows = {key: row | {"digest": digests[key]} for key, row in rows.items()}
+        return self._replace(kernels=others | {key: self.kernels[key] for key in same} | rows)
+
+    def moved_on(self) -> "Budget":
+        """Return it of the sizes that matter, and of this Triton if that is newer, which has compiled nothing yet."""
+        sizes = set(map(str, configs(full=False)))
+        rows = {key: row for key, row in self.kernels.items() if key.rpartition("/")[0] in sizes}
+        if numbers(triton.__version__) <= numbers(self.triton):
+            return self._replace(kernels=rows)
+        return Budget(triton.__version__, {key: row | {"digest": ""} for key, row in rows.items()}, self.older)
+
+
+def _lines(rows: dict[str, Any], indent: int) -> str:
+    end = "\n" + " " * (indent - 1)
+    return (
+        "{" + ",".join(f"{end} {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(rows.items())) + end + "}"
+    )
 
 
 def main() -> int:
     """Compile, print and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every size of the table, held to limits alone")
+    parser.add_argument("--all", action="store_true", help="compile what is as it was when the budget was written, too")
     parser.add_argument("--update", action="store_true", help="rewrite the budget, or with --only those rows")
     parser.add_argument("--only", default="", help="only configs that contain this text, such as sm_90/bf16/D64")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -599,34 +692,34 @@ def main() -> int:
     for arch in dict.fromkeys(config.arch for config in chosen if is_refused(config.arch)):
         print(f"{arch} is left out: the kernels refuse Triton {triton.__version__} there")
         chosen = [config for config in chosen if config.arch != arch]
-    known = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"kernels": {}}
-    if arguments.update:
-        # What is not compiled any more needs no budget.
-        kept = {str(config) for config in configs(full=False)} - {str(config) for config in chosen}
-        known["kernels"] = {key: row for key, row in known["kernels"].items() if key.rpartition("/")[0] in kept}
-    same = arguments.update or known.get("triton") == triton.__version__
-    if not same:
-        print(f"the budget is of Triton {known.get('triton')}, this is {triton.__version__}: only limits are held")
+    budget = Budget.read().moved_on() if arguments.update else Budget.read()
+    is_same = budget.triton == triton.__version__
+    if not is_same:
+        print(f"the budget is of Triton {budget.triton}, this is {triton.__version__}: only limits are held")
+    limits_only = arguments.update or arguments.full or not is_same
+    known = {} if arguments.all or arguments.full else budget.digests()
     started = time.time()
-    failures = 0
+    failures = unchanged = 0
     print(f"{'kernel':54} {'tile':>16} regs stack spills  shared matrix  loop spills issue resident")
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        for results in pool.map(compile_config, chosen):
-            if arguments.update:
-                known["kernels"] |= {
-                    r.key: {name: asdict(r)[name] for name in ("stack", "shared", "loop")} for r in results
-                }
-                write_budget(known["kernels"])
+        found = pool.map(partial(compile_config, known=known), chosen)
+        for config, (results, same) in zip(chosen, found, strict=True):
+            unchanged += len(same)
             for r in results:
                 print(
                     f"{r.key:54} {'x'.join(map(str, r.tile)):>16} {r.registers:4} {r.stack:5} {r.spilled:6}"
                     f" {r.shared:7} {r.matrix:6} {r.loop:5} {r.loop_spills:6} {r.issue:5} {r.resident:8}",
                     flush=True,
                 )
-                limits_only = arguments.update or arguments.full or not same
-                for complaint in complaints(r, known["kernels"].get(r.key), limits_only=limits_only):
-                    failures += 1
-                    print(f"  FAIL {r.key}: {complaint}")
+            wrong = {r.key: complaints(r, budget.kernels.get(r.key), limits_only=limits_only) for r in results}
+            for key, complaint in ((key, x) for key, found_wrong in wrong.items() for x in found_wrong):
+                failures += 1
+                print(f"  FAIL {key}: {complaint}")
+            if arguments.update:
+                budget = budget.updated(config, same, results, {key for key, x in wrong.items() if x})
+                budget.write()
+    if unchanged:
+        print(f"left out, as they were when the budget was written: {unchanged} kernels")
     print(f"{len(chosen)} sizes in {time.time() - started:.0f} s, {failures} failures")
     return min(failures, 1)
 
