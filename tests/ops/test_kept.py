@@ -43,6 +43,14 @@ def test_backends_choose_alike(keys, tokens, alike, scores, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_scores_stay_as_they_are_from_the_last_age_on(backend):
+    call = entering(8, 200, True, torch.float32)
+    # With a window of 1 the last age is 32, and keys enter six tokens apart.
+    call = call._replace(window=1, positions=6 * call.positions)
+    same(choose_kept(call, backend), choose_kept(call, "torch"))
+
+
+@pytest.mark.parametrize("backend", ["numba", "triton"])
 def test_small_values_that_come_after_large_ones_are_told_apart(backend):
     call = entering(3, 20, False, torch.float32)
     # How alike two are is told beside their own lengths, not those of what lay in their places before.

@@ -2,6 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hf_linear_attn.ops.numba.parts import project, sigmoid
 from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
 from hf_linear_attn.ops.numba.run import HEAD, addresses, in_parts
 
-NUMBERS = 14
+NUMBERS = 15
 
 
 @within
@@ -27,9 +28,14 @@ def apart(x, y, number):
 
 
 @within
-def at_age(scores, age, window):
-    """Return a score at an age."""
-    point = np.float32(min(math.log2(max(age, window) / window), AGES - 1.0))
+def point_at(age, window):
+    """Return where an age lies among those that scores are of."""
+    return np.float32(min(math.log2(max(age, window) / window), AGES - 1.0))
+
+
+@within
+def at_point(scores, point):
+    """Return a score between those of two ages."""
     before = min(int(point), AGES - 2)
     return scores[before] + (point - np.float32(before)) * (scores[before + 1] - scores[before])
 
@@ -74,7 +80,7 @@ def keep(gone, gone_v, turned, k, v, at, turns, near, scores, said, number, C, t
         if compares:
             near[c] = min(near[c], apart(ahead(v, c * V), gone_v, V))
         else:
-            near[c] = at_age(ahead(scores, c * AGES), time - at[c] + W, W)
+            near[c] = at_point(ahead(scores, c * AGES), point_at(time - at[c] + W, W))
         if near[c] < near[place] or (near[c] == near[place] and at[c] < at[place]):
             place = c
     if count < C:
@@ -97,10 +103,12 @@ def keep(gone, gone_v, turned, k, v, at, turns, near, scores, said, number, C, t
 @within(inline="always")
 def choose(first, last, numbers):
     """Choose in the units ``[first, last)``."""
-    compared, enters, positions, number, nearest, at, held, slot, gone, heads, T, C, V, window = unpacked(
-        numbers, NUMBERS
-    )
+    (
+        compared, enters, positions, number, nearest, at, held, slot, gone,
+        points, last_point, heads, T, C, V,
+    ) = unpacked(numbers, NUMBERS)  # fmt: skip
     kind, long, flag = np.float32(0), np.int64(0), np.uint8(0)
+    compares, point = last_point == 0, pointer(points, kind)
     for unit in range(first, last):
         b = unit // heads
         rows, of_text = ahead(pointer(compared, kind), unit * (C + T) * V), ahead(pointer(enters, flag), b * T)
@@ -115,16 +123,16 @@ def choose(first, last, numbers):
             new, place = ahead(rows, (C + t) * V), 0
             for c in range(count):
                 of_place = ahead(rows, lies[c] * V)
-                if window == 0:
+                if compares:
                     near[c] = min(near[c], apart(of_place, new, V))
                 else:
-                    near[c] = at_age(of_place, where[t] - of_at[c] + window, window)
+                    near[c] = at_point(of_place, point[min(where[t] - of_at[c], last_point)])
                 if near[c] < near[place] or (near[c] == near[place] and of_at[c] < of_at[place]):
                     place = c
             if count < C:
                 place = count
                 count += 1
-            elif window > 0 and new[0] < near[place]:
+            elif not compares and new[0] < near[place]:
                 goes[t] = C + t
                 continue
             else:
@@ -141,6 +149,13 @@ def _task(table):
         part = turn(table)
 
 
+@cache
+def _points(window: int) -> torch.Tensor:
+    """Return :func:`point_at` of the ages from W on, up to the one from which scores stay."""
+    ages = torch.arange(window, 2 ** (AGES - 1) * window + 1, dtype=torch.float64)
+    return (ages / window).log2().float()
+
+
 def choose_numba(call: Entering) -> Choice:
     """Choose with a loop; see :func:`hf_linear_attn.ops.kept.choose_kept`."""
     (B, HKV, C), T, V = call.at.shape, call.enters.shape[1], call.compared.shape[3]
@@ -151,5 +166,7 @@ def choose_numba(call: Entering) -> Choice:
     held = torch.arange(C).expand(B, HKV, C).contiguous()
     slot, gone = (held.new_empty(B, HKV, T) for _ in range(2))
     tensors = compared, enters, call.positions.contiguous(), call.number.contiguous(), nearest, at, held, slot, gone
-    in_parts(entry(_task), B * HKV, T * C * V, (*addresses(*tensors), HKV, T, C, V, call.window), tensors)
+    points = _points(call.window) if call.window else None
+    numbers = *addresses(*tensors, points), 0 if points is None else len(points) - 1, HKV, T, C, V
+    in_parts(entry(_task), B * HKV, T * C * V, numbers, tensors)
     return Choice(slot, gone, held, call.nearest if call.window else nearest, at)
