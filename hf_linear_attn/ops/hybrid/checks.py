@@ -1,5 +1,7 @@
 """What a step of a layer with a window asks of its arguments; see :mod:`hf_linear_attn.ops.step.checks`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,14 +34,15 @@ def check_hybrid(step: HybridStep) -> None:
             if x is not None:
                 raise ArgumentError(name, "be None in a pool", tuple(x.shape), "Its texts have no padding.")
     shapes = _shapes_of_window(step) | ({} if step.mix == "window" else _shapes_of_sums(step)) | _shapes_of_kept(step)
+    found = _tensors(step)
     for name, shape in shapes.items():
-        x = _found(step, name)
+        x = found.get(name)
         if x is None or x.shape != shape:
             raise ArgumentError(
                 name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
             )
     for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", "seen", *KEPT):
-        x = _found(step, name)
+        x = found.get(name)
         if x is None:
             continue
         if name in ("kv", "z", "far_keys") and x.dtype != torch.float32:
@@ -52,11 +55,10 @@ KEPT = "kept_k", "kept_v", "kept_at", "kept_turns", "kept_nearest", "kept_scores
 """A state's tensors of kept keys."""
 
 
-def _found(step: HybridStep, name: str) -> Tensor | None:
-    """Return a tensor of a step by its name in a state."""
-    of, _, part = name.partition("_")
-    found: Tensor | None = getattr(step, name) if of != "kept" else getattr(step.kept, part, None)
-    return found
+def _tensors(step: HybridStep) -> dict[str, Any]:
+    """Return what a step is told by the names of its state, among it every tensor."""
+    kept = {} if step.kept is None else step.kept._asdict()
+    return step._asdict() | {f"kept_{name}": x for name, x in kept.items()}
 
 
 Shapes = dict[str, tuple[int, ...]]
