@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 in fp32, what products as 3 x tf32 may cost."""
 
 
-TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
 """The oldest and the newest release that the whole suite was run with."""
 
 
