@@ -164,7 +164,9 @@ class Total:
         if part is None:
             return
         if self.sum is None:
-            self.sum = torch.zeros(self.x.shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
+            self.sum = torch.zeros(
+                self.x.shape, dtype=torch.promote_types(self.x.dtype, torch.float32), device=self.x.device
+            )
         self.sum[place].add_(part)
 
     def gradient(self) -> Tensor | None:

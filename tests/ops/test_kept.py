@@ -45,9 +45,18 @@ def test_backends_choose_alike(keys, tokens, alike, scores, dtype, backend):
 @pytest.mark.parametrize("backend", ["numba", "triton"])
 def test_scores_stay_as_they_are_from_the_last_age_on(backend):
     call = entering(8, 200, True, torch.float32)
-    # With a window of 1 the last age is 32, and keys enter six tokens apart.
-    call = call._replace(window=1, positions=6 * call.positions)
+    # With a window of 1 the last age is 32, and keys enter six tokens apart; some have numbers that are yet to come.
+    call = call._replace(window=1, positions=6 * call.positions - 600)
     same(choose_kept(call, backend), choose_kept(call, "torch"))
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["by redundancy", "by scores"])
+def test_a_default_device_is_not_where_the_loop_works(scores):
+    call = entering(3, 20, scores, torch.float32)
+    expected = choose_kept(call, "torch")
+    with torch.device("meta"):
+        found = choose_kept(call, "numba")
+    same(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["numba", "triton"])

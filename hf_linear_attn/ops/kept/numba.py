@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
+from hf_linear_attn.ops.kept.torch import point_at as of_ages
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import project, sigmoid
 from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
@@ -126,7 +127,7 @@ def choose(first, last, numbers):
                 if compares:
                     near[c] = min(near[c], apart(of_place, new, V))
                 else:
-                    near[c] = at_point(of_place, point[min(where[t] - of_at[c], last_point)])
+                    near[c] = at_point(of_place, point[min(max(where[t] - of_at[c], 0), last_point)])
                 if near[c] < near[place] or (near[c] == near[place] and of_at[c] < of_at[place]):
                     place = c
             if count < C:
@@ -151,9 +152,9 @@ def _task(table):
 
 @cache
 def _points(window: int) -> torch.Tensor:
-    """Return :func:`point_at` of the ages from W on, up to the one from which scores stay."""
-    ages = torch.arange(window, 2 ** (AGES - 1) * window + 1, dtype=torch.float64)
-    return (ages / window).log2().float()
+    """Return where ages lie from W on, up to the one from which scores stay."""
+    ages = torch.arange(window, 2 ** (AGES - 1) * window + 1, device="cpu")
+    return of_ages(ages, window, torch.float32)
 
 
 def choose_numba(call: Entering) -> Choice:
@@ -163,7 +164,7 @@ def choose_numba(call: Entering) -> Choice:
     # Of scores the loop needs room for those of one moment.
     kept = call.nearest.new_empty(B, HKV, C) if call.window else call.nearest
     nearest, at = (x.clone(memory_format=torch.contiguous_format) for x in (kept, call.at))
-    held = torch.arange(C).expand(B, HKV, C).contiguous()
+    held = torch.arange(C, device=call.at.device).expand(B, HKV, C).contiguous()
     slot, gone = (held.new_empty(B, HKV, T) for _ in range(2))
     tensors = compared, enters, call.positions.contiguous(), call.number.contiguous(), nearest, at, held, slot, gone
     points = _points(call.window) if call.window else None

@@ -104,9 +104,14 @@ def distance(x: Tensor, y: Tensor) -> Tensor:
     return found.masked_fill(found < ALIKE * (x.square().sum(-1) + y.square().sum(-1)), 0)
 
 
+def point_at(age: Tensor, window: int, dtype: torch.dtype) -> Tensor:
+    """Return where ages lie among those that scores are of, from 0 to 5."""
+    return (age.clamp(min=window) / window).to(dtype).log2().clamp(max=AGES - 1)
+
+
 def at_age(scores: Tensor, age: Tensor, window: int) -> Tensor:
     """Return scores ``[..., 6]`` read at ages ``[...]`` of W tokens or more."""
-    point = (age.clamp(min=window) / window).to(scores.dtype).log2().clamp(max=AGES - 1)
+    point = point_at(age, window, scores.dtype)
     before = point.floor().clamp(max=AGES - 2)
     of_before = scores.gather(-1, before.long()[..., None])[..., 0]
     of_after = scores.gather(-1, before.long()[..., None] + 1)[..., 0]
