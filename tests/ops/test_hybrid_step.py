@@ -1,7 +1,7 @@
 """A step of a layer with a window by its kernel, against the same tokens read in one piece by PyTorch."""
 
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused, pool
 from hf_linear_attn.layers.pool import Pool, Rows, pool_slots, read_, step_rows_
-from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_
+from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_, run_step_
 from hf_linear_attn.ops.hybrid.numba import step as looped
 from hf_linear_attn.ops.hybrid.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
@@ -154,13 +154,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Collect the steps that the kernel or the loop serves."""
     served: list[object] = []
 
-    def serve(whole: HybridStep, *, backend: str) -> Tensor:
-        if backend != "numba":
+    def serve(whole: HybridStep, chosen: Literal["triton", "numba"]) -> Tensor:
+        if chosen == "triton":
             served.append(whole)
-        return hybrid_step_(whole, backend=backend)
+        return run_step_(whole, chosen)
 
     for module in (fused, pool):
-        monkeypatch.setattr(module, "hybrid_step_", serve)
+        monkeypatch.setattr(module, "run_step_", serve)
     loop = looped.in_parts
     monkeypatch.setattr(looped, "in_parts", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
@@ -293,7 +293,7 @@ def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> N
 def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
     """Return the step after the first piece as the layer hands it to the op."""
     found: list[HybridStep] = []
-    monkeypatch.setattr(fused, "hybrid_step_", lambda whole, **_: found.append(whole) or whole.q)
+    monkeypatch.setattr(fused, "run_step_", lambda whole, _: found.append(whole) or whole.q)
     read(case.layer("triton"), case, begin(case, monkeypatch), case.first, case.first + 1)
     return found[0]._replace(**changes)
 
@@ -319,7 +319,7 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_into_one_graph(launches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("norm_preserving", B=1, H=2, HKV=1, static=True, padded=True, T=6)
     layer, state, other = case.layer("triton"), begin(case, monkeypatch), begin(case, monkeypatch)
-    monkeypatch.setattr(fused, "hybrid_step_", hybrid_step_)
+    monkeypatch.setattr(fused, "run_step_", run_step_)
     compiled = torch.compile(
         lambda *x: layer(*x[:3], Call(key_mask=x[3], state=state)), fullgraph=True, backend="aot_eager"
     )

@@ -9,6 +9,7 @@ from hf_linear_attn.ops.hybrid.api import (
     hybrid_step_,
     hybrid_train,
     prefill_obstacle,
+    run_step_,
 )
 from hf_linear_attn.ops.hybrid.problem import Geometry, HeadState, HybridParams, HybridState, Key, Tokens
 from hf_linear_attn.ops.hybrid.records import HybridStep, KeptPrefill, KeptStep, Prefill
@@ -34,4 +35,5 @@ __all__ = [
     "hybrid_step_",
     "hybrid_train",
     "prefill_obstacle",
+    "run_step_",
 ]

@@ -81,12 +81,9 @@ def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
         ArgumentTypeError: If sums are not fp32.
         BackendError: If neither can run here.
     """
-    if not wants_kernels(backend, step.q.device):
-        return _looped_(step, backend)
-    return _advance_(step, "triton")
-
-
-def _looped_(step: HybridStep, backend: str) -> Tensor:
+    if wants_kernels(backend, step.q.device):
+        choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step, "triton"))
+        return run_step_(step, "triton")
     refuse_functional("numba", step.q, step.k, step.v)
     if not wants_loops(backend, step.q.device):
         reason: str | None = "there is neither a GPU nor Numba"
@@ -96,16 +93,17 @@ def _looped_(step: HybridStep, backend: str) -> Tensor:
         reason = _loop_obstacle(step)
     if reason is not None:
         raise BackendError("backend", "be able to run here", backend, f"{reason}; use a layer with backend='torch'.")
-    # Imported here so that the package needs no Numba.
-    from hf_linear_attn.ops.hybrid.numba.step import hybrid_step_numba_
-
-    return hybrid_step_numba_(step)
+    return run_step_(step, "numba")
 
 
-def _advance_(step: HybridStep, backend: str) -> Tensor:
-    choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step, "triton"))
+def run_step_(step: HybridStep, chosen: Literal["triton", "numba"]) -> Tensor:
+    """Take a step as :func:`hybrid_step_` does, of which :func:`hybrid_obstacle` says nothing."""
+    # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
+    if chosen == "numba":
+        from hf_linear_attn.ops.hybrid.numba.step import hybrid_step_numba_
+
+        return hybrid_step_numba_(step)
     refuse_functional("triton", step.q, step.k, step.v)
-    # Imported here so that the package needs neither Triton nor a GPU.
     from hf_linear_attn.ops.hybrid.triton.op import hybrid_step_triton_
 
     return hybrid_step_triton_(step)

@@ -1,14 +1,13 @@
 """The choice of kept keys as a loop on a CPU: one key after the other, a key head of a row by itself."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-import math
 from functools import cache
 
 import numpy as np
 import torch
 
 from hf_linear_attn.ops.kept.problem import AGES, ALIKE, Choice, Entering
-from hf_linear_attn.ops.kept.torch import point_at as of_ages
+from hf_linear_attn.ops.kept.torch import point_at
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import project, sigmoid
 from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
@@ -26,12 +25,6 @@ def apart(x, y, number):
         total += (a - b) * (a - b)
         squares += a * a + b * b
     return np.float32(0.0) if total < np.float32(ALIKE) * squares else total
-
-
-@within
-def point_at(age, window):
-    """Return where an age lies among those that scores are of."""
-    return np.float32(min(math.log2(max(age, window) / window), AGES - 1.0))
 
 
 @within
@@ -71,17 +64,17 @@ def trade(kept, held, number, token):
 
 
 @within
-def keep(gone, gone_v, turned, k, v, at, turns, near, scores, said, number, C, time, D, V, R, W):
+def keep(gone, gone_v, turned, k, v, at, turns, near, scores, said, number, C, time, D, V, R, points, last_point):
     """Let a key that leaves the window take one of the C places, and put what goes instead where that one lay.
 
-    Without scores, values are compared. See :func:`hf_linear_attn.ops.kept.choose_kept`.
+    See :func:`hf_linear_attn.ops.kept.choose_kept`; values are compared where there are no ``points``.
     """
-    place, count, compares = 0, min(number, C), W == 0
+    place, count, compares = 0, min(number, C), last_point == 0
     for c in range(count):
         if compares:
             near[c] = min(near[c], apart(ahead(v, c * V), gone_v, V))
         else:
-            near[c] = at_point(ahead(scores, c * AGES), point_at(time - at[c] + W, W))
+            near[c] = at_point(ahead(scores, c * AGES), points[min(max(time - at[c], 0), last_point)])
         if near[c] < near[place] or (near[c] == near[place] and at[c] < at[place]):
             place = c
     if count < C:
@@ -151,10 +144,10 @@ def _task(table):
 
 
 @cache
-def _points(window: int) -> torch.Tensor:
+def points_of(window: int) -> torch.Tensor:
     """Return where ages lie from W on, up to the one from which scores stay."""
     ages = torch.arange(window, 2 ** (AGES - 1) * window + 1, device="cpu")
-    return of_ages(ages, window, torch.float32)
+    return point_at(ages, window, torch.float32)
 
 
 def choose_numba(call: Entering) -> Choice:
@@ -167,7 +160,7 @@ def choose_numba(call: Entering) -> Choice:
     held = torch.arange(C, device=call.at.device).expand(B, HKV, C).contiguous()
     slot, gone = (held.new_empty(B, HKV, T) for _ in range(2))
     tensors = compared, enters, call.positions.contiguous(), call.number.contiguous(), nearest, at, held, slot, gone
-    points = _points(call.window) if call.window else None
+    points = points_of(call.window) if call.window else None
     numbers = *addresses(*tensors, points), 0 if points is None else len(points) - 1, HKV, T, C, V
     in_parts(entry(_task), B * HKV, T * C * V, numbers, tensors)
     return Choice(slot, gone, held, call.nearest if call.window else nearest, at)

@@ -21,19 +21,26 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32, torch.bfloat16}
 """What loops read and write."""
 
+PLAIN_TENSORS = Tensor, Parameter
+"""Tensors whose memory is what they say."""
+
 LEAST_WORK = 2**20
 """Multiplications below which units are not shared out: threads would take longer to start."""
 
 
 def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | None]) -> str | None:
     """Say why loops cannot take tensors, or None where they can: all tokens are alike, and all that is learned."""
+    # At each token of each layer the host waits for this.
     for of in (tokens, learned):
-        kinds = {x.dtype for x in of if x is not None}
+        kinds = set()
+        for x in of:
+            if x is None:
+                continue
+            if not x.is_cpu or type(x) not in PLAIN_TENSORS:
+                return f"loops take plain tensors on the CPU, not a {type(x).__name__} on {x.device.type}"
+            kinds.add(x.dtype)
         if len(kinds) > 1 or not kinds <= DTYPES:
             return f"loops take tensors of one dtype, fp32 or bf16, not {', '.join(sorted(map(str, kinds)))}"
-    for x in (*tokens, *learned):
-        if x is not None and (x.device.type != "cpu" or type(x) not in (Tensor, Parameter)):
-            return f"loops take plain tensors on the CPU, not a {type(x).__name__} on {x.device.type}"
     return None
 
 

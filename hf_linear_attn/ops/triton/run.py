@@ -17,41 +17,12 @@ from torch._C import _increment_version
 from torch.nn import Parameter
 
 from hf_linear_attn.errors import BackendError
+from hf_linear_attn.ops.specs import MOST_PLANS, PLAIN, Number, Spec, like, meta_of, specs_of
 from hf_linear_attn.ops.triton.plan import Launch, Target, takes_tf32, target_of
 from hf_linear_attn.tracing import is_tracing
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MOST_PLANS = 4096
-"""Plans that are kept; a process that meets more shapes makes the oldest anew."""
-
-ALIGNMENT = 16
-"""Bytes. Triton compiles one kernel for addresses and numbers that this divides, and another for the rest."""
-
-PLAIN = (type(None), str, int, float, bool)
-"""Types of settings, known to be no tensors without a look at their bases."""
-
-
-class Number(int):
-    """A number that a launch takes and on which its plan does not depend, as where in a text a token stands."""
-
-
-class Spec(NamedTuple):
-    """What a plan knows of a tensor; Triton compiles for addresses, too."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    misaligned: int
-
-
-class NumberSpec(NamedTuple):
-    """What a plan knows of a :class:`Number`: what Triton compiles a kernel for."""
-
-    is_one: bool
-    is_aligned: bool
-    is_long: bool
 
 
 class Slot(int):
@@ -158,7 +129,7 @@ def execute(
                 launch.run()
         return result
     given: list[Any] = []
-    key = _spec(arguments, given)
+    key = specs_of(arguments, given)
     first = next(x for x in given if type(x) is not int)
     device = first.device
     # Products of nothing else are taken in it by choice, and to ask takes as long as an allocation.
@@ -182,7 +153,7 @@ def plan_of(plan: Callable[..., tuple[Any, Sequence[Launch] | Launch]], argument
         tf32: What :func:`takes_tf32` says.
     """
     known: list[Any] = []
-    result, launches = plan(*_meta(arguments, known))
+    result, launches = plan(*meta_of(arguments, known))
     inputs = len(known)
 
     def slot(x: Any, *, as_address: bool = True) -> Slot:
@@ -216,51 +187,11 @@ def clear_caches() -> None:
     plan_of.cache_clear()
 
 
-def _spec(arguments: tuple[Any, ...], given: list[Any]) -> Any:
-    """Return what a plan may know of arguments, and list their tensors and numbers."""
-    parts: list[Any] = []
-    # At each token of each layer the host waits for this.
-    for x in arguments:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            given.append(x)
-            parts.append(Spec(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT))
-        elif kind in PLAIN:
-            parts.append(x)
-        elif kind is Number:
-            given.append(int(x))
-            parts.append(NumberSpec(x == 1, x % ALIGNMENT == 0, x.bit_length() > 31))
-        elif isinstance(x, tuple):
-            parts.append(_spec(x, given))
-        elif isinstance(x, Tensor):
-            raise TypeError(f"kernels take plain tensors, not a {kind.__name__}")
-        else:
-            parts.append(x)
-    return _like(arguments, parts)
-
-
-def _like(x: tuple[Any, ...], parts: list[Any]) -> Any:
-    """Return parts as a tuple of the same type, be it a named one."""
-    make = getattr(x, "_make", tuple)
-    return make(parts)
-
-
-def _meta(x: Any, known: list[Any]) -> Any:
-    """Return arguments with tensors on the meta device, and numbers that stand for others, in place of specs."""
-    if type(x) is Spec:
-        known.append(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta"))
-        return known[-1]
-    if type(x) is NumberSpec:
-        known.append(Number(-1))
-        return known[-1]
-    return _like(x, [_meta(y, known) for y in x]) if isinstance(x, tuple) else x
-
-
 def _mapped(x: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """Return a result with a function's values in the place of what is of a kind."""
     if isinstance(x, kind):
         return function(x)
-    return _like(x, [_mapped(y, kind, function) for y in x]) if isinstance(x, tuple) else x
+    return like(x, [_mapped(y, kind, function) for y in x]) if isinstance(x, tuple) else x
 
 
 def _launch(step: Step, slots: Sequence[Any]) -> None:

@@ -6,6 +6,8 @@ reads. As on a GPU the token is written to a slot that no unit reads, and sinks 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 from array import array
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +17,9 @@ from torch.autograd.graph import increment_version
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.hybrid.checks import check_hybrid
 from hf_linear_attn.ops.hybrid.records import HybridStep
-from hf_linear_attn.ops.kept.numba import keep, score_by_net
+from hf_linear_attn.ops.kept.numba import keep, points_of, score_by_net
 from hf_linear_attn.ops.kept.problem import AGES
-from hf_linear_attn.ops.numba.compile import entry
+from hf_linear_attn.ops.numba.compile import Entry, entry
 from hf_linear_attn.ops.numba.parts import (
     GATE,
     KEY,
@@ -47,11 +49,13 @@ from hf_linear_attn.ops.numba.primitives import (
     within,
 )
 from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts, parts_of, scratch
+from hf_linear_attn.ops.specs import MOST_PLANS, Number, meta_of, specs_of
 
 NUMBERS = 59
 """Addresses, sizes and strides of a state and of what is learned, which a loop is told in one place."""
-KEEPING = 21
+KEEPING = 23
 """Those of kept keys and of who chooses them."""
+NOTHING_KEPT = array("q", [0] * KEEPING)
 
 
 @within
@@ -174,8 +178,8 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
     scaling, eps = np.float32(as_float(of_scores)) * LOG2E, np.float32(as_float(of_norm))
     factor, sharpness = np.float32(as_float(of_map)), np.float32(as_float(of_queries))
     (
-        kept_k, kept_v, kept_at, kept_turns, kept_near, kept_scores, mean, deviation, w_in, in_bias, w_out, out_bias,
-        kk_p, kw_p, ka_p, kt_p, kn_p, ks_p, K, U, many,
+        kept_k, kept_v, kept_at, kept_turns, kept_near, kept_scores, points, mean, deviation,
+        w_in, in_bias, w_out, out_bias, kk_p, kw_p, ka_p, kt_p, kn_p, ks_p, K, U, many, last_point,
     ) = unpacked(keeping, KEEPING)  # fmt: skip
     for unit in range(first, last):
         b, hk = unit // HKV, unit % HKV
@@ -240,7 +244,7 @@ def hybrid(first, last, q, k, v, o, key_mask, m_b, turns, length, work, token, l
                 keep(
                     gone, gone_v, turned, wk, wv, ahead(pointer(kept_at, long), p * ka_p + hk * K),
                     ahead(pointer(kept_turns, token), p * kt_p + hk * K * D), near, table, said,
-                    taken, K, read - held, D, V, R if kept_turns != 0 else 0, 0 if compared else W,
+                    taken, K, read - held, D, V, R if kept_turns != 0 else 0, pointer(points, kind), last_point,
                 )  # fmt: skip
                 # Where there was room, none goes.
                 leaves = taken >= K
@@ -367,6 +371,78 @@ TASKS = {
 """By the dtypes of tokens and of what is learned."""
 
 
+class Plan(NamedTuple):
+    """What is known of a step by its shapes, strides, dtypes and settings.
+
+    Attributes:
+        units: Key heads of all rows.
+        work: About how many products each of them is.
+        room: The fp32 that all of them work on.
+        shape: That of the outputs.
+        dtype: That of the tokens.
+        task: The loop.
+        plain: Whether the entries of each token's vectors lie side by side.
+        strides: Numbers of a loop's table before addresses.
+        sizes: Those behind.
+        of_kept: Those behind the addresses of kept keys.
+    """
+
+    units: int
+    work: int
+    room: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    task: Entry
+    plain: bool
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    of_kept: tuple[int, ...]
+
+
+@lru_cache(MOST_PLANS)
+def _plan_of(specs: Any) -> Plan:
+    """Make the plan of a step with specs in the place of its tensors, and refuse one that does not fit together."""
+    step: HybridStep = meta_of(specs, [])
+    check_hybrid(step)
+    (B, H, _, D), HKV, V, kept = step.q.shape, step.k.shape[1], step.v.shape[3], step.kept
+    G, M = H // HKV, D if step.weight_k is None else step.weight_k.shape[2]
+    F, slots, z = M if step.weight_k is None else 2 * M, step.near_k.shape[2], step.z
+    learned = *step.learned, *(() if kept is None else kept.weights)
+    dtype = next((x.dtype for x in learned if x is not None), torch.float32)
+    turned = 0 if step.turns is None else step.turns.shape[2]
+    tokens = step.q, step.k, step.v
+    strides = [number for x in tokens for number in _in_rows(x).stride()[:2]]
+    size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F) + turned
+    lying = step.kv, z, step.far_keys, step.near_k, step.near_v, step.near_turns
+    work, of_kept = F * V * (1 + G), tuple[int, ...]()
+    if kept is not None:
+        K, (inputs, U) = kept.k.shape[2], kept.weights[2].shape[1:] if kept.weights else (0, 0)
+        last = 0 if kept.scores is None else len(points_of(slots - step.sinks - 1)) - 1
+        size += 2 * K + AGES + 2 * HKV * (D + V) + U + D + V
+        work += K * (D + V) + inputs * U
+        of_kept = *(0 if x is None else x.stride(0) for x in kept.changing), K, U, kept.ahead, last
+    sizes = (
+        HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
+        step.sinks, slots - step.sinks - 1, turned,
+        *(0 if x is None or len(x) == 1 else x.numel() // len(x) for x in step.learned[:4]),
+        *(0 if x is None else x.stride(0) for x in lying),
+        MAPS[step.phi], MIXES[step.mix], *bits(step.scaling, step.eps, step.factor, step.sharpness),
+        step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end, size,
+    )  # fmt: skip
+    return Plan(
+        units=B * HKV,
+        work=work,
+        room=B * HKV * size,
+        shape=(B, H, 1, V),
+        dtype=step.q.dtype,
+        task=entry(TASKS[step.q.dtype, dtype]),
+        plain=all(x.stride(3) == 1 for x in tokens),
+        strides=(*strides, H * V, V, 0 if step.turns is None or len(step.turns) == 1 else turned),
+        sizes=sizes,
+        of_kept=of_kept,
+    )
+
+
 class LoopedStep:
     """A step of one state, to be taken again and again: all that stays from token to token is looked up once.
 
@@ -379,45 +455,25 @@ class LoopedStep:
     """
 
     # Without a dictionary, so that what is looked up is not taken for a part of the state.
-    __slots__ = (
-        *("_changing", "_dtype", "_held", "_numbers", "_plain"),
-        *("_room", "_seen", "_shape", "_task", "_units", "_work"),
-    )
+    __slots__ = ("_changing", "_held", "_numbers", "_plan", "_seen")
 
     def __init__(self, step: HybridStep) -> None:
-        check_hybrid(step)
-        (B, H, _, D), HKV, V = step.q.shape, step.k.shape[1], step.v.shape[3]
-        G, M = H // HKV, D if step.weight_k is None else step.weight_k.shape[2]
-        F, slots, z = M if step.weight_k is None else 2 * M, step.near_k.shape[2], step.z
-        learned = [None if x is None else x.contiguous() for x in step.learned]
-        state = step.kv, z, step.far_keys, step.near_k, step.near_v
-        places = [None if x is None else x.contiguous() for x in (step.place, step.rows)]
-        turned = 0 if step.turns is None else step.turns.shape[2]
-        keeping, weights, more, work = _keeping(step)
-        size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F) + turned + more
-        changing = (step.seen, *state, step.near_mask, step.near_turns, *(step.kept.changing if step.kept else ()))
+        self._plan = plan = _plan_of(specs_of(step._replace(length=Number(0)), []))
+        kept, near, sums = step.kept, (step.near_k, step.near_v), (step.kv, step.z, step.far_keys)
+        changing = step.seen, *sums, *near, step.near_mask, step.near_turns, *(kept.changing if kept else ())
+        places, learned, weights = (
+            [None if x is None else x.contiguous() for x in of]
+            for of in ((step.place, step.rows), step.learned, kept.weights if kept else ())
+        )
+        keeping = NOTHING_KEPT
+        if kept is not None:
+            points = None if kept.scores is None else points_of(step.near_k.shape[2] - step.sinks - 1)
+            of_kept = addresses(*kept.changing, points, *(weights or [None] * 6))
+            keeping = array("q", (*of_kept, *plan.of_kept))
+        own = addresses(step.seen, *places, *sums, *near, step.near_mask, step.near_turns, *learned)
+        table = array("q", (*plan.strides, *own, *plan.sizes, keeping.buffer_info()[0]))
+        self._numbers, self._seen = table.buffer_info()[0], (step.seen.data_ptr(), len(step.seen))
         self._changing = tuple(x for x in changing if x is not None and not x.is_inference())
-        self._units, self._work, self._room = B * HKV, F * V * (1 + G) + work, B * HKV * size
-        self._shape, self._dtype = (B, H, 1, V), step.q.dtype
-        dtype = next((x.dtype for x in (*learned, *weights) if x is not None), torch.float32)
-        tokens = step.q, step.k, step.v
-        self._plain = all(x.stride(3) == 1 for x in tokens)
-        strides = [x.stride()[:2] for x in map(_in_rows, tokens)]
-        numbers = (
-            *(number for pair in strides for number in pair), H * V, V,
-            0 if step.turns is None or len(step.turns) == 1 else turned,
-            *addresses(step.seen, *places, *state, step.near_mask, step.near_turns, *learned),
-            HKV, G, D, V, M, F, 1 if z is None or z.ndim == 3 else z.shape[2],
-            step.sinks, slots - step.sinks - 1, turned,
-            *(0 if x is None or len(x) == 1 else x.stride(0) for x in learned[:4]),
-            *(0 if x is None else x.stride(0) for x in (*state, step.near_turns)),
-            MAPS[step.phi], MIXES[step.mix], *bits(step.scaling, step.eps, step.factor, step.sharpness),
-            step.weight_k is None and not elementwise_map(step.phi).non_negative, step.pairs == "half", step.at_end,
-            size, keeping.buffer_info()[0],
-        )  # fmt: skip
-        table = array("q", numbers)
-        self._task, self._seen = entry(TASKS[self._dtype, dtype]), (step.seen.data_ptr(), B)
-        self._numbers = table.buffer_info()[0]
         # What lies at the addresses is to stay there.
         self._held = changing, places, learned, weights, table, keeping
 
@@ -443,40 +499,25 @@ class LoopedStep:
             length: Tokens before this one.
             counts: Whether ``seen`` counts the token.
         """
-        if not self._plain:
+        plan = self._plan
+        if not plan.plain:
             q, k, v = map(_in_rows, (q, k, v))
-        if turns is not None and (turns.dtype != self._dtype or not turns.is_contiguous()):
-            turns = turns.to(self._dtype).contiguous()
+        if turns is not None and (turns.dtype != plan.dtype or not turns.is_contiguous()):
+            turns = turns.to(plan.dtype).contiguous()
         # Of one token, [B, H, 1, V] lies as [B, 1, H, V] does.
-        o = q.new_empty(self._shape)
-        alone = parts_of(self._units, self._work) < 2
-        work = None if alone else q.new_empty(self._room, dtype=torch.float32)
+        o = q.new_empty(plan.shape)
+        alone = parts_of(plan.units, plan.work) < 2
+        work = None if alone else q.new_empty(plan.room, dtype=torch.float32)
         numbers = (
             *(0, counts, *self._seen, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
             *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
             *(0 if turns is None else turns.data_ptr(), length),
-            *(scratch(self._room) if work is None else work.data_ptr(), self._numbers),
+            *(scratch(plan.room) if work is None else work.data_ptr(), self._numbers),
         )
         held = q, k, v, o, work, key_mask, turns, self._held
-        in_parts(self._task, self._units, self._work, numbers, held)
+        in_parts(plan.task, plan.units, plan.work, numbers, held)
         increment_version(self._changing)
         return o
-
-
-def _keeping(step: HybridStep) -> tuple["array[int]", list[Tensor], int, int]:
-    """Return what a loop is told of kept keys, what was learned, the fp32 to work on, and about how many products."""
-    kept = step.kept
-    if kept is None:
-        return array("q", [0] * KEEPING), [], 0, 0
-    (HKV, K, D), V, weights = kept.k.shape[1:], step.v.shape[3], [x.contiguous() for x in kept.weights]
-    inputs, U = weights[2].shape[1:] if weights else (0, 0)
-    numbers = (
-        *addresses(kept.k, kept.v, kept.at, kept.turns, kept.nearest, kept.scores),
-        *(addresses(*weights) or [0] * 6),
-        *(0 if x is None else x.stride(0) for x in kept.changing), K, U, kept.ahead,
-    )  # fmt: skip
-    more = 2 * K + AGES + 2 * HKV * (D + V) + U + D + V
-    return array("q", numbers), weights, more, K * (D + V) + inputs * U
 
 
 def _in_rows(x: Tensor) -> Tensor:

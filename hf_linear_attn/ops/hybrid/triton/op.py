@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.hybrid.checks import KEPT, check_hybrid
+from hf_linear_attn.ops.hybrid.checks import KEPT
 from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep, Prefill, Prefilled
 from hf_linear_attn.ops.hybrid.triton.prefill import allocate_prefill, prefill_launches
 from hf_linear_attn.ops.hybrid.triton.trade import NET, hybrid_launches
 from hf_linear_attn.ops.library import refuse_functional, refuse_vmap
+from hf_linear_attn.ops.specs import Number
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import readable
 from hf_linear_attn.ops.triton.run import (
-    Number,
     codes_of,
     codes_with,
     contiguous,
@@ -96,7 +96,6 @@ def _read(*inputs: Any) -> Tensor:
     length, kept = inputs[_LENGTH], _kept(*inputs[_KEPT:])
     length = length if type(length) is Number else Number(length)
     step = HybridStep(*inputs[:_KEPT])._replace(length=length, kept=kept)
-    check_hybrid(step)
     weights = ("turns", "weight_q", "power_q", "weight_k", "power_k", "bias", "weight")
     decay = ("decay_bias", "decay_key", "decay_value")
     laid_out: dict[str, Any] = {name: readable(getattr(step, name)) for name in ("q", "k", "v")}

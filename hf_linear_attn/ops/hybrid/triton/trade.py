@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_linear_attn.ops.hybrid.checks import KEPT
+from hf_linear_attn.ops.hybrid.checks import KEPT, check_hybrid
 from hf_linear_attn.ops.hybrid.records import HybridStep, KeptStep
 from hf_linear_attn.ops.hybrid.triton.ahead import ahead_launch
 from hf_linear_attn.ops.hybrid.triton.hidden import hidden_launch
@@ -178,7 +178,12 @@ def hybrid_launches(target: Target, step: HybridStep) -> tuple[Tensor, list[Laun
 
     Returns:
         The output, allocated, and the launches in order.
+
+    Raises:
+        ArgumentError: If shapes or names do not fit, or a tensor of the state is not contiguous.
+        ArgumentTypeError: If sums are not fp32.
     """
+    check_hybrid(step)
     traded, launches = None, []
     if step.kept is not None:
         given = None
