@@ -206,12 +206,11 @@ def fused_prefill(
     _, of_q, of_k = computed
     if prefill_obstacle(piece.q, tokens.k, tokens.v, of_q, of_k, window.size, chosen, trains=trains) is not None:
         return None
-    of_value = layer.rule_weights().get("decay_value")
-    if of_value is not None and of_value.shape[1] != tokens.v.shape[3]:
+    whole = _prefill_of(layer, computed, piece, tokens, window, carried or {})
+    if whole.decay_value is not None and whole.decay_value.shape[1] != tokens.v.shape[3]:
         # The rule says what is wrong.
         return None
     of_keys = None if tokens.rotation is None else tokens.rotation.cut(0, piece.q.shape[2])
-    whole = _prefill_of(layer, computed, piece, tokens, window, carried or {})
     if trains and of_k is not None:
         return hybrid_train(whole, of_k, of_keys, first=tokens.first), {}
     found = hybrid_prefill(whole, of_k, of_keys, chosen)

@@ -32,16 +32,16 @@ def shared_by_texts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(compute)
     def shared(device: torch.device, *settings: Any) -> Tensor:
-        stream = None if is_tracing() or any(isinstance(x, Tensor) for x in settings) else _stream(device)
+        if is_tracing() or any(isinstance(x, Tensor) for x in settings):
+            return compute(device, *settings)
+        stream = _stream(device) if device.type == "cuda" else 0
         return compute(device, *settings) if stream is None else once(stream, device, *settings)
 
     return shared
 
 
 def _stream(device: torch.device) -> int | None:
-    """Return where work of a device is queued now; None while it is captured, for replays to do it again."""
-    if device.type != "cuda":
-        return 0
+    """Return where work of a GPU is queued now; None while it is captured, for replays to do it again."""
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
