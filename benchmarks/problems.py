@@ -170,7 +170,7 @@ def keeping(step: HybridStep, *, scores: bool) -> HybridStep:
 def in_pool(step: HybridStep) -> HybridStep:
     """Return a step of texts whose states lie anywhere in a pool."""
     batch = len(step.q)
-    one = {name: x[:, :, 0] for name in ("z", "far_keys") if (x := getattr(step, name)) is not None}
+    one = {name: x[:, :, 0].contiguous() for name in ("z", "far_keys") if (x := getattr(step, name)) is not None}
     lengths = step.seen.new_ones(batch)
     turns = None if step.turns is None else step.turns.expand(batch, -1, -1).contiguous()
     return step._replace(key_mask=None, near_mask=None, seen=lengths, place=lengths, rows=step.seen, turns=turns, **one)
