@@ -134,6 +134,8 @@ CASES = [
     Case("elu", "window", kept=3, retention="learned", turned=8, padded=True, T=14),
     Case("norm_preserving", kept=2, window=20, sinks=1, retention="learned", turned=16, first=18, T=30, V=12),
     Case("hedgehog", "gate", B=1, kept=4, window=3, retention="learned", static=True, T=14),
+    # Of a window of 1 the last age that scores are of is 32.
+    Case("elu", "window", H=2, HKV=1, D=8, V=8, window=1, kept=3, retention="learned", T=80),
     # A rule's kernel reads so wide keys in two pieces.
     Case("elu", "window", B=1, H=2, HKV=1, D=224, V=200, kept=3, retention="learned", T=20, dtype=torch.bfloat16),
 ]
