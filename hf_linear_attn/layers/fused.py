@@ -23,9 +23,9 @@ from hf_linear_attn.ops.hybrid import (
     Prefill,
     hybrid_obstacle,
     hybrid_prefill,
+    hybrid_step_,
     hybrid_train,
     prefill_obstacle,
-    run_step_,
 )
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.tracing import is_transformed
@@ -54,7 +54,7 @@ def fused_step_(
             return o
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
-    o = run_step_(whole, chosen)
+    o = hybrid_step_(whole, chosen)
     count_(whole.seen, call.key_mask)
     # It tells sinks by the number of tokens seen.
     state.advance(1, q.device)

@@ -16,7 +16,7 @@ from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import Entered, Ring, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.dispatch import wants_kernels
-from hf_linear_attn.ops.hybrid import run_step_
+from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE
 
@@ -280,7 +280,7 @@ def step_rows_(
         parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
         whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
         if chosen is not None and whole is not None:
-            return run_step_(whole, chosen)
+            return hybrid_step_(whole, chosen)
     if layer.kept is not None:
         texts = Texts(rows.places, rows.lengths, torch.ones_like(rows.lengths), 1)
         return read_rows_(layer, q, k, v, pool, texts, rotation)

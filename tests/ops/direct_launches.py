@@ -135,7 +135,7 @@ def main() -> None:
     recommended = Case("norm_preserving", B=1, D=64, V=64, window=8, first=10, T=11, turned=64, dtype=torch.bfloat16)
     same(
         "recommended step",
-        lambda *x: hybrid_step_(HybridStep(*x), backend="triton"),
+        lambda *x: hybrid_step_(HybridStep(*x), "triton"),
         *drawn(recommended, pytest.MonkeyPatch()),
     )
 

@@ -11,7 +11,7 @@ from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, BackendError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused, pool
 from hf_linear_attn.layers.pool import Pool, Rows, pool_slots, read_, step_rows_
-from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_, run_step_
+from hf_linear_attn.ops.hybrid import HybridStep, hybrid_step_
 from hf_linear_attn.ops.hybrid.numba import step as looped
 from hf_linear_attn.ops.hybrid.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
@@ -159,10 +159,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     def serve(whole: HybridStep, chosen: Literal["triton", "numba"]) -> Tensor:
         if chosen == "triton":
             served.append(whole)
-        return run_step_(whole, chosen)
+        return hybrid_step_(whole, chosen)
 
     for module in (fused, pool):
-        monkeypatch.setattr(module, "run_step_", serve)
+        monkeypatch.setattr(module, "hybrid_step_", serve)
     loop = looped.in_parts
     monkeypatch.setattr(looped, "in_parts", lambda *arguments: served.append(arguments) or loop(*arguments))
     return served
@@ -295,7 +295,7 @@ def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> N
 def drawn(case: Case, monkeypatch: pytest.MonkeyPatch, **changes: object) -> HybridStep:
     """Return the step after the first piece as the layer hands it to the op."""
     found: list[HybridStep] = []
-    monkeypatch.setattr(fused, "run_step_", lambda whole, _: found.append(whole) or whole.q)
+    monkeypatch.setattr(fused, "hybrid_step_", lambda whole, _: found.append(whole) or whole.q)
     read(case.layer("triton"), case, begin(case, monkeypatch), case.first, case.first + 1)
     return found[0]._replace(**changes)
 
@@ -321,7 +321,7 @@ def test_opcheck(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_into_one_graph(launches: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("norm_preserving", B=1, H=2, HKV=1, static=True, padded=True, T=6)
     layer, state, other = case.layer("triton"), begin(case, monkeypatch), begin(case, monkeypatch)
-    monkeypatch.setattr(fused, "run_step_", run_step_)
+    monkeypatch.setattr(fused, "hybrid_step_", hybrid_step_)
     compiled = torch.compile(
         lambda *x: layer(*x[:3], Call(key_mask=x[3], state=state)), fullgraph=True, backend="aot_eager"
     )
@@ -358,7 +358,7 @@ def test_refuses_what_does_not_fit(
 ) -> None:
     changes = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changes.items()}
     with pytest.raises(ArgumentError) as error:
-        hybrid_step_(drawn(Case(), monkeypatch, **changes), backend=backend)
+        hybrid_step_(drawn(Case(), monkeypatch, **changes), backend)
     assert word in str(error.value)
 
 
@@ -367,13 +367,13 @@ def test_refuses_what_does_not_fit(
 def test_refuses_other_dtypes_and_transforms(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drawn(Case(), monkeypatch)
     with pytest.raises(ArgumentTypeError, match=r"`kv` must be torch\.float32"):
-        hybrid_step_(whole._replace(kv=whole.kv.double()), backend=backend)
-    with pytest.raises(BackendError, match=r"several dtypes|tensors of one dtype"):
-        hybrid_step_(whole._replace(q=whole.q.bfloat16()), backend=backend)
+        hybrid_step_(whole._replace(kv=whole.kv.double()), backend)
+    with pytest.raises(ArgumentTypeError, match=r"`k` must be torch\.bfloat16, as q is"):
+        hybrid_step_(whole._replace(q=whole.q.bfloat16()), backend)
     with pytest.raises(BackendError, match="under vmap"):
-        torch.vmap(lambda q: hybrid_step_(whole._replace(q=q), backend=backend))(whole.q[None])
+        torch.vmap(lambda q: hybrid_step_(whole._replace(q=q), backend))(whole.q[None])
     with pytest.raises(BackendError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
-        hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)), backend=backend)
+        hybrid_step_(whole._replace(q=torch.autograd.forward_ad.make_dual(whole.q, whole.q)), backend)
 
 
 @pytest.mark.parametrize("backend", ["triton", "numba"])

@@ -376,7 +376,7 @@ def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         forward = cpu_time(lambda: linear_attention(q, k, v, feature_map, backend="triton"))
         step = cpu_time(lambda: decode_step_(*one, state, backend="triton"))
-        hybrid = cpu_time(lambda: hybrid_step_(whole, backend="triton"))
+        hybrid = cpu_time(lambda: hybrid_step_(whole, "triton"))
     assert forward < 70 * unit, f"{forward * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
     assert step < 50 * unit, f"{step * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
     assert hybrid < 120 * unit, f"{hybrid * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"

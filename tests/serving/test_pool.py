@@ -109,8 +109,8 @@ def test_a_layer_without_a_step_says_so():
 )
 def test_a_kernel_steps_states_where_they_lie(settings, monkeypatch):
     """Texts are shorter than their sinks, shorter than the window, and longer; what is beside them stays as it was."""
-    served, step = [], module.run_step_
-    monkeypatch.setattr(module, "run_step_", lambda whole, chosen: served.append(whole) or step(whole, chosen))
+    served, step = [], module.hybrid_step_
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole, chosen: served.append(whole) or step(whole, chosen))
     steps_alike(*(build(backend=backend, **settings) for backend in ("torch", "triton")))
     assert len(served) == 3
 
@@ -192,6 +192,7 @@ def steps_alike(plain, fused):
     return found
 
 
+@pytest.mark.parametrize("backend", ["triton", "numba"])
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -201,12 +202,12 @@ def steps_alike(plain, fused):
         ({"z": torch.zeros(PLACES, HKV, 1, D)}, f"`z` must have shape ({PLACES}, {HKV}, {D})"),
     ],
 )
-def test_the_kernel_refuses_what_does_not_fit(changes, word, monkeypatch):
+def test_refuses_what_does_not_fit(changes, word, backend, monkeypatch):
     layer, found = build(window=3, feature_map="elu", backend="triton"), []
     pool, rows = pool_of(layer), Rows(torch.tensor([4, 1]), torch.tensor([5, 9]))
-    monkeypatch.setattr(module, "run_step_", lambda whole, _: found.append(whole) or whole.q)
+    monkeypatch.setattr(module, "hybrid_step_", lambda whole, _: found.append(whole) or whole.q)
     q, k, v = (torch.cat([draw(place, 1)[i] for place in (4, 1)]) for i in range(3))
     step_rows_(layer, q, k, v, pool, rows)
     with pytest.raises(ArgumentError) as error:
-        hybrid_step_(found[0]._replace(**changes))
+        hybrid_step_(found[0]._replace(**changes), backend)
     assert word in str(error.value)

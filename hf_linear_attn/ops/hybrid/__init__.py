@@ -9,7 +9,6 @@ from hf_linear_attn.ops.hybrid.api import (
     hybrid_step_,
     hybrid_train,
     prefill_obstacle,
-    run_step_,
 )
 from hf_linear_attn.ops.hybrid.problem import Geometry, HeadState, HybridParams, HybridState, Key, Tokens
 from hf_linear_attn.ops.hybrid.records import HybridStep, KeptPrefill, KeptStep, Prefill
@@ -35,5 +34,4 @@ __all__ = [
     "hybrid_step_",
     "hybrid_train",
     "prefill_obstacle",
-    "run_step_",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD, choose_backend, wants_kernels, wants_loops
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD
 from hf_linear_attn.ops.features import LARGEST_PAIR, feature_obstacle
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
@@ -63,43 +63,29 @@ def _loop_obstacle(step: HybridStep) -> str | None:
     return loop_obstacle(tokens, (*step.learned, *(() if kept is None else kept.weights)))
 
 
-def hybrid_step_(step: HybridStep, *, backend: str = "auto") -> Tensor:
+def hybrid_step_(step: HybridStep, backend: Literal["triton", "numba"]) -> Tensor:
     """Read one new token per row and update the tensors of its state in place, but for the number of tokens seen.
 
-    What is computed is said by :func:`hybrid_reference`. Masked rows leave sums and sinks as they are. Raise ``seen``
-    afterwards.
+    What is computed is said by :func:`hybrid_reference`; see :func:`hybrid_obstacle` for what can be asked. Masked rows
+    leave sums and sinks as they are. Raise ``seen`` afterwards.
 
     Args:
         step: The tokens, the state and the settings.
-        backend: ``"triton"``, ``"numba"``, or ``"auto"``, which is the first on a GPU and the second on a CPU.
+        backend: Which of both.
 
     Returns:
         ``o [B, H, 1, V]`` in q's dtype; of masked rows anything finite.
 
     Raises:
         ArgumentError: If shapes or names do not fit, or a tensor is not contiguous.
-        ArgumentTypeError: If sums are not fp32.
-        BackendError: If neither can run here.
+        ArgumentTypeError: If dtypes do not fit.
+        BackendError: Under vmap and torch.func, of which neither knows; loops also while operations are traced.
     """
-    if wants_kernels(backend, step.q.device):
-        choose_backend(backend, step.q.device, lambda: hybrid_obstacle(step, "triton"))
-        return run_step_(step, "triton")
-    refuse_functional("numba", step.q, step.k, step.v)
-    if not wants_loops(backend, step.q.device):
-        reason: str | None = "there is neither a GPU nor Numba"
-    elif is_transformed():
-        reason = "loops cannot run under vmap, nor while operations are traced"
-    else:
-        reason = _loop_obstacle(step)
-    if reason is not None:
-        raise BackendError("backend", "be able to run here", backend, f"{reason}; use a layer with backend='torch'.")
-    return run_step_(step, "numba")
-
-
-def run_step_(step: HybridStep, chosen: Literal["triton", "numba"]) -> Tensor:
-    """Take a step as :func:`hybrid_step_` does, of which :func:`hybrid_obstacle` says nothing."""
     # Imported here so that the package needs neither Triton nor a GPU, nor Numba.
-    if chosen == "numba":
+    if backend == "numba":
+        if is_transformed():
+            wanted = "not be 'numba' under vmap, for forward-mode derivatives or while operations are traced"
+            raise BackendError("backend", wanted, backend, "Use a layer with backend='torch'.")
         from hf_linear_attn.ops.hybrid.numba.step import hybrid_step_numba_
 
         return hybrid_step_numba_(step)

@@ -41,6 +41,10 @@ def check_hybrid(step: HybridStep) -> None:
             raise ArgumentError(
                 name, f"have shape {shape}", None if x is None else tuple(x.shape), "Pass this layer's own."
             )
+    for name in ("k", "v", "near_k", "near_v", "kept_k", "kept_v"):
+        x = found.get(name)
+        if x is not None and x.dtype != step.q.dtype:
+            raise ArgumentTypeError(name, f"be {step.q.dtype}, as q is", x.dtype, "Pass all in one dtype.")
     for name in ("kv", "z", "far_keys", "near_k", "near_v", "near_mask", "near_turns", "seen", *KEPT):
         x = found.get(name)
         if x is None:
