@@ -24,6 +24,10 @@ LOOKS = 4
 """Steps on whose texts it is measured what is usual."""
 
 
+AT_ONCE = 128
+"""Queries whose attention is computed at once: what they pay to all keys of a text stays near the processor."""
+
+
 class Text(NamedTuple):
     """What one layer sees of one text.
 
@@ -102,13 +106,16 @@ def attention_to_come(text: Text, keys: Tensor, times: Sequence[int], scaling: f
     heads, count, _ = text.k.shape
     q, k = torch.unflatten(text.q.float(), 0, (heads, -1)), text.k.float()
     found = []
-    for start, end in pairwise([*times, count]):
-        query = torch.arange(start, end, device=k.device)[:, None]
-        scores = scaling * q[:, :, start:end] @ k[:, None, :end].mT
-        scores = scores.masked_fill(query < torch.arange(end, device=k.device), -torch.inf)
-        total = scores.logsumexp(-1, keepdim=True)
-        asked = scores[..., keys.clamp(max=end - 1)].masked_fill(query < keys, -torch.inf)
-        found.append((asked - total).exp().amax((1, 2)))
+    for first, last in pairwise([*times, count]):
+        most = k.new_zeros(heads, len(keys))
+        for start in range(first, last, AT_ONCE):
+            end = min(start + AT_ONCE, last)
+            scores = scaling * q[:, :, start:end] @ k[:, None, :end].mT
+            later = torch.ones(end - start, end - start, dtype=torch.bool, device=k.device).triu(1)
+            scores[..., start:].masked_fill_(later, -torch.inf)
+            paid = scores.softmax(-1).amax((1, 2))[:, keys.clamp(max=end - 1)]
+            most = torch.maximum(most, paid.masked_fill(keys >= end, 0))
+        found.append(most)
     return torch.stack(found, -1).flip(-1).cummax(-1).values.flip(-1)
 
 

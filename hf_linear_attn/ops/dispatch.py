@@ -161,9 +161,10 @@ def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, largest: int = LARGEST_HEAD
         return reason
     if q.dtype == torch.float64:
         return "the kernels take bf16, fp16 and fp32, not float64"
-    for name, size, most in (("q", q.shape[3], largest), ("v", v.shape[3], LARGEST_HEAD)):
-        if size > most:
-            return f"{name} has head size {size}, and the kernels hold at most {most}"
+    if q.shape[3] > largest:
+        return f"q has head size {q.shape[3]}, and the kernels hold at most {largest}"
+    if v.shape[3] > LARGEST_HEAD:
+        return f"v has head size {v.shape[3]}, and the kernels hold at most {LARGEST_HEAD}"
     return None
 
 

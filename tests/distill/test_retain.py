@@ -18,7 +18,7 @@ from tests.distill.test_run import StoppedError, go, stop_at
 from tests.distill.tiny import same, tiny_teacher
 
 LEARNED = {"kept": 3, "retention": "learned", "mix": "window", "stages": ["retain"], "retain_steps": 6}
-FIRST, LAST, HEADS = 5, 37, 2
+HEADS = 2
 
 
 class ShortBlocks(Blocks):
@@ -32,11 +32,11 @@ def learning(settings):
 
 
 def test_targets_are_the_most_attention_that_is_to_come():
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(heads, LAST, 8, generator=generator, dtype=torch.float64) for heads in (2 * HEADS, HEADS))
-    keys, times = torch.tensor([0, 3, 20, 36]), [5, 12, 30]
+    length, generator = 300, torch.Generator().manual_seed(0)
+    q, k = (torch.randn(heads, length, 8, generator=generator, dtype=torch.float64) for heads in (2 * HEADS, HEADS))
+    keys, times = torch.tensor([0, 3, 20, 36, 157, 158, 285, 286, 299]), [5, 12, 30]
     found = attention_to_come(Text(q, k, k[0]), keys, times, 0.3)
-    seen = torch.ones(LAST, LAST, dtype=torch.bool).tril()
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
     weights = (0.3 * q @ k.repeat_interleave(2, 0).mT).masked_fill(~seen, -torch.inf).softmax(-1)
     for n, time in enumerate(times):
         most = weights[:, time:, keys].amax(1).unflatten(0, (HEADS, 2)).amax(1)

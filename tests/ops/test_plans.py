@@ -1,10 +1,12 @@
 """Plans that are made once: followed rightly with other tensors, made anew where something differs, and fast."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -135,6 +137,62 @@ class Halves(NamedTuple):
 
     written: Tensor
     rest: Tensor
+
+
+class ByAddress:
+    """Stands for a jitted function that Triton compiles: adds ``n`` to fp32 numbers, later by their addresses."""
+
+    def __init__(self) -> None:
+        self.compiled: list[torch.device] = []
+
+    @staticmethod
+    def fn(x: Tensor, out: Tensor, n: int, **options: Any) -> None: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compile_and_run(x: Tensor, out: Tensor, n: int, **options: Any) -> ByAddress:
+            self.compiled.append(x.device)
+            out[:1000] = x[:1000] + n
+            return self
+
+        def run(x: int, out: int, n: int, *options: Any) -> None:
+            read, written = (np.ctypeslib.as_array((ctypes.c_float * 1000).from_address(at)) for at in (x, out))
+            assert x % 16 == out % 16 == 0
+            written[:] = read + n
+
+        # Triton's own takes one size of the grid, what it compiled three.
+        return compile_and_run if len(grid) == 1 else run
+
+
+def test_what_was_compiled_is_handed_addresses() -> None:
+    """Of what is given, of results, and of what launches alone know, which lies side by side in one allocation."""
+    kernel = ByAddress()
+
+    def plan(x: Tensor) -> tuple[Halves, list[Launch]]:
+        one, two, three = (torch.empty(size, device=x.device) for size in (1000, 1001, 1000))
+        out, other = torch.empty_like(x), torch.empty_like(x)
+        chain = [(x, one, 1), (one, out, 1), (x, two, 10), (two, three, 10), (three, other, 10), (one, other, 100)]
+        return Halves(out, other), [Launch("add", kernel, 1, {"x": a, "out": b, "n": n}, TILE) for a, b, n in chain]
+
+    for _ in range(3):
+        x = torch.randn(1000)
+        found = execute(plan, x)
+        torch.testing.assert_close(found.written, x + 2)
+        torch.testing.assert_close(found.rest, x + 101)
+    assert len(kernel.compiled) == 6
+
+
+def test_what_was_compiled_belongs_to_one_device() -> None:
+    kernel = ByAddress()
+
+    def plan(x: Tensor) -> tuple[Tensor, Launch]:
+        out = torch.empty_like(x)
+        return out, Launch("add", kernel, 1, {"x": x, "out": out, "n": 1}, TILE)
+
+    # Tensors on meta are on another device than the others, and alike in all that a plan knows.
+    for device in ("cpu", "meta", "cpu"):
+        x = torch.zeros(1000, device=device)
+        assert execute(plan, x).device == x.device
+    assert [x.type for x in kernel.compiled] == ["cpu", "meta"]
 
 
 def test_what_launches_do_not_write_begins_as_zeros() -> None:

@@ -9,9 +9,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 
 
-def check_decode(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, key_mask: Tensor | None, rows: Tensor | None
-) -> None:
+def check_decode(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, rows: Tensor | None) -> None:
     """Refuse tokens and a state that do not fit together; arguments as of :func:`decode_step_`."""
     batch, heads, tokens, dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
@@ -39,10 +37,15 @@ def check_decode(
             raise ArgumentTypeError(name, f"be {dtype}", x.dtype, "States are never kept in less.")
         if not (x if rows is None else x[:1]).is_contiguous():
             raise ArgumentError(name, "be contiguous, to be updated in place", x.stride(), "See decode_state().")
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
+
+
+def check_step_mask(key_mask: Tensor | None, q: Tensor) -> None:
+    """Refuse a mask that does not fit the new tokens, or is not one."""
+    shape = len(q), q.shape[2]
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != shape):
         raise ArgumentError(
             "key_mask",
-            f"be bool of shape [B, T] = {(batch, tokens)}",
+            f"be bool of shape [B, T] = {shape}",
             (key_mask.dtype, tuple(key_mask.shape)),
             "Slice the mask to the new tokens.",
         )

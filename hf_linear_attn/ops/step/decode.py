@@ -13,7 +13,7 @@ from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, check_rows, contiguous_like_values
-from hf_linear_attn.ops.step.checks import check_decode
+from hf_linear_attn.ops.step.checks import check_decode, check_step_mask
 from hf_linear_attn.ops.step.copies import copies_of
 
 
@@ -97,7 +97,8 @@ def decode_step_(
 
         z = state.z if state.z.ndim == 4 else state.z[:, :, None]
         return decode_step_triton_(q, k, v, key_mask, state.kv, z, phi, eps, log_decay, rows)
-    check_decode(q, k, v, *state, key_mask, rows)
+    check_decode(q, k, v, *state, rows)
+    check_step_mask(key_mask, q)
     if rows is not None:
         own = LinearAttentionState(*(x.index_select(0, rows) for x in state))
         o = decode_plain_(q, k, v, *own, key_mask, phi, eps, "torch", log_decay)

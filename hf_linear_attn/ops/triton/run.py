@@ -25,6 +25,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+APART = 512
+"""Bytes. What lies side by side begins at multiples of this, as what the caching allocator gives does."""
+
+
 class Slot(int):
     """The number of a call's tensor or :class:`Number`, given ones first, then those that are allocated."""
 
@@ -37,22 +41,32 @@ class Step(NamedTuple):
         named: Slots of its arguments that are tensors or numbers, by name.
         values: Its arguments in the order of the kernel's parameters, but for those.
         places: Their places among the values, with their slots.
-        compiled: What Triton compiled for it, once it has been launched; empty before, and where it is interpreted.
     """
 
     launch: Launch
     named: Mapping[str, int]
     values: list[Any]
     places: Sequence[tuple[int, int]]
-    compiled: list[Any]
 
 
 class Plan(NamedTuple):
-    """What is allocated, the launches in order, and the result, slots in the place of tensors."""
+    """What is allocated, and the launches in order.
 
-    allocated: Sequence[Spec]
+    Attributes:
+        results: Tensors that outlive the call.
+        scratch: Tensors that only launches know, and where in one piece of memory they begin, in bytes.
+        room: Bytes of that.
+        steps: The launches.
+        result: What is returned, slots in the place of tensors.
+        compiled: What starts each launch on a device, once Triton has compiled all of them for it.
+    """
+
+    results: Sequence[Spec]
+    scratch: Sequence[tuple[int, Spec]]
+    room: int
     steps: Sequence[Step]
     result: Any
+    compiled: dict[torch.device, list[Callable[..., None]]]
 
 
 def target_for(device: torch.device) -> Target:
@@ -114,11 +128,11 @@ def execute(
         plan: Takes the arguments; returns the results, allocated by ``torch.empty``, and the launch that computes
             them, or several in order. It depends on nothing but shapes, strides, dtypes and settings, and on
             :func:`takes_tf32`; only where texts are packed it computes with tensors, namely their boundaries.
-        *arguments: Tensors in the layout that kernels read, tuples of them, and settings that hash.
+        *arguments: Tensors in the layout that kernels read, tuples of them, and settings that hash. Boundaries of
+            packed texts are ``cu_seqlens`` of the first; a tensor comes before every number.
         zeros: Fields of the result that begin as zeros, since the launches do not write all of them.
     """
-    problem = next((x for x in arguments if hasattr(x, "cu_seqlens")), None)
-    if is_tracing() or (problem is not None and problem.cu_seqlens is not None):
+    if is_tracing() or getattr(arguments[0], "cu_seqlens", None) is not None:
         # What watches sees what is allocated; boundaries are cut into tables on the device.
         result, launches = plan(*arguments)
         launches = [launches] if isinstance(launches, Launch) else launches
@@ -129,18 +143,33 @@ def execute(
                 launch.run()
         return result
     given: list[Any] = []
-    key = specs_of(arguments, given)
-    first = next(x for x in given if type(x) is not int)
+    addresses: list[int] = []
+    key = specs_of(arguments, given, addresses)
+    first = given[0]
     device = first.device
     # Products of nothing else are taken in it by choice, and to ask takes as long as an allocation.
     made = plan_of(plan, key, first.dtype == torch.float32 and takes_tf32())
-    slots = given + [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in made.allocated]
+    # At each call the host waits for this: what launches alone know is one allocation.
+    results = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in made.results]
+    scratch = torch.empty(made.room, dtype=torch.uint8, device=device) if made.room else None
+    slots = given + results
     for name in zeros:
         slots[getattr(made.result, name)].zero_()
     with _on(device):
-        for step in made.steps:
-            _launch(step, slots)
-    return _mapped(made.result, Slot, slots.__getitem__)  # type: ignore[no-any-return]
+        compiled = made.compiled.get(device)
+        if compiled is None:
+            _launch(made, slots, scratch, device)
+        else:
+            addresses += [x.data_ptr() for x in results]
+            if scratch is not None:
+                begin = scratch.data_ptr()
+                addresses += [begin + offset for offset, _ in made.scratch]
+            for step, start in zip(made.steps, compiled, strict=True):
+                values = step.values.copy()
+                for place, slot in step.places:
+                    values[place] = addresses[slot]
+                start(*values)
+    return _filled(made.result, slots)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(MOST_PLANS)
@@ -156,30 +185,72 @@ def plan_of(plan: Callable[..., tuple[Any, Sequence[Launch] | Launch]], argument
     result, launches = plan(*meta_of(arguments, known))
     inputs = len(known)
 
-    def slot(x: Any, *, as_address: bool = True) -> Slot:
+    def number_of(x: Any, *, as_address: bool = True) -> int:
         for number, y in enumerate(known):
             if x is y:
-                return Slot(number)
+                return number
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.untyped_storage() is y.untyped_storage():
                 if as_address and x.dtype == y.dtype and not x.storage_offset():
                     # A kernel gets an address, which is that of what the view begins with.
-                    return Slot(number)
+                    return number
                 raise RuntimeError(f"{plan.__name__} plans with a view that begins elsewhere, or returns one")
         if not isinstance(x, Tensor):
             raise RuntimeError(f"{plan.__name__} plans with a number that it was not given")
         known.append(x)
-        return Slot(len(known) - 1)
+        return len(known) - 1
 
-    steps = []
-    for launch in [launches] if isinstance(launches, Launch) else launches:
-        named = {name: slot(x) for name, x in launch.arguments.items() if isinstance(x, Tensor | Number)}
-        parameters = inspect.signature(launch.kernel.fn).parameters
-        given = launch.arguments | launch.options
-        values = [None if name in named else given.get(name, x.default) for name, x in parameters.items()]
-        places = [(place, named[name]) for place, name in enumerate(parameters) if name in named]
-        steps.append(Step(launch, named, values, places, []))
-    shaped = _mapped(result, Tensor, lambda x: slot(x, as_address=False))
-    return Plan([Spec(x.shape, x.stride(), x.dtype, 0) for x in known[inputs:]], steps, shaped)
+    launches = [launches] if isinstance(launches, Launch) else launches
+    taken = [
+        {name: number_of(x) for name, x in launch.arguments.items() if isinstance(x, Tensor | Number)}
+        for launch in launches
+    ]
+    returned: list[int] = []
+
+    def numbered(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            returned.append(number_of(x, as_address=False))
+            return Slot(returned[-1])
+        return like(x, [numbered(y) for y in x]) if isinstance(x, tuple) else x
+
+    shaped = numbered(result)
+    # Slots are numbered as tensors come to be: what is given, results, what launches alone know.
+    outlives = sorted({number for number in returned if number >= inputs})
+    alone = [number for number in range(inputs, len(known)) if number not in outlives]
+    slots = {number: Slot(slot) for slot, number in enumerate((*range(inputs), *outlives, *alone))}
+    scratch, room = [], 0
+    for number in alone:
+        x = known[number]
+        scratch.append((room, _spec(x)))
+        room += -(-x.untyped_storage().nbytes() // APART) * APART
+    return Plan(
+        results=[_spec(known[number]) for number in outlives],
+        scratch=scratch,
+        room=room,
+        steps=[
+            _step(launch, {name: slots[number] for name, number in numbers.items()})
+            for launch, numbers in zip(launches, taken, strict=True)
+        ],
+        result=_filled(shaped, slots),
+        compiled={},
+    )
+
+
+def _filled(x: Any, slots: Any) -> Any:
+    """Return a result with what is in slots in the place of their numbers."""
+    if type(x) is Slot:
+        return slots[x]
+    return like(x, [slots[y] if type(y) is Slot else _filled(y, slots) for y in x]) if isinstance(x, tuple) else x
+
+
+def _spec(x: Tensor) -> Spec:
+    return Spec(x.shape, x.stride(), x.dtype, 0)
+
+
+def _step(launch: Launch, named: Mapping[str, int]) -> Step:
+    parameters = inspect.signature(launch.kernel.fn).parameters
+    given = launch.arguments | launch.options
+    values = [None if name in named else given.get(name, x.default) for name, x in parameters.items()]
+    return Step(launch, named, values, [(place, named[name]) for place, name in enumerate(parameters) if name in named])
 
 
 def clear_caches() -> None:
@@ -187,32 +258,28 @@ def clear_caches() -> None:
     plan_of.cache_clear()
 
 
-def _mapped(x: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return a result with a function's values in the place of what is of a kind."""
-    if isinstance(x, kind):
-        return function(x)
-    return like(x, [_mapped(y, kind, function) for y in x]) if isinstance(x, tuple) else x
-
-
-def _launch(step: Step, slots: Sequence[Any]) -> None:
-    """Launch a kernel.
+def _launch(made: Plan, slots: list[Any], scratch: Tensor | None, device: torch.device) -> None:
+    """Launch a plan's kernels, and keep for later calls what Triton compiled.
 
     Before a launch Triton looks at every argument to find what it compiled for such a one: with some fifty of them that
     takes the host longer than all else of a call. Calls of one plan are alike in all that Triton looks at: dtypes,
     where in a row of 16 bytes tensors begin, and which numbers are 1, multiples of 16 or long. So what it compiled is
-    handed the arguments, as Triton's own tutorial of a fused softmax does. For AMD's processors Triton also asks how
-    much memory lies behind a tensor, which no plan knows.
+    handed the arguments, as Triton's own tutorial of a fused softmax does, tensors as their addresses, which saves a
+    question to the driver for each. It belongs to one device. For AMD's processors Triton also asks how much memory
+    lies behind a tensor, which no plan knows.
     """
-    if step.compiled:
-        values = step.values.copy()
-        for place, slot in step.places:
-            values[place] = slots[slot]
-        step.compiled[0][(step.launch.programs, 1, 1)](*values)
-        return
-    given = {name: slots[slot] for name, slot in step.named.items()}
-    compiled = step.launch.run(step.launch.arguments | step.launch.options | given)
-    if compiled is not None and not torch.version.hip:
-        step.compiled.append(compiled)
+    if scratch is not None:
+        ends = [offset for offset, _ in made.scratch[1:]] + [made.room]
+        for (start, x), end in zip(made.scratch, ends, strict=True):
+            slots = [*slots, scratch[start:end].view(x.dtype).as_strided(x.shape, x.stride)]
+    found = []
+    for step in made.steps:
+        given = {name: slots[slot] for name, slot in step.named.items()}
+        compiled = step.launch.run(step.launch.arguments | step.launch.options | given)
+        if compiled is not None and not torch.version.hip:
+            found.append(compiled[(step.launch.programs, 1, 1)])
+    if len(found) == len(made.steps):
+        made.compiled[device] = found
 
 
 _NOTHING = nullcontext()

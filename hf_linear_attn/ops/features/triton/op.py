@@ -83,8 +83,9 @@ def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of what :func:`compute` takes."""
     x, turns, weight, power = ctx.saved_tensors
     *_, pairs, at_end = ctx.settings
-    of_x, _, of_weight, *_ = ctx.needs_input_grad
+    of_x, _, of_weight, of_power, *_ = ctx.needs_input_grad
     found = _derive(do, x, turns, weight, power, *ctx.settings, of_x, of_weight)
+    power = power if of_power else None
     dx, dweight, dpower = finish(FeatureGradients(*found), x, turns, weight, power, pairs, at_end, of_x, of_weight)
     return dx, None, dweight, dpower, None, None, None, None, None
 
@@ -100,7 +101,10 @@ def finish(
     of_x: bool,
     of_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, of W and of the power from what the kernel has computed, by a library's products."""
+    """Return the gradients of x, of W and of the power, if one is passed, by a library's products.
+
+    They are made of what the kernel has computed.
+    """
     dy, turned, plain, dpower = found
     dx = dweight = of_power = None
     # What has no columns, the kernel has not computed.

@@ -458,7 +458,7 @@ class LoopedStep:
     __slots__ = ("_changing", "_held", "_numbers", "_plan", "_seen")
 
     def __init__(self, step: HybridStep) -> None:
-        self._plan = plan = _plan_of(specs_of(step._replace(length=Number(0)), []))
+        self._plan = plan = _plan_of(specs_of(step._replace(length=Number(0)), [], []))
         kept, near, sums = step.kept, (step.near_k, step.near_v), (step.kv, step.z, step.far_keys)
         changing = step.seen, *sums, *near, step.near_mask, step.near_turns, *(kept.changing if kept else ())
         places, learned, weights = (

@@ -288,7 +288,8 @@ def gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         if of_map is None:
             continue
         of_x, of_weight = getattr(asked, side) and not p.in_halves, getattr(asked, f"weight_{side}")
-        dx, dweight, dpower = finish(of_map, *p[1:5], p.pairs, p.at_end, of_x, of_weight)
+        power = p.power if getattr(asked, f"power_{side}") else None
+        dx, dweight, dpower = finish(of_map, *p[1:4], power, p.pairs, p.at_end, of_x, of_weight)
         by_name |= {f"weight_{side}": dweight, f"power_{side}": dpower}
         if dx is not None:
             x.own(whole).add_(dx)

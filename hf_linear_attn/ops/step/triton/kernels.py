@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.ops.state import empty_like_tokens
+from hf_linear_attn.ops.step.checks import check_decode
 from hf_linear_attn.ops.triton.plan import Launch, Target, of_mask, padded, planned, tile
 from hf_linear_attn.ops.triton.primitives import log2_decay, phi
 
@@ -102,7 +103,12 @@ def decode_launch(
     """Plan one decode step; return the output, allocated, and the launch.
 
     Arguments are those of :func:`decode_step_`, tokens as kernels read them, the mask as uint8, and ``z`` with copies.
+
+    Raises:
+        ArgumentError: If tokens and state do not fit together: the kernel would write beyond them.
+        ArgumentTypeError: If the state is not fp32.
     """
+    check_decode(q, k, v, kv, z, rows)
     (_, HKV, C, D), B, V, G = z.shape, len(q), v.shape[3], q.shape[1] // k.shape[1]
     o = empty_like_tokens(q, V)
     chosen = tile(target, q.dtype, "decode", D, V, G)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from hf_linear_attn.ops.library import operator, refuse_vmap
 from hf_linear_attn.ops.state import like_values
-from hf_linear_attn.ops.step.checks import check_decode
+from hf_linear_attn.ops.step.checks import check_step_mask
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import readable
 from hf_linear_attn.ops.triton.run import as_bytes, changing, directly, execute, target_for
@@ -23,7 +23,7 @@ def _step(
     rows: Tensor | None = None,
 ) -> Tensor:
     """Return o of a few tokens and fold them into ``kv`` and ``z [B, HKV, C, D]`` in place."""
-    check_decode(q, k, v, kv, z, key_mask, rows)
+    check_step_mask(key_mask, q)
     tokens = readable(q), readable(k), readable(v)
     return execute(decode_launch, target_for(q.device), *tokens, kv, z, as_bytes(key_mask), phi, eps, log_decay, rows)
 
