@@ -113,7 +113,7 @@ def changing(run: Callable[..., R], *places: int) -> Callable[..., R]:
 
     def call(*inputs: Any) -> R:
         result = run(*inputs)
-        has_changed(*(inputs[place] for place in places))
+        has_changed(*[inputs[place] for place in places])
         return result
 
     return call
@@ -314,14 +314,14 @@ def directly(
     def call(*inputs: P.args, **settings: P.kwargs) -> R:
         if is_tracing():
             return op(*inputs, **settings)
-        needs_gradient = False
+        derives, needs_gradient = torch.is_grad_enabled(), False
         for x in inputs:
             kind = type(x)
             if kind is Tensor or kind is Parameter:
-                needs_gradient = needs_gradient or x.requires_grad  # type: ignore[attr-defined]
+                needs_gradient = needs_gradient or (derives and x.requires_grad)  # type: ignore[attr-defined]
             elif kind not in PLAIN and isinstance(x, Tensor):
                 return op(*inputs, **settings)
-        if not (needs_gradient and torch.is_grad_enabled()):
+        if not needs_gradient:
             return run(*inputs, **settings)
         if function is None:
             return op(*inputs, **settings)

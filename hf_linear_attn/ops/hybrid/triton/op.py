@@ -14,12 +14,12 @@ from hf_linear_attn.ops.specs import Number
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import readable
 from hf_linear_attn.ops.triton.run import (
+    changing,
     codes_of,
     codes_with,
     contiguous,
     directly,
     execute,
-    has_changed,
     target_for,
 )
 
@@ -109,13 +109,6 @@ def _kept(*inputs: Any) -> KeptStep | None:
         return None
     tensors, (*net, ahead) = inputs[: len(KEPT)], inputs[len(KEPT) :]
     return KeptStep._make((*tensors, tuple(x.contiguous() for x in net if x is not None), ahead))
-
-
-def _writing(*inputs: Any) -> Tensor:
-    """Run a step and tell autograd, as the op does, that the state has changed."""
-    o = _read(*inputs)
-    has_changed(*(inputs[place] for place in _CHANGING), *inputs[_KEPT : _KEPT + len(KEPT)])
-    return o
 
 
 @triton_hybrid_.register_fake
@@ -214,4 +207,4 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 refuse_vmap("triton", triton_hybrid_, triton_prefill)
 _attend = directly(triton_prefill, _prefill)
-_advance = directly(triton_hybrid_, _writing)
+_advance = directly(triton_hybrid_, changing(_read, *_CHANGING, *range(_KEPT, _KEPT + len(KEPT))))
