@@ -42,9 +42,13 @@ class Launcher:
 
 
 def shown(x: Any) -> str:
-    """Return what a launch is told by an argument; where results lie is another place each time."""
-    if isinstance(x, torch.Tensor):
-        return f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.data_ptr() % 16} {GIVEN.get(x.data_ptr(), 'allocated')}"
+    """Return what a launch is told by an argument; results lie at another place each time.
+
+    A kernel that is started directly is told addresses, which are larger than any number that it is told.
+    """
+    address = x.data_ptr() if isinstance(x, torch.Tensor) else x
+    if isinstance(address, int) and address > 2**40:
+        return f"{address % 16} {PLACES.setdefault(address, f'allocated {len(PLACES)}')}"
     return f"{type(x).__name__} {x}"
 
 
@@ -81,15 +85,16 @@ def add(x, out, n, m, SIZE: tl.constexpr = 16):
     tl.store(out + i, tl.load(x + i) + n + m)
 
 
-GIVEN: dict[int, str] = {}
+PLACES: dict[int, str] = {}
+"""What lies at an address."""
 
 
 def same(name: str, call: Callable[..., Any], *given: Any) -> None:
     """Print whether a call launches the same when it is repeated, and how often Triton was asked."""
-    GIVEN.clear()
-    GIVEN.update({x.data_ptr(): str(number) for number, x in enumerate(given) if isinstance(x, torch.Tensor)})
     found = []
     for again in range(2):
+        PLACES.clear()
+        PLACES.update({x.data_ptr(): f"{number}" for number, x in enumerate(given) if isinstance(x, torch.Tensor)})
         LAUNCHES.clear()
         LOOKS.clear()
         if not again:
