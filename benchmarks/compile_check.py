@@ -237,7 +237,7 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         log_decay = None if p.log_decay is None else p.log_decay[:, :, :1]
         yield decode_launch(p.target, q, k, v, out.kv, z, mask, p.phi, 1e-6, log_decay)[1]
         places = torch.empty(len(q), dtype=torch.int64, device="meta")
-        yield decode_launch(p.target, q, k, v, out.kv, z[:, :, :1], mask, p.phi, 1e-6, log_decay, places)[1]
+        yield decode_launch(p.target, q, k, v, out.kv, out.z[:, :, None], mask, p.phi, 1e-6, log_decay, places)[1]
     if config.faded or config.D > LARGEST_HEAD:
         return
     yield from _of_delta_rule(config, p)

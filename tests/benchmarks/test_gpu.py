@@ -81,7 +81,7 @@ def test_every_step_at_tiny_size(gpu: ModuleType, tmp_path: Path) -> None:
     assert asked >= {"repeats", "check", "tests", "kernels", "tune-step", "peers"}
     assert asked >= {"prefill", "prefill-compiled", "decode", "decode-64", "training", "training-recipe"}
     # Both recipes have been compared.
-    assert asked >= {"study-10", "study-100"}
+    assert asked >= {"study-10", "study-100", "teacher-86m", "study-86m"}
     assert "not measured" not in found["study-10"]["found"]
     assert json.loads((tmp_path / "repeats.json").read_text()) == {"parts": 8, "differ": []}
 
@@ -107,6 +107,17 @@ def test_what_hangs_is_ended_with_its_children(
     assert found["next"]["found"] == "7"
     state = Path(f"/proc/{child.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_what_takes_hours_goes_on_when_it_is_asked_again(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = tmp_path / "begun"
+    code = f'import pathlib, time; x = pathlib.Path("{begun}"); y = x.exists(); x.touch(); time.sleep(0 if y else 600)'
+    monkeypatch.setattr(gpu, "STEPS", [gpu.Step("long", python(code), seconds=3, goes_on=True)])
+    for expected in ("not yet", "yes", "yes"):
+        assert gpu.main(["--dry-run", "--output", str(tmp_path / "at")]) == 0
+        assert kept(tmp_path / "at")["long"]["held"] == expected
 
 
 def test_figures_are_held_to_their_limits(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

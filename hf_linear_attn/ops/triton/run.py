@@ -151,7 +151,7 @@ def execute(
     made = plan_of(plan, key, first.dtype == torch.float32 and takes_tf32())
     # At each call the host waits for this: what launches alone know is one allocation.
     results = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=device) for x in made.results]
-    scratch = torch.empty(made.room, dtype=torch.uint8, device=device) if made.room else None
+    scratch = torch.empty(made.room, dtype=torch.uint8, device=device) if made.scratch else None
     slots = given + results
     for name in zeros:
         slots[getattr(made.result, name)].zero_()
