@@ -23,7 +23,6 @@ from hf_linear_attn.patching.rotation import has_values
 LOOKS = 4
 """Steps on whose texts it is measured what is usual."""
 
-
 AT_ONCE = 128
 """Queries whose attention is computed at once: what they pay to all keys of a text stays near the processor."""
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.ops.step import copies as step_copies
 from hf_linear_attn.ops.step import decode_state, decode_step_
 from hf_linear_attn.ops.triton.plan import Target
@@ -160,6 +160,21 @@ def test_states_are_stepped_where_they_lie_in_a_pool(backend: str) -> None:
     for x in LinearAttentionState(before[:, 8:1288].view(5, 2, 16, 40), before[:, 2000:2032].view(5, 2, 16)):
         x[rows] = 0
     assert torch.equal(pages, before)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_state_that_does_not_fit_is_refused(backend: str) -> None:
+    """A kernel would write beyond it, also where one that fits was stepped before."""
+    q, k, v = draw(2, 2, 1, 8, 8, torch.float32)
+    kv, z = decode_state(2, 2, 8, 8, device=q.device)
+    decode_step_(q, k, v, LinearAttentionState(kv, z), backend=backend)
+    for name, one in (("kv", kv[:1]), ("kv", kv.half()), ("kv", kv.mT), ("z", z[..., :4]), ("z", z.double())):
+        state = LinearAttentionState(kv, z)._replace(**{name: one})
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"`state.{name}`"):
+            decode_step_(q, k, v, state, backend=backend)
+    for mask in (torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=torch.uint8)):
+        with pytest.raises(ArgumentError, match="`key_mask` must be bool of shape"):
+            decode_step_(q, k, v, LinearAttentionState(kv, z), key_mask=mask, backend=backend)
 
 
 @pytest.mark.parametrize(

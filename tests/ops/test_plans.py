@@ -146,16 +146,16 @@ class ByAddress:
         self.compiled: list[torch.device] = []
 
     @staticmethod
-    def fn(x: Tensor, out: Tensor, n: int, **options: Any) -> None: ...
+    def fn(x: Tensor, out: Tensor, n: int, size: int, **options: Any) -> None: ...
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def compile_and_run(x: Tensor, out: Tensor, n: int, **options: Any) -> ByAddress:
+        def compile_and_run(x: Tensor, out: Tensor, n: int, size: int, **options: Any) -> ByAddress:
             self.compiled.append(x.device)
-            out[:1000] = x[:1000] + n
+            out[:size] = x[:size] + n
             return self
 
-        def run(x: int, out: int, n: int, *options: Any) -> None:
-            read, written = (np.ctypeslib.as_array((ctypes.c_float * 1000).from_address(at)) for at in (x, out))
+        def run(x: int, out: int, n: int, size: int, *options: Any) -> None:
+            read, written = (np.ctypeslib.as_array((ctypes.c_float * size).from_address(at)) for at in (x, out))
             assert x % 16 == out % 16 == 0
             written[:] = read + n
 
@@ -168,16 +168,23 @@ def test_what_was_compiled_is_handed_addresses() -> None:
     kernel = ByAddress()
 
     def plan(x: Tensor) -> tuple[Halves, list[Launch]]:
-        one, two, three = (torch.empty(size, device=x.device) for size in (1000, 1001, 1000))
+        # The last is the largest: in the place of another it would lie over what is still to be read.
+        one, two, three = (torch.empty(size, device=x.device) for size in (1000, 1001, 3000))
         out, other = torch.empty_like(x), torch.empty_like(x)
-        chain = [(x, one, 1), (one, out, 1), (x, two, 10), (two, three, 10), (three, other, 10), (one, other, 100)]
-        return Halves(out, other), [Launch("add", kernel, 1, {"x": a, "out": b, "n": n}, TILE) for a, b, n in chain]
+        chain = [
+            *((x, one, 1, 1000), (x, two, 10, 1000), (x, three, 100, 3000)),
+            *((one, out, 1, 1000), (two, other, 10, 1000), (three, other, 100, 500)),
+        ]
+        return Halves(out, other), [
+            Launch("add", kernel, 1, {"x": a, "out": b, "n": n, "size": size}, TILE) for a, b, n, size in chain
+        ]
 
     for _ in range(3):
-        x = torch.randn(1000)
+        x = torch.randn(3000)
         found = execute(plan, x)
-        torch.testing.assert_close(found.written, x + 2)
-        torch.testing.assert_close(found.rest, x + 101)
+        torch.testing.assert_close(found.written[:1000], x[:1000] + 2)
+        torch.testing.assert_close(found.rest[:500], x[:500] + 200)
+        torch.testing.assert_close(found.rest[500:1000], x[500:1000] + 20)
     assert len(kernel.compiled) == 6
 
 
@@ -186,7 +193,7 @@ def test_what_was_compiled_belongs_to_one_device() -> None:
 
     def plan(x: Tensor) -> tuple[Tensor, Launch]:
         out = torch.empty_like(x)
-        return out, Launch("add", kernel, 1, {"x": x, "out": out, "n": 1}, TILE)
+        return out, Launch("add", kernel, 1, {"x": x, "out": out, "n": 1, "size": 1000}, TILE)
 
     # Tensors on meta are on another device than the others, and alike in all that a plan knows.
     for device in ("cpu", "meta", "cpu"):

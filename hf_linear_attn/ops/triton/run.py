@@ -24,7 +24,6 @@ from hf_linear_attn.tracing import is_tracing
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 APART = 512
 """Bytes. What lies side by side begins at multiples of this, as what the caching allocator gives does."""
 
