@@ -14,7 +14,7 @@ from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.limits import QUANTISED
 from hf_linear_attn.distill.precision import resolve
 from hf_linear_attn.distill.registry import stage_class
-from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, conversion_values
+from hf_linear_attn.distill.settings import CHOSEN, CONVERSION, DistillationSettings, conversion_values
 from hf_linear_attn.distill.sharding import is_sharded, shard
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher
 from hf_linear_attn.encoders import is_encoder
@@ -40,16 +40,16 @@ def with_own_conversion(settings: DistillationSettings, student: PreTrainedModel
     """Return the settings with the conversion of a student that was converted before; refuse another."""
     conversion = LinearAttentionConfig.from_dict(student.config.linear_attention)
     asked = conversion_values(settings.conversion_for(head_dim_of(student.config)))
-    # Its softmax layers were chosen when it was made.
-    own = {**conversion_values(conversion), "softmax_budget": 0.0}
-    for name in settings.given & {*CONVERSION, "softmax_budget"}:
-        value = getattr(settings, name) if name == "softmax_budget" else asked[name]
+    # Its softmax layers were chosen, and its keys divided, when it was made.
+    own = conversion_values(conversion) | CHOSEN
+    for name in settings.given & own.keys():
+        value = getattr(settings, name) if name in CHOSEN else asked[name]
         if name == "layers":
             value = own[name] if value is None else sorted(set(value))
         if value != own[name]:
             remedy = "Leave it out, or convert `model` anew in place of `student`."
             raise ArgumentError(name, f"be the student's own, {own[name]!r}", value, remedy)
-    return settings.with_changes(**{name: own[name] for name in (*CONVERSION, "softmax_budget")})
+    return settings.with_changes(**own)
 
 
 def fit_positions(settings: DistillationSettings, model: PreTrainedModel) -> DistillationSettings:

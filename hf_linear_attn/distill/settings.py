@@ -38,6 +38,9 @@ LENGTH_FACTORS = (1, 2, 4)
 CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
 """The settings of a conversion; what is left out says what became of it."""
 
+CHOSEN: dict[str, Any] = {"softmax_budget": 0.0, "divide": "evenly"}
+"""What chooses by measurement when a student is made, with the values for one that goes on as it is."""
+
 RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4, rotary="auto")
 """How a model is converted that is going to be trained.
 
@@ -56,7 +59,8 @@ class DistillationSettings:
 
     Args:
         model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
-        student: A patched model to go on from, converted as it is; None to patch a copy of ``model``.
+        student: A patched model to go on from, converted as it is, whatever a preset says of conversion; None to patch a
+            copy of ``model``.
         teacher_logits: Folder with the teacher's precomputed logits, made by ``hf-linear-attn teacher-logits``; None to
             run the teacher.
         model_dtype: Dtype in which ``model`` is loaded, for the student and the teacher: ``float32``, ``bfloat16`` or
@@ -297,7 +301,7 @@ class DistillationSettings:
         Raises:
             ArgumentError: If there is no such preset.
         """
-        return cls(**(preset(name) | changes))
+        return cls(**over_preset(name, changes))
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
@@ -307,7 +311,7 @@ class DistillationSettings:
             ArgumentError: If the file cannot be read, or holds unknown settings.
         """
         values = read_settings_file(path, [*declared_settings(), Setting("preset", str)])
-        return cls(**(preset(values.pop("preset", "recommended")) | values | changes))
+        return cls(**over_preset(values.pop("preset", "recommended"), values | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings by their names, the conversion's among them, as plain JSON values."""
@@ -376,6 +380,20 @@ class DistillationSettings:
         options = self.conversion.feature_map_options
         known = {name: head_dim if value == "head_dim" else value for name, value in options.items()}
         return replace(self.conversion, feature_map_options=known)
+
+
+def over_preset(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings over those of a preset.
+
+    A ``student`` goes on as it was converted, so what a preset says of conversion is left out beside one.
+
+    Raises:
+        ArgumentError: If there is no such preset.
+    """
+    named = preset(name)
+    if values.get("student") is not None:
+        named = {name: value for name, value in named.items() if name not in (*CONVERSION, *CHOSEN)}
+    return {**named, **values}
 
 
 def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:

@@ -129,6 +129,21 @@ def test_a_run_divides_saves_and_goes_on_with_what_it_saved(dividing, tokenizer,
     assert trainable == "full" or f"per_layer={own}" in card
 
 
+def test_a_student_that_was_divided_goes_on_by_the_same_preset(dividing, tokenizer, data, tmp_path):
+    near_sighted({1}).save_pretrained(tmp_path / "teacher")
+    changes = {"model": str(tmp_path / "teacher"), "output_dir": str(tmp_path / "first")}
+    first = distill(dividing.with_changes(**changes), tokenizer=tokenizer, data=data).student
+    own = first.config.linear_attention["per_layer"]
+    # The preset's window and kept keys are not the student's, and it is not divided again.
+    changes = {"stages": ["distill"], "distill_steps": 1, "block_tokens": 64, "length_factors": [1], "rows": 2}
+    changes |= {"model": str(tmp_path / "teacher"), "student": str(tmp_path / "first"), "heldout_rows": 0}
+    again = DistillationSettings.from_preset("kept_keys", **changes)
+    student = distill(again, tokenizer=tokenizer, data=data).student
+    assert student.config.linear_attention["per_layer"] == own
+    with pytest.raises(ArgumentError, match=r"`divide` must be the student's own, 'evenly', got 'kl'"):
+        distill(again.with_changes(divide="kl"), tokenizer=tokenizer, data=data)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
