@@ -59,8 +59,8 @@ class DistillationSettings:
 
     Args:
         model: The softmax checkpoint, a folder or hub name; None where the models are passed in memory.
-        student: A patched model to go on from, converted as it is, whatever a preset says of conversion; None to patch a
-            copy of ``model``.
+        student: A patched model to go on from, converted as it is, whatever a preset says of conversion; None to patch
+            a copy of ``model``.
         teacher_logits: Folder with the teacher's precomputed logits, made by ``hf-linear-attn teacher-logits``; None to
             run the teacher.
         model_dtype: Dtype in which ``model`` is loaded, for the student and the teacher: ``float32``, ``bfloat16`` or
