@@ -21,7 +21,7 @@ from hf_linear_attn.distill.presets import available_presets, preset
 from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.run import distill
-from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings
+from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings, over_preset
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, load_tokenizer, process_state
@@ -129,12 +129,9 @@ def settings_from(
     given: Given, defaults: Mapping[str, Any] | None = None, start: str = "recommended"
 ) -> DistillationSettings:
     """Return the settings of what a user named: flags over the file, that over a preset, that over ``defaults``."""
-    values = given.values
-    named = preset(values.pop("preset", start))
-    known = {setting.name for setting in declared_settings()}
-    return DistillationSettings(
-        **{**(defaults or {}), **named, **{name: value for name, value in values.items() if name in known}}
-    )
+    values, known = given.values, {setting.name for setting in declared_settings()}
+    named = {name: value for name, value in values.items() if name in known}
+    return DistillationSettings(**{**(defaults or {}), **over_preset(values.get("preset", start), named)})
 
 
 def main(
