@@ -131,7 +131,7 @@ def settings_from(
     """Return the settings of what a user named: flags over the file, that over a preset, that over ``defaults``."""
     values, known = given.values, {setting.name for setting in declared_settings()}
     named = {name: value for name, value in values.items() if name in known}
-    return DistillationSettings(**{**(defaults or {}), **over_preset(values.get("preset", start), named)})
+    return DistillationSettings(**over_preset(values.get("preset", start), named, defaults))
 
 
 def main(

@@ -382,18 +382,18 @@ class DistillationSettings:
         return replace(self.conversion, feature_map_options=known)
 
 
-def over_preset(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings over those of a preset.
+def over_preset(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return settings over those of a preset, and these over ``defaults``.
 
     A ``student`` goes on as it was converted, so what a preset says of conversion is left out beside one.
 
     Raises:
         ArgumentError: If there is no such preset.
     """
-    named = preset(name)
-    if values.get("student") is not None:
+    named, others = preset(name), {**(defaults or {}), **values}
+    if others.get("student") is not None:
         named = {name: value for name, value in named.items() if name not in (*CONVERSION, *CHOSEN)}
-    return {**named, **values}
+    return {**(defaults or {}), **named, **values}
 
 
 def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
