@@ -17,11 +17,11 @@ from hf_linear_attn.distill.models import fit_positions, load_teacher, model_nam
 from hf_linear_attn.distill.plan import H100_TFLOPS
 from hf_linear_attn.distill.plan import plan as compute_plan
 from hf_linear_attn.distill.planned import Plan
-from hf_linear_attn.distill.presets import available_presets, preset
+from hf_linear_attn.distill.presets import CONVERSION, available_presets, over_preset, preset
 from hf_linear_attn.distill.recipes import check_fits, recipes_for, recipes_table
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.run import distill
-from hf_linear_attn.distill.settings import CONVERSION, DistillationSettings, declared_settings, over_preset
+from hf_linear_attn.distill.settings import DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import load_config, load_tokenizer, process_state

@@ -1,8 +1,17 @@
 """Settings that go together, by name: what each changes in the defaults."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import ArgumentError
+
+CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
+"""The settings of a conversion; what is left out says what became of it."""
+
+CHOSEN: dict[str, Any] = {"softmax_budget": 0.0, "divide": "evenly"}
+"""What chooses by measurement when a student is made, with the values for one that goes on as it is."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "recommended": {},
@@ -95,3 +104,17 @@ def preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise ArgumentError("preset", "be a known preset", name, "Use one of those", available=available_presets())
     return dict(PRESETS[name])
+
+
+def over_preset(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return settings over those of a preset, and these over ``defaults``.
+
+    A ``student`` goes on as it was converted, so what a preset says of conversion is left out beside one.
+
+    Raises:
+        ArgumentError: If there is no such preset.
+    """
+    named, others = preset(name), {**(defaults or {}), **values}
+    if others.get("student") is not None:
+        named = {name: value for name, value in named.items() if name not in (*CONVERSION, *CHOSEN)}
+    return {**(defaults or {}), **named, **values}

@@ -12,7 +12,7 @@ from hf_linear_attn.arguments import Setting, read_settings_file, settings_of
 from hf_linear_attn.checks import check_types
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.limits import check_limits, conversion_value
-from hf_linear_attn.distill.presets import preset
+from hf_linear_attn.distill.presets import CONVERSION, over_preset
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.loading import head_dim_of
@@ -34,12 +34,6 @@ REFERENCE_MAP_LR = 1e-2
 
 LENGTH_FACTORS = (1, 2, 4)
 """Lengths of sequences, as multiples of the shortest ones."""
-
-CONVERSION = tuple(f.name for f in fields(LinearAttentionConfig) if f.name not in ("trained_length", "format_version"))
-"""The settings of a conversion; what is left out says what became of it."""
-
-CHOSEN: dict[str, Any] = {"softmax_budget": 0.0, "divide": "evenly"}
-"""What chooses by measurement when a student is made, with the values for one that goes on as it is."""
 
 RECOMMENDED = LinearAttentionConfig(feature_map="norm_preserving", window=64, sinks=4, rotary="auto")
 """How a model is converted that is going to be trained.
@@ -380,20 +374,6 @@ class DistillationSettings:
         options = self.conversion.feature_map_options
         known = {name: head_dim if value == "head_dim" else value for name, value in options.items()}
         return replace(self.conversion, feature_map_options=known)
-
-
-def over_preset(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return settings over those of a preset, and these over ``defaults``.
-
-    A ``student`` goes on as it was converted, so what a preset says of conversion is left out beside one.
-
-    Raises:
-        ArgumentError: If there is no such preset.
-    """
-    named, others = preset(name), {**(defaults or {}), **values}
-    if others.get("student") is not None:
-        named = {name: value for name, value in named.items() if name not in (*CONVERSION, *CHOSEN)}
-    return {**(defaults or {}), **named, **values}
 
 
 def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
