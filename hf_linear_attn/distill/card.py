@@ -8,8 +8,8 @@ from peft import PeftModel
 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.measure import MAX_DEPTH, shown
-from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.presets import CONVERSION
+from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.evaluation.embedding import LOW_PERCENT
 from hf_linear_attn.evaluation.view import markdown_table

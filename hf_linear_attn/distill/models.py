@@ -13,8 +13,8 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.distill.limits import QUANTISED
 from hf_linear_attn.distill.precision import resolve
-from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.presets import CHOSEN
+from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings, conversion_values
 from hf_linear_attn.distill.sharding import is_sharded, shard
 from hf_linear_attn.distill.teacher import LiveTeacher, ModelTeacher
