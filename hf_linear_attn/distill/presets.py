@@ -114,7 +114,7 @@ def over_preset(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any
     Raises:
         ArgumentError: If there is no such preset.
     """
-    named, others = preset(name), {**(defaults or {}), **values}
-    if others.get("student") is not None:
-        named = {name: value for name, value in named.items() if name not in (*CONVERSION, *CHOSEN)}
-    return {**(defaults or {}), **named, **values}
+    named, defaults = preset(name), defaults or {}
+    if {**defaults, **values}.get("student") is not None:
+        named = {one: value for one, value in named.items() if one not in (*CONVERSION, *CHOSEN)}
+    return {**defaults, **named, **values}

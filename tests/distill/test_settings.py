@@ -6,7 +6,7 @@ import pytest
 
 from hf_linear_attn.distill import DistillationSettings, available_presets
 from hf_linear_attn.distill.cli import command_line, settings_from
-from hf_linear_attn.distill.presets import preset
+from hf_linear_attn.distill.presets import CHOSEN, CONVERSION, preset
 from hf_linear_attn.distill.settings import declared_settings
 from hf_linear_attn.errors import ArgumentError
 
@@ -25,6 +25,23 @@ def test_lolcats_preset_is_the_published_recipe():
     assert (settings.mix, settings.window, settings.sinks) == ("shared", 64, 0)
     assert (settings.trainable, settings.lora_rank, settings.lora_alpha) == ("lora", 8, 16)
     assert (settings.distill_loss, settings.train_feature_maps, settings.window_dropout) == ("ce", False, 0)
+
+
+@pytest.mark.parametrize("way", ["python", "file", "flags", "defaults"])
+def test_a_preset_leaves_the_conversion_of_a_student_alone(tmp_path, way):
+    path = tmp_path / "settings.yaml"
+    path.write_text("preset: kept_keys\nstudent: x\nkept: 7\n")
+    flags = ["--preset", "kept_keys", "--kept", "7"]
+    settings = {
+        "python": lambda: DistillationSettings.from_preset("kept_keys", student="x", kept=7),
+        "file": lambda: DistillationSettings.from_file(path),
+        "flags": lambda: parse([*flags, "--student", "x"]),
+        "defaults": lambda: parse(flags, {"student": "x"}),
+    }[way]()
+    # What was said beside the preset stays, to be compared with the student's own.
+    assert settings.given & {*CONVERSION, *CHOSEN} == {"kept"}
+    assert settings.kept == 7
+    assert settings.teacher_share == preset("kept_keys")["teacher_share"]
 
 
 def test_every_preset_builds():
