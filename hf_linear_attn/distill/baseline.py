@@ -33,11 +33,9 @@ def equal_cache_window(model: PreTrainedModel) -> int:
     layers = [
         layer.tensors
         for layer in (() if cache is None else cache.layers)
-        if isinstance(layer, LinearAttentionCacheLayer)
-        and "near_k" in layer.tensors
-        and {"kv", "kept_k"} & layer.tensors.keys()
+        if isinstance(layer, LinearAttentionCacheLayer) and "near_k" in layer.tensors
     ]
-    if not layers:
+    if not any({"kv", "kept_k"} & layer.keys() for layer in layers):
         raise ArgumentError(
             "model", "be patched with a window and something beyond it", type(model).__name__, "Set window=."
         )
@@ -59,6 +57,8 @@ def equal_cache_window(model: PreTrainedModel) -> int:
 def window_alone(model: PreTrainedModel) -> dict[str, Any]:
     """Return how :func:`patch_model` makes the window alone whose cache is as large, divided among layers alike.
 
+    Layers share it as they share the tokens of windows and what is kept beyond these.
+
     Args:
         model: As for :func:`equal_cache_window`.
 
@@ -66,7 +66,8 @@ def window_alone(model: PreTrainedModel) -> dict[str, Any]:
         The arguments: ``window``, ``sinks``, ``mix`` and ``per_layer``.
     """
     settings = LinearAttentionConfig.from_dict(model.config.linear_attention)
-    parts = {index: settings.of_layer(index).window or 0 for index in settings.layers or ()}
+    layers = {index: settings.of_layer(index) for index in settings.layers or ()}
+    parts = {index: (part.window or 0) + part.kept for index, part in layers.items()}
     window, mean = equal_cache_window(model), sum(parts.values()) / len(parts)
     own = {index: {"window": round(window * size / mean)} for index, size in parts.items() if size != mean}
     return {"window": window, "sinks": settings.sinks, "mix": "window", "per_layer": own}

@@ -81,9 +81,10 @@ def test_texts_too_short_to_see_more_are_not_asked(data):
     assert {entry["share"] for entry in division.measured} == {0.25, 0.5, 1, 2}
 
 
+@pytest.mark.parametrize("near", [{"window": 4, "kept": 4}, {"window": 8, "kept": 0}], ids=["kept", "window alone"])
 @torch.no_grad()
-def test_a_window_alone_of_as_many_bytes_is_divided_alike(teacher):
-    own = {0: {"window": 4, "kept": 4}, 1: {"window": 12, "kept": 12}}
+def test_a_window_alone_of_as_many_bytes_is_divided_alike(teacher, near):
+    own = {0: near, 1: {"window": 12, "kept": 12}}
     student = patch_model(copy.deepcopy(teacher), **RECIPE, per_layer=own)
     settings = window_alone(student)
     other = patch_model(copy.deepcopy(teacher), **settings)
