@@ -59,6 +59,7 @@ def test_each_file_in_the_folder_is_a_suite() -> None:
     assert all(summary.endswith(".") for summary in suites.values())
 
 
+@pytest.mark.slow
 def test_attention_is_timed_without_its_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that ticks whenever it is read: each module attends once, and nothing else counts."""
     monkeypatch.syspath_prepend(FOLDER)
@@ -126,6 +127,7 @@ def test_cpu_suite_writes_what_it_measured(tmp_path: Path) -> None:
     assert (tmp_path / "at.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_distill_suite_trains_and_writes_a_page(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     output, page = tmp_path / "study.json", tmp_path / "study.md"

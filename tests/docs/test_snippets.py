@@ -55,9 +55,13 @@ def few_samples(monkeypatch):
     monkeypatch.setattr("hf_linear_attn.distill.run.measure", partial(measure, samples=4))
 
 
+SLOW = ("distillation.md",)
+"""Pages whose commands take most of a minute."""
+
+
 def with_language(language):
     return [
-        pytest.param(page, id=str(page.relative_to(ROOT)))
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] if page.name in SLOW else [])
         for page in PAGES
         if any(block.language in language and block.reason is None for block in snippets.blocks(page))
     ]
