@@ -47,7 +47,7 @@ def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make plans anew in each test, since many change what plans depend on; hold that they only allocate."""
     make = run.plan_of.__wrapped__
 
-    @lru_cache
+    @lru_cache(**run.plan_of.cache_parameters())
     def plan_of(*arguments: Any) -> Any:
         with OnlyAllocates():
             return make(*arguments)

@@ -411,9 +411,9 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cpu_times(*calls: Callable[[], object]) -> list[float]:
-    """Return the least CPU time of each call, in seconds, of several batches of calls, taken in turn."""
+    """Return the least CPU time of each call, in seconds, of batches taken in turn: what else runs slows all."""
     best = [float("inf")] * len(calls)
-    for _ in range(20):
+    for _ in range(40):
         for number, call in enumerate(calls):
             started = time.thread_time()
             for _ in range(25):
@@ -445,7 +445,7 @@ def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: decode_step_(*one, state, backend="triton"),
             lambda: hybrid_step_(whole, "triton"),
         )
-    # They take some 50 allocations, 26 and 54, and the first took 84 on a busier machine.
-    assert forward < 120 * unit, f"{forward * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
+    # Measured: some 50 allocations, 26 and 54; with three other processes on two cores up to 64, 33 and 65.
+    assert forward < 70 * unit, f"{forward * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
     assert step < 50 * unit, f"{step * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
-    assert hybrid < 180 * unit, f"{hybrid * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
+    assert hybrid < 120 * unit, f"{hybrid * 1e6:.1f} us, an allocation takes {unit * 1e6:.2f}"
