@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_linear_attn.layers.retention.learned import AHEAD, HIDDEN
+from hf_linear_attn.layers.retention.learned import AHEAD
 from hf_linear_attn.ops.delta_rule.triton.problem import DeltaProblem
 from hf_linear_attn.ops.features import LARGEST_PAIR
 from hf_linear_attn.ops.features.triton.kernels import FeatureProblem
@@ -14,6 +14,8 @@ from hf_linear_attn.ops.window.problem import KeptKeys
 from hf_linear_attn.ops.window.triton.problem import Kept, WindowProblem, held_by_block
 
 WINDOW, SINKS = 64, 4
+UNITS = 64
+"""Units of a learned rule's net, the most that a student has been saved with."""
 
 
 def window_problem(p: Problem) -> WindowProblem | None:
@@ -148,9 +150,9 @@ def keeping(step: HybridStep, *, scores: bool) -> HybridStep:
     net = (
         (inputs,),
         (inputs,),
-        (kv_heads, inputs, HIDDEN),
-        (kv_heads, HIDDEN),
-        (kv_heads, HIDDEN, AGES),
+        (kv_heads, inputs, UNITS),
+        (kv_heads, UNITS),
+        (kv_heads, UNITS, AGES),
         (kv_heads, AGES),
     )
     kept = KeptStep(

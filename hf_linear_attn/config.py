@@ -12,7 +12,14 @@ FORMAT_VERSION = 1
 """Version of the settings and tensors that a saved model carries; raised when older code could not read them."""
 
 
-LATER = {"update_rule": "additive", "rotary": "keep", "kept": 0, "retention": "redundancy", "per_layer": {}}
+LATER = {
+    "update_rule": "additive",
+    "rotary": "keep",
+    "kept": 0,
+    "retention": "redundancy",
+    "retention_units": 64,
+    "per_layer": {},
+}
 """Settings that older code does not know, with what it does: they are written only where they say something else."""
 
 ALIASES = {"linear": "additive", "gated": "decay"}
@@ -31,6 +38,9 @@ LONGEST_WINDOW = 2**20
 
 PER_LAYER = ("window", "kept")
 """Settings that a layer may have of its own."""
+
+MOST_UNITS = 2**12
+"""Most units of a learned rule's net."""
 
 MOST_KEPT = 2**16
 """Most keys that are kept beyond a window: every token that leaves it is compared with all of them."""
@@ -57,6 +67,7 @@ class LinearAttentionConfig:
         retention: Which of the kept keys goes. ``"redundancy"``: the one whose value a later one has come closest to;
             nothing is learned. ``"learned"``: the one with the least score for its age, which is made of keys and
             values when it leaves the window, and learned from the teacher's attention.
+        retention_units: Units of the net that makes those scores, for each key head; other rules have none. 1..4096.
         per_layer: What single layers have in place of ``window`` and ``kept``, where all have any, by their indices:
             ``{1: {"window": 192, "kept": 192}}``. Layers need very different numbers of keys
             (docs/results/notebook.md).
@@ -101,6 +112,7 @@ class LinearAttentionConfig:
     sinks: int = 0
     kept: int = 0
     retention: str = "redundancy"
+    retention_units: int = 64
     per_layer: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     mix: str = "key"
     update_rule: str = "additive"
@@ -126,6 +138,8 @@ class LinearAttentionConfig:
             raise ArgumentError("kept", "be >= 0, and 0 without a window", self.kept, "Set window= too, or kept=0.")
         if self.kept > MOST_KEPT:
             raise ArgumentError("kept", f"be at most {MOST_KEPT} keys", self.kept, "Lower it.")
+        if not 1 <= self.retention_units <= MOST_UNITS:
+            raise ArgumentError("retention_units", f"be 1 to {MOST_UNITS}", self.retention_units, "64 are many.")
         check_eps(self.eps)
         for name in ("window", "sinks"):
             if (getattr(self, name) or 0) > LONGEST_WINDOW:

@@ -48,6 +48,13 @@ def test_json_holds_every_setting():
     assert set(LinearAttentionConfig().to_dict()) == names - set(LATER)
 
 
+def test_a_file_from_before_there_was_a_choice_means_what_it_did():
+    old = LinearAttentionConfig(window=8, kept=2, retention="learned").to_dict()
+    assert "retention_units" not in old
+    assert LinearAttentionConfig.from_dict(old).retention_units == 64
+    assert LinearAttentionConfig.from_dict(old | {"retention_units": 16}).to_dict()["retention_units"] == 16
+
+
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, "1", None])
 def test_other_versions_are_refused(version):
     values = LinearAttentionConfig().to_dict() | {"format_version": version}
@@ -100,6 +107,8 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
         ({"rotary": "drop"}, r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"),
         ({"trained_length": 0}, r"`trained_length` must be at least 1 token"),
         ({"window": 8, "per_layer": {"first": {"window": 2}}}, r"`per_layer` must hold indices of layers, got 'first'"),
+        ({"retention_units": 0}, r"`retention_units` must be 1 to 4096, got 0"),
+        ({"retention_units": 4097}, r"`retention_units` must be 1 to 4096, got 4097"),
         ({"window": 8, "per_layer": {1: {"sinks": 2}}}, r"`per_layer` must hold some of window and kept for layer 1"),
         ({"window": 8, "per_layer": {1: 4}}, r"`per_layer` must hold some of window and kept for layer 1, got 4"),
         (

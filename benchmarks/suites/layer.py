@@ -49,7 +49,7 @@ LAYERS: dict[str, dict[str, Any] | None] = {
     "recommended, 64 kept": RECIPE | {"kept": 64},
     "window alone": NO_STATE,
     "window alone, 64 kept": NO_STATE | {"kept": 64},
-    "window alone, 64 kept, learned": NO_STATE | {"kept": 64, "retention": "learned"},
+    "window alone, 64 kept, learned": NO_STATE | {"kept": 64, "retention": "learned", "retention_units": 16},
 }
 FLOOR = ("projections", "products")
 KEPT = ("softmax", "elu", "recommended", "recommended, PyTorch alone")

@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "elu": {"feature_map": "elu"},
     "hedgehog, window 64": {"feature_map": "hedgehog", "window": 64},
     "recommended": {"feature_map": "norm_preserving", "rotary": "undo", "window": 64, "sinks": 4},
-    "kept keys": {"window": 64, "sinks": 4, "kept": 64, "mix": "window", "retention": "learned"},
+    "kept keys": {"window": 64, "sinks": 4, "kept": 64, "mix": "window", "retention": "learned", "retention_units": 16},
 }
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-8b": lambda: LlamaConfig(

@@ -32,7 +32,7 @@ TEACHER = Path(__file__).parents[2] / "examples" / "teacher"
 NEAR = {"window": 64, "sinks": 4}
 RECIPES = {
     "recommended": NEAR | {"feature_map": "norm_preserving"},
-    "kept keys": NEAR | {"kept": 64, "mix": "window", "retention": "learned", "rotary": "undo"},
+    "kept keys": NEAR | {"kept": 64, "mix": "window", "retention": "learned", "retention_units": 16, "rotary": "undo"},
 }
 HELD = (2048, 8192, 32768)
 """Lengths for which requests are counted."""

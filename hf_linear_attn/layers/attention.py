@@ -68,7 +68,7 @@ class LinearAttention(nn.Module):
         """Whether the linear branch, and what chooses kept keys, read queries and keys with the rotation undone."""
         self.kept = None
         if config.window is not None and config.kept:
-            retention = RETENTIONS[config.retention](sizes, config.window)
+            retention = RETENTIONS[config.retention](sizes, config.window, config.retention_units)
             self.kept = Kept(config.kept, retention, turned=self.undoes and self.mix.has_far)
         self.layout: Layout | None = None
         """How the model rotates, for a caller with a rotation; found when it is first called."""

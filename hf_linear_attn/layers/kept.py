@@ -150,26 +150,27 @@ class Kept:
         lead = min(max(self.retention.window + count - tokens.k.shape[2], 0), count)
         leaving = count - lead
 
-        def entering(x: Tensor) -> Tensor:
-            x = x[..., :leaving, :]
-            return F.pad(x, (0, 0, lead, 0)) if lead else x
-
-        enters, where = (entering(x[..., None])[..., 0] for x in (tokens.counted(), positions))
+        enters, where = (F.pad(x[:, :leaving], (lead, 0)) for x in (tokens.counted(), positions))
         if held is None:
             held = {name: slot.zeros(batch, tokens.k) for name, slot in self.slots(tokens.v.shape[3]).items()}
-        k, v = (torch.cat([held[name], entering(x)], 2) for name, x in (("kept_k", tokens.k), ("kept_v", tokens.v)))
+
+        def entering(before: Tensor, x: Tensor) -> Tensor:
+            nothing = x.new_zeros(*x.shape[:2], lead, x.shape[3])
+            return torch.cat([before, nothing, x[:, :, :leaving]], 2)
+
+        k, v = entering(held["kept_k"], tokens.k), entering(held["kept_v"], tokens.v)
         rule, scores = self.retention, None
         nearest = held.get("kept_nearest", held["kept_k"].new_empty(batch, heads, 0, dtype=torch.float32))
         asked = Entering(v, enters, where, number, nearest, held["kept_at"])
         if rule.scores:
             with torch.no_grad():
-                scores = torch.cat([held["kept_scores"], entering(rule.score(tokens, leaving, weights, backend))], 2)
+                scores = entering(held["kept_scores"], rule.score(tokens, leaving, weights, backend))
             asked = asked._replace(compared=scores, window=rule.window)
         turns = None
         if self.turned and tokens.rotation is not None:
-            new = entering(tokens.rotation.turns.expand(batch, -1, -1))[:, None].expand(-1, heads, -1, -1)
+            new = tokens.rotation.turns[:, None].expand(batch, heads, -1, -1)
             old = held.get("kept_turns", new.new_zeros(batch, heads, self.size, new.shape[3]))[..., : new.shape[3]]
-            turns = torch.cat([old, new.to(old.dtype)], 2)
+            turns = entering(old, new.to(old.dtype))
         where = torch.cat([held["kept_at"], where[:, None].expand(-1, heads, -1)], 2)
         return Beyond(k, v, enters, where, number, choose_kept(asked, backend), scores, turns, tokens.rotation)
 

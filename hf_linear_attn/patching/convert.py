@@ -59,6 +59,7 @@ def patch_model(
     sinks: int = 0,
     kept: int = 0,
     retention: str = "redundancy",
+    retention_units: int = 64,
     per_layer: Mapping[int, Mapping[str, int]] | None = None,
     mix: str = "key",
     update_rule: str = "additive",
@@ -85,6 +86,7 @@ def patch_model(
         sinks: Attend exactly to the first ``sinks`` tokens too; needs a window.
         kept: Attend exactly, too, to so many keys of each key head that have left the window; needs one.
         retention: Which of those goes when another comes, ``"redundancy"`` or ``"learned"``, see there.
+        retention_units: Units of the learned rule's net, for each key head.
         per_layer: What single layers have in place of ``window`` and ``kept``, by index: ``{1: {"window": 192}}``.
         mix: How exact and linear branch are joined, see :class:`LinearAttentionConfig`.
         update_rule: How the linear branch's state takes in keys, see there.
@@ -127,6 +129,7 @@ def patch_model(
         sinks=sinks,
         kept=kept,
         retention=retention,
+        retention_units=retention_units,
         per_layer={} if per_layer is None else per_layer,
         mix=mix,
         update_rule=update_rule,

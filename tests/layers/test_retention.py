@@ -13,14 +13,14 @@ WINDOW = 24
 
 @pytest.mark.parametrize("count", [0, 1, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE + 300])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_scores_are_those_of_the_inputs(count, turned, dtype):
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float64, 5), (torch.bfloat16, 64)])
+def test_scores_are_those_of_the_inputs(count, turned, dtype, units):
     generator = torch.Generator().manual_seed(count)
 
     def draw(*sizes):
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
-    rule, tokens = Learned(Sizes(8, 4, 2, 0.3, value_dim=4), WINDOW), count + WINDOW
+    rule, tokens = Learned(Sizes(8, 4, 2, 0.3, value_dim=4), WINDOW, units), count + WINDOW
     weights = {name: (x + 0.1 * draw(*x.shape)).to(x.dtype) for name, x in rule.weights().items()}
     k, v = draw(2, 2, tokens, 8).to(dtype), draw(2, 2, tokens, 4).to(dtype)
     angles = draw(1, tokens, 4)

@@ -87,7 +87,8 @@ class Spec:
         """Return the layer, the same one for every backend, with weights that are not where they start."""
         s = self.shape
         window = {} if self.mix is None else {"window": s.window, "sinks": s.sinks, "kept": s.kept, "mix": self.mix}
-        window |= {"retention": s.retention} if self.mix else {}
+        # As the preset has.
+        window |= {"retention": s.retention, "retention_units": 16} if self.mix else {}
         config = LinearAttentionConfig(
             feature_map=self.feature_map, feature_map_options=OPTIONS.get(self.feature_map, {}), backend=backend,
             update_rule=self.rule, rotary="undo" if s.turned else "keep", **window,

@@ -32,7 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
     "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
     "retained": {
-        **{"feature_map": "elu", "window": 3, "sinks": 1, "kept": 3, "retention": "learned", "rotary": "undo"},
+        **{"feature_map": "elu", "window": 3, "sinks": 1, "rotary": "undo"},
+        **{"kept": 3, "retention": "learned", "retention_units": 5},
         "per_layer": {1: {"window": 5, "kept": 2}},
     },
     "mixed": {"feature_map": "elu", "layers": [1]},

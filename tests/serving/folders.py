@@ -35,7 +35,8 @@ CONVERSIONS = {
     "window": {"window": 32, "sinks": 4, "mix": "window"},
     "kept": {**STUDENT, "kept": 32},
     "learned": {
-        **{"window": 32, "sinks": 4, "mix": "window", "kept": 32, "retention": "learned", "rotary": "undo"},
+        **{"window": 32, "sinks": 4, "mix": "window", "rotary": "undo"},
+        **{"kept": 32, "retention": "learned", "retention_units": 16},
         "per_layer": {1: {"window": 24, "kept": 64}},
     },
     "mixed": {**STUDENT, "layers": [1, 3]},

@@ -11,7 +11,13 @@ from hf_linear_attn.layers.window import Tokens
 
 
 class Retention(ABC):
-    """A rule for layers of some sizes, with W tokens in sight; a subclass is found by its :attr:`name`."""
+    """A rule for layers of some sizes, with W tokens in sight; a subclass is found by its :attr:`name`.
+
+    Args:
+        sizes: The layer's.
+        window: W.
+        units: Of a net, where the rule has one.
+    """
 
     name: ClassVar[str]
     """The word by which users ask for it."""
@@ -22,8 +28,8 @@ class Retention(ABC):
     ahead: int = 0
     """Tokens behind a key that its scores are made of, too."""
 
-    def __init__(self, sizes: Sizes, window: int) -> None:
-        self.sizes, self.window = sizes, window
+    def __init__(self, sizes: Sizes, window: int, units: int) -> None:
+        self.sizes, self.window, self.units = sizes, window, units
 
     def weights(self) -> dict[str, Tensor]:
         """Return what is learned, as it starts; layers hold it as ``retention_bias`` and the like."""

@@ -14,12 +14,8 @@ from hf_linear_attn.layers.rules import Sizes
 from hf_linear_attn.layers.window import Tokens
 from hf_linear_attn.ops.kept import AGES
 
-HIDDEN = 64
-"""Units between what a key says and its scores."""
-
 AHEAD = 16
 """Tokens behind a key, at most, that its scores are made of too: what follows tells what it is good for."""
-
 
 AT_ONCE = 1024
 """Keys that are scored at once."""
@@ -38,22 +34,22 @@ class Learned(Retention):
     scores: ClassVar[bool] = True
     reads_keys: ClassVar[bool] = True
 
-    def __init__(self, sizes: Sizes, window: int) -> None:
-        super().__init__(sizes, window)
+    def __init__(self, sizes: Sizes, window: int, units: int) -> None:
+        super().__init__(sizes, window, units)
         self.ahead = min(AHEAD, window)
 
     @override
     def weights(self) -> dict[str, Tensor]:
-        heads = self.sizes.num_kv_heads
+        heads, units = self.sizes.num_kv_heads, self.units
         inputs = 2 * heads * (self.sizes.head_dim + self.sizes.values)
         # The same in every layer and run, whatever random numbers were drawn before.
-        drawn = torch.randn(heads, inputs, HIDDEN, generator=torch.Generator().manual_seed(0), device="cpu")
+        drawn = torch.randn(heads, inputs, units, generator=torch.Generator().manual_seed(0), device="cpu")
         return {
             "mean": torch.zeros(inputs),
             "deviation": torch.ones(inputs),
             "in": drawn.to(torch.get_default_dtype()) * inputs**-0.5,
-            "in_bias": torch.zeros(heads, HIDDEN),
-            "out": torch.zeros(heads, HIDDEN, AGES),
+            "in_bias": torch.zeros(heads, units),
+            "out": torch.zeros(heads, units, AGES),
             "bias": torch.zeros(heads, AGES),
         }
 
@@ -93,16 +89,24 @@ class Learned(Retention):
 
     def mean_after(self, x: Tensor, count: int) -> Tensor:
         """Return the mean of the next tokens' rows of the first ones ``[B, count, ...]``."""
-        return F.avg_pool1d(x[:, 1:].mT, self.ahead, 1).mT if count else x[:, :0]
+        # Sums of 1, 2, 4, ... rows, of which those are added that the number of rows is made of.
+        sums, size, number, place, total = x[:, 1:], 1, self.ahead, 0, x.new_zeros(())
+        while number:
+            if number % 2:
+                total = total + sums[:, place : place + count]
+                place += size
+            if number := number // 2:
+                sums, size = sums[:, :-size] + sums[:, size:], 2 * size
+        return total / self.ahead
 
     def entering(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return by what inputs as they are enter the hidden units of all heads ``[I, HKV * 64]``, and the bias."""
+        """Return by what inputs as they are enter the hidden units of all heads ``[I, HKV * units]``, and the bias."""
         w = {name: weights[name].to(dtype) for name in ("mean", "deviation", "in", "in_bias")}
         entering = (w["in"] / w["deviation"][:, None]).transpose(0, 1).flatten(1)
         return entering, w["in_bias"].flatten() - w["mean"] @ entering
 
     def answers(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the scores that hidden units ``[B, count, HKV * 64]`` give."""
+        """Return the scores that hidden units ``[B, count, HKV * units]`` give."""
         out, bias = (weights[name].to(hidden.dtype) for name in ("out", "bias"))
-        hidden = hidden.view(*hidden.shape[:2], len(out), HIDDEN).transpose(1, 2)
+        hidden = hidden.view(*hidden.shape[:2], *out.shape[:2]).transpose(1, 2)
         return F.silu(hidden) @ out + bias[:, None]

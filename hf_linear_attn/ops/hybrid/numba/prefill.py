@@ -1,9 +1,10 @@
 """Text that a layer with a window reads without gradients, as one loop on a CPU; see :class:`Prefill`.
 
 A unit is some query heads of a key head of a row. It walks the text in blocks of 16 queries, with all that it needs in
-a core's cache: keys ``[D, C + N]`` and values ``[C + N, V]`` of the window and the sinks, where a key's slot is its
-place modulo C, and the linear branch's sums ``[F, V]``, ``[F]`` and ``[D]``. Of a block of tokens, those that leave the
-window are folded after its queries have read the sums before them and, by the products of features, those within.
+a core's cache: keys ``[D, C + N + K]`` and values ``[C + N + K, V]`` of the window, the sinks and the kept, where a
+key's slot is its place modulo C, and the linear branch's sums ``[F, V]``, ``[F]`` and ``[D]``. Of a block of tokens,
+those that leave the window are folded after its queries have read the sums before them and, by the products of
+features, those within. Places of kept keys that none has taken yet are not multiplied.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -92,24 +93,19 @@ def features_of_rows(features, y, x, weight, rows, dim, columns, name, factor, p
 
 
 @within
-def shares_of(row, begins, ends, of_sinks, own, far_score, i, slots, sinks, columns):
+def shares_of(row, begins, ends, own, far_score, i, columns):
     """Turn a query's scores into ``2^(score - largest)`` where it sees, else 0; return their sum and the far key's."""
     of_own, largest = row[own], far_score
-    for c in range(slots):
+    for c in range(columns):
         row[c] = row[c] if begins[c] <= i and i < ends[c] else NOTHING
     row[own] = of_own
-    for n in range(sinks):
-        if of_sinks[n] == 0:
-            row[slots + n] = NOTHING
-    for c in range(slots + sinks):
+    for c in range(columns):
         largest = max(largest, row[c])
     total = np.float32(0.0)
-    for c in range(slots + sinks):
+    for c in range(columns):
         x = exp2(row[c] - largest)
         row[c] = x
         total += x
-    for c in range(slots + sinks, columns):
-        row[c] = np.float32(0.0)
     share = exp2(far_score - largest) if far_score != NOTHING else np.float32(0.0)
     return total + share, share
 
@@ -161,14 +157,14 @@ def take_leaving(
 
 
 @within
-def keep_block(ends, held, holder, slot, a, count, ring, window, columns):
+def keep_block(ends, held, holder, slot, a, count, ring, window, first, columns):
     """Tell which query of a block is the first that does not see a key, where keys are kept, and who holds each place.
 
     The key that leaves the window at a query stays where it lies in the ring until the block ends.
 
-    In ``ends`` the places stand behind the ring's slots. ``held`` says whether a place was taken before, ``holder``
-    which query's leaving key has come to it, -1 where none has, and ``slot [16]`` which place such a key takes, -1
-    where it takes none.
+    In ``ends`` the places stand behind the ring's slots and the sinks, from the ``first`` on. ``held`` says whether a
+    place was taken before, ``holder`` which query's leaving key has come to it, -1 where none has, and ``slot [16]``
+    which place such a key takes, -1 where it takes none.
     """
     for c in range(columns):
         holder[c] = -1
@@ -180,22 +176,25 @@ def keep_block(ends, held, holder, slot, a, count, ring, window, columns):
         if before >= 0:
             ends[(a + before - window) % ring] = np.int32(i)
         elif held[place] != 0:
-            ends[ring + place] = np.int32(i)
+            ends[first + place] = np.int32(i)
         ends[(a + i - window) % ring] = FAR_OFF
         holder[place] = np.int32(i)
 
 
 @within
-def settle_block(keys, values, held, holder, a, ring, window, columns, stride, dim, value_dim):
-    """Move the keys that a block has kept from the ring to their places."""
-    for c in range(columns):
+def settle_block(keys, values, held, holder, leaving, k, k_t, v, v_t, first, places, columns, dim, value_dim):
+    """Put the keys that a block has kept into their places, and return the number of those in use.
+
+    ``leaving`` is which of the keys left the window at the block's first query.
+    """
+    used = 0
+    for c in range(places):
         if holder[c] >= 0:
-            held[c] = np.uint8(1)
-            slot, to = (a + holder[c] - window) % ring, ring + c
-            for d in range(dim):
-                keys[d * stride + to] = keys[d * stride + slot]
-            for d in range(value_dim):
-                values[to * value_dim + d] = values[slot * value_dim + d]
+            held[c], at = np.uint8(1), leaving + holder[c]
+            hold(keys, values, columns, first + c, ahead(k, at * k_t), ahead(v, at * v_t), dim, value_dim, True)
+        if held[c] != 0:
+            used = c + 1
+    return used
 
 
 @within
@@ -335,16 +334,16 @@ def read(first, last, token, numbers):
             take(norm, ahead(pointer(z, kind), of_sums * F), F, ONE)
         if far_keys != 0:
             take(keys_sum, ahead(pointer(far_keys, kind), of_sums * D), D, ONE)
+        used = 0
         for c in range(K):
             at, held[c] = of_sums * K + c, c < pointer(kept_number, long)[b]
-            hold(
-                keys, values, E, C + c, ahead(pointer(kept_k, token), at * D), ahead(pointer(kept_v, token), at * V),
-                D, V, held[c] != 0,
-            )  # fmt: skip
+            used += held[c]
+            of_place = ahead(pointer(kept_k, token), at * D), ahead(pointer(kept_v, token), at * V)
+            hold(keys, values, E, C + N + c, *of_place, D, V, held[c] != 0)
         for n in range(N):
             at = of_sums * N + n
             of_sink = ahead(pointer(sink_k, token), at * D), ahead(pointer(sink_v, token), at * V)
-            hold(keys, values, E, C + K + n, *of_sink, D, V, is_seen(ahead(pointer(seen, flag), b * s_b + n), s_t, T))
+            hold(keys, values, E, C + n, *of_sink, D, V, is_seen(ahead(pointer(seen, flag), b * s_b + n), s_t, T))
         for at in range(P):
             slot = (at - P) % C
             visible = is_at(real, at)
@@ -367,15 +366,18 @@ def read(first, last, token, numbers):
             for c in range(C):
                 begins[c] = np.int32(max(slot_at[c] - a, -FAR_OFF))
                 ends[c] = begins[c] + np.int32(W)
-            for c in range(K):
-                begins[C + c], ends[C + c] = -FAR_OFF, FAR_OFF if held[c] != 0 else -FAR_OFF
+            # As many columns as anything lies in.
+            columns = C + -(-(N + used) // 8) * 8
+            for c in range(C, columns):
+                begins[c] = np.int32(-FAR_OFF) if N <= c - C < N + K and held[c - C - N] != 0 else FAR_OFF
+                ends[c] = FAR_OFF
             if K > 0:
-                leaving = a
-                keep_block(ends, held, holder, ahead(pointer(kept_slot, long), of_sums * T + a), a, count, C, W, K)
+                leaving, to = a, ahead(pointer(kept_slot, long), of_sums * T + a)
+                keep_block(ends, held, holder, to, a, count, C, W, C + N, K)
             for g in range(G):
                 r = g * BLOCK * D
                 take_queries(ahead(queries, r), ahead(plain, r), ahead(of_q, g * q_h + a * q_t), q_t, count, D, scaling)
-            multiply(scores, E, queries, D, keys, E, rows, E, D, False)
+            multiply(scores, E, queries, D, keys, E, rows, columns, D, False)
             leaves = mix != WINDOW and take_leaving(
                 raw, gone, gone_v, of_gone, g_t, of_gone_v, gw_t, counted, of_gone_turns, leaving, count, D, V, R,
                 by_half, at_end,
@@ -421,6 +423,8 @@ def read(first, last, token, numbers):
                 beyond = zero if mix == WINDOW else np.float32(pointer(number, long)[b * n_b + (a + i) * n_t])
                 log_number = np.log2(beyond) if beyond > 0 else zero
                 of_sinks = ahead(pointer(seen, flag), b * s_b + (a + i) * s_t)
+                for n in range(N):
+                    begins[C + n] = np.int32(-FAR_OFF) if of_sinks[n] != 0 else FAR_OFF
                 for g in range(G):
                     r, h = g * BLOCK + i, head + g
                     far_score, gate, x = NOTHING, zero, ahead(of_q, g * q_h + (a + i) * q_t)
@@ -431,9 +435,8 @@ def read(first, last, token, numbers):
                             far_score = learned * LOG2E + of_mean + log_number
                         else:
                             gate = sigmoid(learned)
-                    total, share = shares_of(
-                        ahead(scores, r * E), begins, ends, of_sinks, (a + i) % C, far_score, i, C + K, N, E
-                    )
+                    own = (a + i) % C
+                    total, share = shares_of(ahead(scores, r * E), begins, ends, own, far_score, i, columns)
                     mass = zero
                     if started:
                         mass += inner(ahead(phi_q, r * F), norm, F) * left
@@ -445,12 +448,12 @@ def read(first, last, token, numbers):
                         of_near[r], of_far[r] = ONE / total, share / (total * mass)
                     else:
                         of_near[r], of_far[r] = (ONE - gate) / total, gate / mass
-            multiply(near, V, scores, E, values, V, rows, V, E, False)
+            multiply(near, V, scores, E, values, V, rows, V, columns, False)
             for g in range(G):
                 out = ahead(pointer(o, token), b * o_b + (head + g) * o_h + a * o_t)
                 write_block(out, o_t, near, far, of_near, of_far, g * BLOCK, count, V, token)
             if K > 0:
-                settle_block(keys, values, held, holder, a, C, W, K, E, D, V)
+                used = settle_block(keys, values, held, holder, P + a - W, of_k, k_t, of_v, v_t, C + N, K, E, D, V)
             if leaves:
                 if decay_bias != 0:
                     fade_sums(sums, norm, phi_k, phi_t, fades, F, V)
