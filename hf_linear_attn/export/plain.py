@@ -84,7 +84,7 @@ def by_pairs(q: Tensor, k: Tensor, v: Tensor, before: Tensor, log_decay: Tensor 
 
 def linear(*inputs: Any, standard: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``hf_linear_attn::chunked_forward``: o, the guarded normaliser, and the final ``kv`` and ``z``."""
-    call = LinearCall.of(*inputs)
+    call = LinearCall(*inputs)
     _refuse(call.delay, call.cu_seqlens, causal=call.causal)
     phi = elementwise_map(call.phi)
     phi_q, phi_k, v = grouped(phi.phi(upcast(call.q)), call.k.shape[1]), phi.phi(upcast(call.k)), upcast(call.v)
@@ -94,8 +94,8 @@ def linear(*inputs: Any, standard: bool) -> tuple[Tensor, Tensor, Tensor, Tensor
     v1 = F.pad(v, (0, 1), value=1.0)
     rows, heads, _, width = phi_k.shape
     before = phi_k.new_zeros(rows, heads, width, v1.shape[3])
-    if call.state is not None:
-        before = torch.cat([call.state.kv, call.state.z[..., None]], -1)
+    if call.kv0 is not None and call.z0 is not None:
+        before = torch.cat([call.kv0, call.z0[..., None]], -1)
     log_decay = None if call.log_decay is None else upcast(call.log_decay)
     o1, state = (by_standard if standard else by_pairs)(phi_q, phi_k, v1, before, log_decay)
     den = o1[..., -1:] + call.eps if phi.non_negative else guarded(o1[..., -1:], call.eps)

@@ -30,7 +30,10 @@ class LearnedMap(FeatureMap):
         """Create the parameters called ``name``, every copy equal to ``start``."""
         heads = {"_q": self.num_heads, "_k": self.num_kv_heads} if self.separate else {"": self.num_kv_heads}
         for suffix, count in heads.items():
-            copies = start.expand(count if self.per_head else 1, *start.shape).clone()
+            # Orthogonal directions come column by column, and a loop reads rows: it would copy them at every step.
+            copies = start.expand(count if self.per_head else 1, *start.shape).clone(
+                memory_format=torch.contiguous_format
+            )
             self.register_parameter(name + suffix, nn.Parameter(copies))
 
     def add_weights(self, columns: int) -> None:

@@ -140,11 +140,12 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read, padding included."""
-        return self.length  # type: ignore[return-value]  # static layers return a tensor here, as Transformers' own do
+        return self.state.length  # type: ignore[return-value]  # static layers return a tensor here, as Transformers' own do
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and offset of the mask that softmax layers beside this one need."""
-        return (self.max_length if self.static else self.length + query_length), 0  # type: ignore[return-value]
+        state = self.state
+        return (self.max_length if state.static else state.length + query_length), 0  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         """Return the length of the cache that this layer replaced, -1 where it had no limit."""

@@ -8,6 +8,7 @@ from safetensors.torch import load, save
 
 from hf_linear_attn import linear_attention
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, feature_map_class, get_feature_map
+from hf_linear_attn.feature_maps.base import map_options
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
 
 MAPS = available_feature_maps()
@@ -23,6 +24,15 @@ def build(name: str, dtype: torch.dtype = torch.float64, **options: object) -> F
         for p in phi.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=dtype)
     return phi
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_weights_lie_row_by_row(name):
+    # A loop that reads them otherwise copies them at every step.
+    few = {"num_features": 8} if "num_features" in map_options(feature_map_class(name)) else {}
+    for options in ({}, few, few | {"separate": False, "per_head": False}):
+        phi = get_feature_map(name, D, H, HKV, **options)
+        assert all(x.is_contiguous() for x in phi.parameters())
 
 
 def inputs(phi: FeatureMap, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -158,7 +158,8 @@ def linear_attention(
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
         # Chosen last: features may be wider than heads, and kernels hold only so much.
-        call = LinearCall(q, k, v, key_mask, cu_seqlens, state, log_decay, phi, causal, delay, eps)
+        kv0, z0 = state or (None, None)
+        call = LinearCall(q, k, v, key_mask, cu_seqlens, kv0, z0, log_decay, phi, causal, delay, eps)
         o, final = _backend(backend, call)(call)
     return (o, final) if return_state else o
 

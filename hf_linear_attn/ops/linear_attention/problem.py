@@ -1,16 +1,14 @@
 """What linear attention is asked to compute, as its checks and its backends see it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-from hf_linear_attn.ops.state import LinearAttentionState
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv0, Tensor? z0, Tensor? log_decay, "
     "str phi, bool causal, SymInt delay, float eps"
 )
-"""The same as torch.library's operators take it, of every backend; see :meth:`LinearCall.inputs`."""
+"""The same as torch.library's operators take it, of every backend."""
 
 FORWARD = f"({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 """What operators take and return: o, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
@@ -25,7 +23,8 @@ class LinearCall(NamedTuple):
         v: Values ``[B, HKV, S, V]``.
         key_mask: ``[B, S]`` bool, True = a real token; None where all are.
         cu_seqlens: ``[N + 1]`` boundaries of sequences packed along T, with B = 1; None for none.
-        state: State before the first token, ``[B or N, HKV, ...]``; None for zeros.
+        kv0: Sums of the state before the first token, ``[B or N, HKV, F, V]``; None for zeros.
+        z0: Its normaliser ``[B or N, HKV, F]``, likewise.
         log_decay: ``[B, HKV, S]``, by whose exponential the sums fade before a key is added, 0 for masked keys; None
             where they do not.
         phi: Elementwise map; ``"identity"`` where q and k are features already.
@@ -39,22 +38,13 @@ class LinearCall(NamedTuple):
     v: Tensor
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    state: LinearAttentionState | None
+    kv0: Tensor | None
+    z0: Tensor | None
     log_decay: Tensor | None
     phi: str
     causal: bool
     delay: int
     eps: float
-
-    @property
-    def kv0(self) -> Tensor | None:
-        """The sums of the state before the first token."""
-        return None if self.state is None else self.state.kv
-
-    @property
-    def z0(self) -> Tensor | None:
-        """Its normaliser."""
-        return None if self.state is None else self.state.z
 
     @property
     def rows(self) -> int:
@@ -63,26 +53,14 @@ class LinearCall(NamedTuple):
 
     def sequence(self, rows: slice, q_tokens: slice, k_tokens: slice) -> "LinearCall":
         """Return the call on one of packed sequences alone, of views."""
-        kv0, z0 = (None, None) if self.state is None else (x[rows] for x in self.state)
-        return LinearCall.of(
+        return LinearCall(
             self.q[:, :, q_tokens],
             self.k[:, :, k_tokens],
             self.v[:, :, k_tokens],
             None if self.key_mask is None else self.key_mask[:, k_tokens],
             None,
-            kv0,
-            z0,
+            None if self.kv0 is None else self.kv0[rows],
+            None if self.z0 is None else self.z0[rows],
             None if self.log_decay is None else self.log_decay[:, :, k_tokens],
-            *self[7:],
+            *self[8:],
         )
-
-    def inputs(self) -> tuple[Any, ...]:
-        """Return what operators take, as :data:`INPUTS` names it."""
-        return (*self[:5], self.kv0, self.z0, *self[6:])
-
-    @classmethod
-    def of(cls, *inputs: Any) -> "LinearCall":
-        """Return the call that an operator's inputs stand for."""
-        *tensors, kv0, z0, log_decay, phi, causal, delay, eps = inputs
-        state = None if kv0 is None else LinearAttentionState(kv0, z0)
-        return cls._make((*tensors, state, log_decay, phi, causal, delay, eps))

@@ -61,8 +61,8 @@ def linear_attention_reference(call: LinearCall) -> tuple[Tensor, LinearAttentio
     if faded is not None:
         phi_k = phi_k * (left - keys[:, :, :folded]).exp()[..., None]
     kv, z = phi_k.transpose(-1, -2) @ folded_v, phi_k.sum(-2)
-    if call.state is not None:
-        kv0, z0 = (x.double() for x in call.state)
+    if call.kv0 is not None and call.z0 is not None:
+        kv0, z0 = call.kv0.double(), call.z0.double()
         if faded is not None:
             phi_q = phi_q * faded.exp().repeat_interleave(groups, 1)[..., None]
         num = num + phi_q @ kv0.repeat_interleave(groups, 1)

@@ -47,13 +47,13 @@ SPAN = 128
 def linear_attention_chunked(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention chunk by chunk."""
     refuse_functional("torch", call.q, call.k, call.v, call.kv0, call.z0, call.log_decay)
-    o, _, kv, z = chunked_forward(*call.inputs())
+    o, _, kv, z = chunked_forward(*call)
     return o, LinearAttentionState(kv, z)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``o [B, H, T, V]``, the guarded normaliser ``[B, H, T]``, and the final ``kv`` and ``z``."""
-    call = LinearCall.of(*inputs)
+    call = LinearCall(*inputs)
     q, k, causal, eps, signed = call.q, call.k, call.causal, call.eps, not elementwise_map(call.phi).non_negative
     o, den, kv, z = _allocate(call)
 
@@ -98,9 +98,7 @@ def _allocate(call: LinearCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_like_tokens(q, call.v.shape[3]), den, kv, z
 
 
-chunked_forward = operator(
-    "chunked_forward", _forward, lambda *inputs: _allocate(LinearCall.of(*inputs)), schema=FORWARD
-)
+chunked_forward = operator("chunked_forward", _forward, lambda *inputs: _allocate(LinearCall(*inputs)), schema=FORWARD)
 
 
 def _gradients(
@@ -116,7 +114,7 @@ def _gradients(
     where R is the sum of ``phi_q^T [G, h]`` over the later chunks, plus the gradient of the final state. Where sums
     fade, so does R, and every term has the factor that it has in the forward.
     """
-    call = LinearCall.of(*inputs)
+    call = LinearCall(*inputs)
     q, k, causal = call.q, call.k, call.causal
     dq, dk, dv, dkv0, dz0, dlog_decay = _allocate_gradients(do, dkv, dz, o, den, *inputs)
     inverse = den.reciprocal()
@@ -206,7 +204,7 @@ def _until_reset(after: Tensor, log_decay: Tensor) -> Tensor:
 def _allocate_gradients(
     do: Tensor, dkv: Tensor, dz: Tensor, o: Tensor, den: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = LinearCall.of(*inputs)
+    call = LinearCall(*inputs)
     dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in call[:3])
     # Empty where there are no log decays: an op of a graph returns tensors.
     g = call.log_decay

@@ -24,7 +24,7 @@ from hf_linear_attn.ops.triton.run import as_bytes, contiguous, directly, execut
 def linear_attention_triton(call: LinearCall) -> tuple[Tensor, LinearAttentionState]:
     """Compute linear attention with Triton kernels."""
     refuse_functional("triton", call.q, call.k, call.v, call.kv0, call.z0, call.log_decay)
-    o, _, kv, z = attend(*call.inputs())
+    o, _, kv, z = attend(*call)
     return o, LinearAttentionState(kv, z)
 
 
