@@ -22,8 +22,8 @@ TUTORIAL = ROOT / "docs/tutorial.md"
 
 # A minute's work in a second: fewer and smaller steps, nothing else.
 SHORT = {
-    "distill": "--transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 32 --rows 4 --accumulation 1 "
-    "--heldout-rows 2 --heldout-answers 1 --checkpoint-every 1 --no-progress",
+    "distill": "--retain-steps 1 --transfer-steps 1 --distill-steps 1 --extend-steps 1 --block-tokens 32 --rows 4 "
+    "--accumulation 1 --heldout-rows 2 --heldout-answers 1 --checkpoint-every 1 --no-progress",
     "evaluate": "--lengths 512 --num-samples 1 --depths 50 --max-text-tokens 1024 "
     "--final-windows 0 --decode-tokens 2 --warmups 0 --repeats 1 --no-plots --no-progress --batch-size 8 "
     "--draft-prompts 1 --draft-answer 4 --drafted 2",
@@ -55,13 +55,9 @@ def few_samples(monkeypatch):
     monkeypatch.setattr("hf_linear_attn.distill.run.measure", partial(measure, samples=4))
 
 
-SLOW = ("distillation.md",)
-"""Pages whose commands take most of a minute."""
-
-
 def with_language(language):
     return [
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] if page.name in SLOW else [])
+        pytest.param(page, id=str(page.relative_to(ROOT)))
         for page in PAGES
         if any(block.language in language and block.reason is None for block in snippets.blocks(page))
     ]

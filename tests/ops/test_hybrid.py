@@ -239,8 +239,11 @@ ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
 @pytest.mark.parametrize(
     ("shape", "cut"),
-    [(Shape(), "whole_sequences"), (HALVED, "whole_sequences"), (HALVED, "stored_states")],
-    ids=["rows", "halved", "halved, stored"],
+    [
+        pytest.param(Shape(), "whole_sequences", marks=pytest.mark.slow, id="rows"),
+        pytest.param(HALVED, "whole_sequences", marks=pytest.mark.slow, id="halved"),
+        pytest.param(HALVED, "stored_states", id="halved, stored"),
+    ],
 )
 def test_kernels_train_as_one_node_and_give_what_is_asked_for(
     shape: Shape, cut: str, request: pytest.FixtureRequest
@@ -274,8 +277,11 @@ def test_kernels_train_as_one_node_and_give_what_is_asked_for(
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
 @pytest.mark.parametrize(
     ("shape", "kind", "asked"),
-    [(SHAPES[0], "plain", "faketensor"), (SHAPES[1], "padded", ""), (HALVED, "plain", "faketensor")],
-    ids=["sinks", "padded", "halved"],
+    [
+        pytest.param(SHAPES[0], "plain", "faketensor", id="sinks"),
+        pytest.param(SHAPES[1], "padded", "", marks=pytest.mark.slow, id="padded"),
+        pytest.param(HALVED, "plain", "faketensor", id="halved"),
+    ],
 )
 def test_training_is_an_op(shape: Shape, kind: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_linear_attn.ops.hybrid.triton import train

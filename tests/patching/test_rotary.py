@@ -203,6 +203,7 @@ def test_tokens_after_a_rollback_of_a_static_cache_are_read_with_their_own_angle
         close(after, model(ids, use_cache=False).logits[:, 9:], "after a rollback")
 
 
+@pytest.mark.slow
 def test_bf16_keeps_what_was_rounded_in_decoding():
     model = model_of("llama", **SETTINGS).bfloat16()
     ids = torch.randint(5, VOCAB, (2, 14))

@@ -63,6 +63,7 @@ def test_a_model_that_drafts_for_itself_in_threads(setting):
     check_all_alike(lambda ids: model.generate(ids, **options), prompts(12))
 
 
+@pytest.mark.slow
 def test_compiled_steps_in_threads():
     # While one thread compiles, torch tells every thread so (`torch.compiler.is_compiling()` is of the process), and a
     # call beyond its limit of recompilations runs uncompiled: then loops take the place of PyTorch's operations, or the
