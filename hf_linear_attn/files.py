@@ -114,7 +114,9 @@ def _check_empty(folder: Path, argument: str, marks: Iterable[str]) -> None:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
     except OSError:  # there is none, or it is none: making it says so
         return
-    if names and not any(True for mark in marks for _ in folder.glob(mark)):
+    # A run that is killed before it has a mark leaves what was to become one.
+    known = [pattern for mark in marks for pattern in (mark, f".{mark}.tmp")]
+    if names and not any(True for pattern in known for _ in folder.glob(pattern)):
         listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         rule = "be new, empty or of a run that goes on" if marks else "be new or empty"
         remedy = "Choose another, or pass --overwrite (overwrite=True), which replaces files of the same names."

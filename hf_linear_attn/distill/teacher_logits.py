@@ -150,7 +150,7 @@ def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
 
 
 def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         save_file(tensors, temporary, {"top_k": str(top_k)})
         sync(temporary)

@@ -155,6 +155,20 @@ def test_a_run_goes_on_in_its_own_folder_and_begins_anew_when_that_is_asked_for(
     assert tree(files / "new").keys() - {"notes.txt"} == made.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("distill", "distillation.json"), ("evaluate", "run.json"), ("teacher-logits", "rows-0-1.safetensors")],
+    ids=["distill", "evaluate", "teacher-logits"],
+)
+def test_a_run_goes_on_that_was_killed_before_it_had_written_a_whole_file(name, first, files, capsys):
+    (files / "new").mkdir()
+    (files / "new" / f".{first}.tmp").write_text("{")
+    run(files, name, "new")
+    (files / "other").mkdir()
+    (files / "other" / ".mine.tmp").write_text("my own")
+    assert "it holds .mine.tmp" in refused(capsys, files, name, "other")
+
+
 def test_what_python_loads_is_not_written_to(files):
     model, tokenizer = tiny_teacher().from_pretrained(files / "model"), byte_tokenizer()
     student, folder = from_pretrained(files / "student"), str(files / "model")
