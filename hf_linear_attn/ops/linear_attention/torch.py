@@ -22,6 +22,7 @@ A delay shifts keys against queries: the first queries read the initial state al
 in between query t meets key t - delay, as without one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,79 +116,98 @@ def _gradients(
     fade, so does R, and every term has the factor that it has in the forward.
     """
     call = LinearCall(*inputs)
-    q, k, causal = call.q, call.k, call.causal
+    q, k = call.q, call.k
     dq, dk, dv, dkv0, dz0, dlog_decay = _allocate_gradients(do, dkv, dz, o, den, *inputs)
     inverse = den.reciprocal()
     h = upcast(do).mul(upcast(o)).sum(-1).mul_(inverse).neg_()
     for state_rows, q_tokens, k_tokens in sequences(q.shape[2], k.shape[2], call.cu_seqlens):
         one = call.sequence(state_rows, q_tokens, k_tokens)
-        far, near, lead = walks(one)
-        db = near.k.new_zeros(*near.k.shape[:3], 1, dtype=torch.float64) if one.log_decay is not None else None
-        all_errors = [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
-        far_errors, near_errors = [x[:, :, :lead] for x in all_errors], [x[:, :, lead:] for x in all_errors]
-        dq_far, dq_near = dq[:, :, q_tokens][:, :, :lead], dq[:, :, q_tokens][:, :, lead:]
-        dk_rows, dv_rows = dk[:, :, k_tokens], dv[:, :, k_tokens]
-
-        s1 = far.state(one.kv0, one.z0)
-        if not causal:
-            for span in pieces(far.k.shape[2], SPAN):
-                s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
-        for span in pieces(lead, SPAN):
-            dphi = torch.bmm(far.weighted(far_errors, span), s1.transpose(1, 2))
-            far.derive(dq_far, far.q, span, dphi)
-        for span in spans(near.q.shape[2], CHUNK, SPAN):
-            phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
-            fade, phi_q = near.fade(span), None
-            before = near.before_(s1, phi_k, v1, span, fade)
-            dphi = torch.bmm(g1, before.transpose(1, 2))
-            if fade is not None:
-                scale_(dphi, fade.read)
-            dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade), phi_k)
-            if db is not None:
-                phi_q = near.queries(span)
-                near.add_products_(db, span, phi_q, dphi)
-            near.derive(dq_near, near.q, span, dphi, phi_q)
-
-        r1 = far.state(dkv[state_rows], dz[state_rows])
-        # The final state fades with every token.
-        at_end = (r1 * s1).sum((1, 2), dtype=torch.float64) if db is not None else None
-        for span in reversed(spans(near.q.shape[2], CHUNK, SPAN)):
-            phi_q, phi_k = near.queries(span), near.keys(span)
-            v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
-            read_q = phi_q if fade is None else scaled(phi_q, fade.read)
-            whole = None if fade is None else fade.whole
-            after = running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
-            dphi, dv1 = torch.bmm(v1, after.transpose(1, 2)), torch.bmm(phi_k, after)
-            if fade is not None:
-                dphi.mul_(fade.kept)
-                dv1.mul_(fade.kept)
-            dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade).transpose(1, 2), phi_q)
-            dv1.baddbmm_(causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
-            if db is not None:
-                near.add_products_(db, span, phi_k, dphi, -1)
-            near.derive(dk_rows, near.k, span, dphi, phi_k)
-            near.paste(dv_rows, span, dv1[..., :-1])
-        if db is not None and at_end is not None and near.log_decay is not None:
-            after = db[..., 0].flip(2).cumsum(2).flip(2) + at_end.view(*db.shape[:2], 1)
+        parts, errors = walks(one), [x[:, :, q_tokens] for x in (do, h[..., None], inverse[..., None])]
+        near = parts[1]
+        db = None if near.log_decay is None else torch.zeros_like(near.log_decay)
+        s1 = _derive_queries(one, parts, errors, dq[:, :, q_tokens], db)
+        r1 = near.state(dkv[state_rows], dz[state_rows])
+        if db is not None:
+            # The final state fades with every token.
+            db[:, :, -1:] += (r1 * s1).sum((1, 2), dtype=db.dtype).view(*db.shape[:2], 1, 1)
+        _derive_keys(one, parts, errors, r1, dk[:, :, k_tokens], dv[:, :, k_tokens], db)
+        if db is not None and near.log_decay is not None:
+            after = db[..., 0].flip(2).cumsum(2).flip(2)
             dlog_decay[:, :, k_tokens][:, :, : after.shape[2]] = _until_reset(after, near.log_decay)
-        for span in pieces(lead, SPAN):
-            r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
-        if causal:
-            unread = near.k.shape[2]
-            dk_rows[:, :, unread:] = 0
-            dv_rows[:, :, unread:] = 0
-        else:
-            for span in pieces(far.k.shape[2], SPAN):
-                phi_k, v1 = far.keys(span), far.values(span)
-                dphi = torch.bmm(v1, r1.transpose(1, 2))
-                far.derive(dk_rows, far.k, span, dphi, phi_k)
-                far.paste(dv_rows, span, torch.bmm(phi_k, r1)[..., :-1])
         r1 = torch.unflatten(r1, 0, (-1, k.shape[1]))
         dkv0[state_rows], dz0[state_rows] = r1[..., :-1], r1[..., -1]
     if call.key_mask is not None:
         for x in (dk, dv):
             x.masked_fill_(~call.key_mask[:, None, :, None], 0)
     return dq, dk, dv, dkv0, dz0, dlog_decay
+
+
+def _derive_queries(
+    one: LinearCall, parts: tuple[Walk, Walk, int], errors: Sequence[Tensor], dq: Tensor, db: Tensor | None
+) -> Tensor:
+    """Walk a sequence forwards: write ``dq``, add what it says of log decays to ``db``, and return the last state."""
+    far, near, lead = parts
+    far_errors, near_errors = ([x[:, :, part] for x in errors] for part in (slice(lead), slice(lead, None)))
+    s1 = far.state(one.kv0, one.z0)
+    if not one.causal:
+        for span in pieces(far.k.shape[2], SPAN):
+            s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
+    for span in pieces(lead, SPAN):
+        far.derive(dq[:, :, :lead], far.q, span, torch.bmm(far.weighted(far_errors, span), s1.transpose(1, 2)))
+    for span in spans(near.q.shape[2], CHUNK, SPAN):
+        phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
+        fade, phi_q = near.fade(span), None
+        before = near.before_(s1, phi_k, v1, span, fade)
+        dphi = torch.bmm(g1, before.transpose(1, 2))
+        if fade is not None:
+            scale_(dphi, fade.read)
+        dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade), phi_k)
+        if db is not None:
+            phi_q = near.queries(span)
+            near.add_products_(db, span, phi_q, dphi)
+        near.derive(dq[:, :, lead:], near.q, span, dphi, phi_q)
+    return s1
+
+
+def _derive_keys(
+    one: LinearCall,
+    parts: tuple[Walk, Walk, int],
+    errors: Sequence[Tensor],
+    r1: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    db: Tensor | None,
+) -> None:
+    """Walk it in reverse: write ``dk`` and ``dv``, and turn the last state's gradient R into the initial one's."""
+    far, near, lead = parts
+    far_errors, near_errors = ([x[:, :, part] for x in errors] for part in (slice(lead), slice(lead, None)))
+    for span in reversed(spans(near.q.shape[2], CHUNK, SPAN)):
+        phi_q, phi_k = near.queries(span), near.keys(span)
+        v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
+        read_q = phi_q if fade is None else scaled(phi_q, fade.read)
+        whole = None if fade is None else fade.whole
+        after = running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
+        dphi, dv1 = torch.bmm(v1, after.transpose(1, 2)), torch.bmm(phi_k, after)
+        if fade is not None:
+            dphi.mul_(fade.kept)
+            dv1.mul_(fade.kept)
+        dphi.baddbmm_(causal_(torch.bmm(g1, v1.transpose(1, 2)), fade).transpose(1, 2), phi_q)
+        dv1.baddbmm_(causal_(torch.bmm(phi_q, phi_k.transpose(1, 2)), fade).transpose(1, 2), g1)
+        if db is not None:
+            near.add_products_(db, span, phi_k, dphi, -1)
+        near.derive(dk, near.k, span, dphi, phi_k)
+        near.paste(dv, span, dv1[..., :-1])
+    for span in pieces(lead, SPAN):
+        r1.baddbmm_(far.queries(span).transpose(1, 2), far.weighted(far_errors, span))
+    if one.causal:
+        unread = near.k.shape[2]
+        dk[:, :, unread:] = 0
+        dv[:, :, unread:] = 0
+        return
+    for span in pieces(far.k.shape[2], SPAN):
+        phi_k, v1 = far.keys(span), far.values(span)
+        far.derive(dk, far.k, span, torch.bmm(v1, r1.transpose(1, 2)), phi_k)
+        far.paste(dv, span, torch.bmm(phi_k, r1)[..., :-1])
 
 
 def _until_reset(after: Tensor, log_decay: Tensor) -> Tensor:
