@@ -150,7 +150,7 @@ def _scores(call: WindowCall) -> tuple[Tensor, Tensor]:
 
 def delta(*inputs: Any, standard: bool) -> tuple[Tensor, Tensor]:
     """Compute ``hf_linear_attn::delta_forward``: o and the final ``kv``."""
-    call = DeltaCall.of(*inputs)
+    call = DeltaCall(*inputs)
     _refuse(call.delay, call.cu_seqlens)
     q, k, v, beta = grouped(upcast(call.q), call.k.shape[1]), upcast(call.k), upcast(call.v), upcast(call.beta)
     log_decay = None if call.log_decay is None else upcast(call.log_decay)

@@ -6,7 +6,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from hf_linear_attn.checks import check_type
-from hf_linear_attn.ops.delta_rule.checks import check_call
+from hf_linear_attn.ops.delta_rule.checks import check_call, check_state
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import delta_rule_reference
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
@@ -112,7 +112,9 @@ def delta_rule(
     """
     for name, flag in (("return_state", return_state), ("l2norm", l2norm)):
         check_type(name, flag, bool)
-    call = DeltaCall(q, k, v, beta, log_decay, key_mask, cu_seqlens, state, delay, l2norm)
+    check_state(state)
+    kv0 = None if state is None else state.kv
+    call = DeltaCall(q, k, v, beta, log_decay, key_mask, cu_seqlens, kv0, delay, l2norm)
     check_call(call)
     # States have a precision of their own, whatever products around them are cast to.
     with own_precision(q.device):

@@ -1,16 +1,14 @@
 """What the delta rule is asked to compute, as its checks and its backends see it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay, Tensor? key_mask, Tensor? cu_seqlens, Tensor? kv0, "
     "SymInt delay, bool l2norm"
 )
-"""The same as torch.library's operators take it, of every backend; see :meth:`DeltaCall.inputs`."""
+"""The same as torch.library's operators take it, of every backend."""
 
 FORWARD = f"({INPUTS}) -> (Tensor, Tensor)"
 """What operators take and return: o and the final ``kv``."""
@@ -30,7 +28,7 @@ class DeltaCall(NamedTuple):
         log_decay: Logarithm of what a token leaves of the state ``[B, HKV, T]``, at most 0; None for all of it.
         key_mask: ``[B, T]`` bool, True = a real token; None where all are.
         cu_seqlens: ``[N + 1]`` boundaries of sequences packed along T, with B = 1; None for none.
-        state: State before the first token, ``[B or N, HKV, F, V]``; None for zeros.
+        kv0: State before the first token, ``[B or N, HKV, F, V]``; None for zeros.
         delay: Tokens by which keys and their gates lag behind.
         l2norm: Whether queries and keys are divided by their lengths.
     """
@@ -42,26 +40,11 @@ class DeltaCall(NamedTuple):
     log_decay: Tensor | None
     key_mask: Tensor | None
     cu_seqlens: Tensor | None
-    state: DeltaRuleState | None
+    kv0: Tensor | None
     delay: int
     l2norm: bool
-
-    @property
-    def kv0(self) -> Tensor | None:
-        """The tensor of the state before the first token."""
-        return None if self.state is None else self.state.kv
 
     @property
     def rows(self) -> int:
         """Number of sequences, and of states."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    def inputs(self) -> tuple[Any, ...]:
-        """Return what operators take, as :data:`INPUTS` names it."""
-        return (*self[:7], self.kv0, *self[8:])
-
-    @classmethod
-    def of(cls, *inputs: Any) -> "DeltaCall":
-        """Return the call that an operator's inputs stand for."""
-        *tensors, kv0, delay, l2norm = inputs
-        return cls._make((*tensors, None if kv0 is None else DeltaRuleState(kv0), delay, l2norm))

@@ -6,7 +6,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.ops.chunks import LEAST_LOG_DECAY
 from hf_linear_attn.ops.delta_rule.api import delta_rule
-from hf_linear_attn.ops.delta_rule.checks import check_call
+from hf_linear_attn.ops.delta_rule.checks import check_call, check_state
 from hf_linear_attn.ops.delta_rule.problem import DeltaCall
 from hf_linear_attn.ops.delta_rule.reference import unit
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
@@ -55,14 +55,14 @@ def delta_step_(
         ArgumentTypeError: If a dtype does not fit.
         BackendError: If the backend asked for cannot run here.
     """
-    held = state
+    check_state(state)
+    held = kv = state.kv
     if rows is not None:
         check_rows(rows, len(q))
         # Of a pool, as many states as there are rows.
-        held = DeltaRuleState(state.kv[:1].expand(len(q), *state.kv.shape[1:]))
+        held = kv[:1].expand(len(q), *kv.shape[1:])
     call = DeltaCall(q, k, v, beta, log_decay, key_mask, None, held, 0, l2norm)
     check_call(call)
-    kv = state.kv
     if not (kv if rows is None else kv[:1]).is_contiguous():
         raise ArgumentError("state.kv", "be contiguous, to be updated in place", kv.stride(), "Clone it.")
     if choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v)) == "triton":

@@ -52,7 +52,7 @@ SPAN = 128
 def delta_rule_chunked(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
     """Compute the delta rule chunk by chunk."""
     refuse_functional("torch", call.q, call.k, call.v, call.beta, call.log_decay, call.kv0)
-    o, kv = delta_forward(*call.inputs())
+    o, kv = delta_forward(*call)
     return o, DeltaRuleState(kv)
 
 
@@ -170,7 +170,7 @@ def _tokens(call: DeltaCall, at: slice, lead: int) -> _Tokens:
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Return ``o [B, H, T, V]`` and the final ``kv``."""
-    call = DeltaCall.of(*inputs)
+    call = DeltaCall(*inputs)
     q, kv0 = call.q, call.kv0
     o, kv = _allocate(call)
     for rows, at, _ in sequences(q.shape[2], q.shape[2], call.cu_seqlens):
@@ -209,12 +209,12 @@ def _allocate(call: DeltaCall) -> tuple[Tensor, Tensor]:
     return empty_like_tokens(q, v.shape[3]), kv
 
 
-delta_forward = operator("delta_forward", _forward, lambda *inputs: _allocate(DeltaCall.of(*inputs)), schema=FORWARD)
+delta_forward = operator("delta_forward", _forward, lambda *inputs: _allocate(DeltaCall(*inputs)), schema=FORWARD)
 
 
 def _gradients(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log decay (of nothing where there is none) and of the initial ``kv``."""
-    call = DeltaCall.of(*inputs)
+    call = DeltaCall(*inputs)
     q, kv0 = call.q, call.kv0
     dq, dk, dv, dbeta, dg, dkv0 = _allocate_gradients(do, dkv, *inputs)
     for rows, at, _ in sequences(q.shape[2], q.shape[2], call.cu_seqlens):
@@ -305,7 +305,7 @@ def _span_backward(
 
 
 def _allocate_gradients(do: Tensor, dkv: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    call = DeltaCall.of(*inputs)
+    call = DeltaCall(*inputs)
     dq, dk, dv = (empty_like_tokens(x, x.shape[3]) for x in (call.q, call.k, call.v))
     dg = torch.zeros_like(call.beta) if call.log_decay is None else torch.empty_like(call.log_decay)
     return dq, dk, dv, torch.empty_like(call.beta), dg, torch.empty_like(dkv)

@@ -20,7 +20,7 @@ from hf_linear_attn.ops.triton.run import as_bytes, changing, contiguous, direct
 def delta_rule_triton(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
     """Compute the delta rule with Triton kernels."""
     refuse_functional("triton", call.q, call.k, call.v, call.beta, call.log_decay, call.kv0)
-    o, kv = _attend(*call.inputs())
+    o, kv = _attend(*call)
     return o, DeltaRuleState(kv)
 
 
