@@ -121,16 +121,17 @@ def attention_to_come(text: Text, keys: Tensor, times: Sequence[int], scaling: f
 def ranking_loss(scores: Tensor, targets: Tensor, keys: Tensor, times: Tensor, window: int) -> Tensor:
     """Return how far the order of scores is from that of the attention to come, a mean over heads and moments.
 
-    At each moment: the cross-entropy between the softmax of all keys' scores for their ages and the square roots of
-    their targets, divided by their sum. Scores are ``[HKV, n, 6]``, targets ``[HKV, n, times]``, and ``keys [n]`` their
+    At each moment: the cross-entropy between the softmax of all keys' scores for their ages and their targets, divided
+    by their sum. Of the targets' roots, keys that are looked up once stood less apart and were lost more often
+    (docs/results/notebook.md). Scores are ``[HKV, n, 6]``, targets ``[HKV, n, times]``, and ``keys [n]`` their
     numbers in the text; those younger than the window are not ranked.
     """
     age = times - keys[:, None]
     ranked = (age >= window).expand_as(targets)
     at = at_age(scores[:, :, None].expand(-1, -1, len(times), -1), age.expand_as(targets), window)
     logits = at.masked_fill(~ranked, -torch.inf).log_softmax(1).masked_fill(~ranked, 0)
-    roots = targets.sqrt().masked_fill(~ranked, 0)
-    return -(roots / roots.sum(1, keepdim=True).clamp(min=1e-20) * logits).sum(1).mean()
+    wanted = targets.masked_fill(~ranked, 0)
+    return -(wanted / wanted.sum(1, keepdim=True).clamp(min=1e-20) * logits).sum(1).mean()
 
 
 @torch.no_grad()
