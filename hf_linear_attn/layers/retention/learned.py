@@ -84,7 +84,8 @@ class Learned(Retention):
         k, v = tokens.k[:, :, :end], tokens.v[:, :, :end]
         if tokens.rotation is not None:
             k = tokens.rotation.cut(0, end).undo(k, backend)
-        said = upcast(torch.cat([k, v], 3).transpose(1, 2).flatten(2))
+        # So it is copied once.
+        said = upcast(torch.cat([k.transpose(1, 2), v.transpose(1, 2)], 3).flatten(2))
         return said if tokens.mask is None else said.masked_fill(~tokens.mask[:, :end, None], 0)
 
     def mean_after(self, x: Tensor, count: int) -> Tensor:
