@@ -1,7 +1,6 @@
 """The recurrence in float64, token by token: slow, plain, and the oracle of every other path."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +54,7 @@ def delta_rule_reference(call: DeltaCall) -> tuple[Tensor, DeltaRuleState]:
 
 def _sequence(call: DeltaCall, n: int, at: slice) -> DeltaCall:
     """Return the call on the n-th of packed sequences alone."""
-    names = "q", "k", "v", "beta", "log_decay"
-    tokens: dict[str, Any] = {name: None if (x := getattr(call, name)) is None else x[:, :, at] for name in names}
+    tokens = [None if x is None else x[:, :, at] for x in (call.q, call.k, call.v, call.beta, call.log_decay)]
     mask = None if call.key_mask is None else call.key_mask[:, at]
     kv0 = None if call.kv0 is None else call.kv0[n : n + 1]
-    return call._replace(**tokens, key_mask=mask, cu_seqlens=None, kv0=kv0)
+    return DeltaCall._make((*tokens, mask, None, kv0, call.delay, call.l2norm))
