@@ -80,7 +80,7 @@ from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.rotation.triton import turn_launch
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
-from hf_linear_attn.ops.window.triton.backward import window_backward_launches
+from hf_linear_attn.ops.window.triton.backward import Far, window_backward_launches
 from hf_linear_attn.ops.window.triton.forward import window_launches
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
@@ -225,8 +225,9 @@ def launches(config: Config) -> Iterator[Launch]:
 def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
     out, forward = forward_launches(p, 1e-6)
     do, dkv, dz = torch.empty_like(out.o), torch.empty_like(out.kv), torch.empty_like(out.z)
-    # Beside a window, gradients of values are added to its own, and below those of queries and keys.
-    _, backward = backward_launches(p, save(p, out), do, dkv, dz, into=torch.empty_like(p.v) if p.delay else None)
+    # Beside a window, gradients of values are added to its own, and below those of queries and keys; it knows delta.
+    into, delta = (torch.empty_like(p.v), torch.empty_like(out.den)) if p.delay else (None, None)
+    _, backward = backward_launches(p, save(p, out), do, dkv, dz, into=into, known_delta=delta)
     yield from forward
     yield from backward
     q, k, v = (x[:, :, :1] for x in (p.q, p.k, p.v))
@@ -248,7 +249,9 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         for one in (of_window, beside_kept(of_window)):
             saved, forward = window_launches(one)
             yield from forward
-            yield from window_backward_launches(one, saved, torch.empty_like(saved.o))[1]
+            # Linear attention that trains beside a window has no kept keys.
+            linear = Far(*[torch.empty_like(saved.lse)] * 3) if one.kept is None else None
+            yield from window_backward_launches(one, saved, torch.empty_like(saved.o), linear=linear)[1]
     for scores in (False, True):
         yield choose_launch(p.target, choice_problem(p, scores=scores))[1]
     of_step = hybrid_problem(p)

@@ -534,9 +534,11 @@ def test_compile_check_sees_what_the_recipe_runs(monkeypatch: pytest.MonkeyPatch
         assert {(arch, 256, 128, "recipe"), (arch, 128, 64, "recipe")} <= sizes
     found = {launch.role: launch for launch in check.launches(check.Config("sm_90", "bf16", 256, 128, 4, "recipe"))}
     assert {"state", "scan", "reverse_state", "decode"} <= set(found)
-    # Where sums are read from memory, `reverse_state` computes delta on its way.
-    carried = {launch.role for launch in check.launches(check.Config("sm_90", "bf16", 128, 64, 4, "recipe"))}
-    assert "delta" in carried - set(found)
+    # Delta is the window's to compute; where there is none, and sums are read from memory, `reverse_state` does.
+    assert "delta" not in found
+    assert found["reverse_state"].arguments["KNOWN"]
+    alone = {launch.role: launch for launch in check.launches(check.Config("sm_90", "bf16", 64, 64, 4))}
+    assert not alone["reverse_state"].arguments["KNOWN"]
     # The delta rule's read features alone, too, and know no map.
     walks = [
         launch

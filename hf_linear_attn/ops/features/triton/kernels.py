@@ -234,17 +234,20 @@ def features_kernel(
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
 
 
-@triton.jit(do_not_specialize=["T", "L", "factor", "sharpness"])
+@triton.jit(do_not_specialize=["T", "N", "L", "factor", "sharpness"])
 def features_backward_kernel(
     x, turns, weight, power, do, dy, dx, plain, dpower,
-    T, L, heads, factor, sharpness,
+    T, N, L, heads, factor, sharpness,
     x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, dx_b, dx_h, dx_t, plain_b, plain_h, plain_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
     OF_X: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``x W`` and of x of L tokens of one head, x turned back, and their part of the power's."""
+    """Write the gradients of ``x W`` and of x of L tokens of one head, x turned back, and their part of the power's.
+
+    Only the first N of all tokens have a ``do`` that is not 0.
+    """
     pid = tl.program_id(0)
     i_h = pid % heads
     i_l = (pid // heads) % tl.cdiv(T, L)
@@ -281,8 +284,9 @@ def features_backward_kernel(
         if R > 0:
             of_tokens = turns + c * R
         # [BT, BM]
-        above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], rows, om < M, M == BM).to(tl.float32)
-        below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], rows, om < M, M == BM).to(tl.float32)
+        given = ot < (N - c).to(tl.int32)
+        above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], given, om < M, M == BM).to(tl.float32)
+        below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], given, om < M, M == BM).to(tl.float32)
         if HALVES:
             first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
             y = project_halves(first, second, w, rest, w_b, rest_b, factor, PRECISION, SPLIT)
@@ -474,16 +478,27 @@ def allocate_features_backward(p: FeatureProblem, of_x: bool = True, of_weight: 
 
 
 def features_backward_launch(
-    p: FeatureProblem, do: Tensor, of_x: bool = True, of_weight: bool = True, into: Tensor | None = None
+    p: FeatureProblem,
+    do: Tensor,
+    of_x: bool = True,
+    of_weight: bool = True,
+    into: Tensor | None = None,
+    given: int | None = None,
 ) -> tuple[FeatureGradients, Launch]:
     """Plan the backward; return the gradients that are asked for, allocated, and the launch.
 
-    Where tokens come in halves, that of x can be added to another, ``into [B, heads, T, D]``.
+    Where tokens come in halves, that of x can be added to another, ``into [B, heads, T, D]``. Only the first ``given``
+    tokens, or all, have a ``do``; that of others is 0, and is not read.
     """
     found = allocate_features_backward(p, of_x and into is None, of_weight)
     dy, dx, plain, dpower = found
     dx = dx if into is None else into
-    wanted = {"OF_X": dx.shape[3] > 0, "ADD": into is not None, "PLAIN": plain.shape[3] > 0}
+    wanted = {
+        "N": p.x.shape[2] if given is None else given,
+        "OF_X": dx.shape[3] > 0,
+        "ADD": into is not None,
+        "PLAIN": plain.shape[3] > 0,
+    }
     writes = {"dy": dy, "dx": dx, "plain": plain}
     reads = {"x": p.x, "do": do} if into is None else {"x": p.x, "do": do, "dx": dx}
     return found, p.launch("features_backward", features_backward_kernel, reads, writes, dpower=dpower, **wanted)

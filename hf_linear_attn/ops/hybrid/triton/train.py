@@ -29,7 +29,7 @@ from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, readable
 from hf_linear_attn.ops.triton.run import as_bytes, codes_with, contiguous, directly, execute, target_for
-from hf_linear_attn.ops.window.triton.backward import WindowWanted, window_backward_launches
+from hf_linear_attn.ops.window.triton.backward import Far, WindowWanted, window_backward_launches
 from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, window_launches
 from hf_linear_attn.ops.window.triton.op import of_heads, of_sinks
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
@@ -220,30 +220,34 @@ def train_backward_launches(
     """Plan the backward likewise."""
     of_sinks = asked.sink_k or asked.sink_v or (x.sinks > 0 and (asked.k or asked.v))
     wanted = WindowWanted(asked.q, asked.k or asked.v, of_sinks, False)
-    near, launches = window_backward_launches(x.near(target, saved.far), WindowForward(*saved[:4]), do, wanted)
+    linear = Far(saved.den, torch.empty_like(saved.den), torch.empty_like(saved.den))
+    near, launches = window_backward_launches(x.near(target, saved.far), WindowForward(*saved[:4]), do, wanted, linear)
     nothing = near.dscore.new_empty(0)
     found = Derived(*near[:3], near.dscore, near.dweight, near.dsink_k, near.dsink_v, nothing, None, None)
     of_q, of_k = asked.q or asked.weight_q or asked.power_q, asked.k or asked.weight_k or asked.power_k
     if not (of_q or of_k or asked.v):
         return found, launches
-    problem, branch = x.linear(target, saved.phi_q, saved.phi_k), Saved(saved.far, saved.den, None, None)
+    problem = x.linear(target, saved.phi_q, saved.phi_k)
+    branch, wanted_far = Saved(saved.far, linear.over, None, None), Wanted(of_q, of_k, asked.v, False, False)
     into = x.own(near.dv) if asked.v else None
-    far, of_branch = backward_launches(
-        problem, branch, near.df, None, None, Wanted(of_q, of_k, asked.v, False, False), into
-    )
+    far, of_branch = backward_launches(problem, branch, do, None, None, wanted_far, into, linear.delta_f)
     launches += of_branch
     if of_q:
         of_map, launch = _of_map(x.of_q(target), far.dq, near.dq if asked.q else None, asked.weight_q)
         launches, found = [*launches, launch], found._replace(of_q=of_map)
     if of_k:
-        of_map, launch = _of_map(x.of_k(target), far.dk, x.own(near.dk) if asked.k else None, asked.weight_k)
+        # Keys that no query sees, because they lag, have no gradients written.
+        seen = x.q.shape[2] - x.delay
+        of_map, launch = _of_map(x.of_k(target), far.dk, x.own(near.dk) if asked.k else None, asked.weight_k, seen)
         launches, found = [*launches, launch], found._replace(of_k=of_map, dphi_k=far.dk)
     return found, launches
 
 
-def _of_map(p: FeatureProblem, dphi: Tensor, dx: Tensor | None, of_weight: bool) -> tuple[FeatureGradients, Launch]:
+def _of_map(
+    p: FeatureProblem, dphi: Tensor, dx: Tensor | None, of_weight: bool, seen: int | None = None
+) -> tuple[FeatureGradients, Launch]:
     """Plan the gradients of features; those of their tokens, if asked for, are added to ``dx``."""
-    return features_backward_launch(p, dphi, dx is not None, of_weight, dx if p.in_halves else None)
+    return features_backward_launch(p, dphi, dx is not None, of_weight, dx if p.in_halves else None, seen)
 
 
 def forward(*inputs: Any) -> Trained:
@@ -279,9 +283,7 @@ def gradients(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the gradients in the order of :class:`Asked`; those that are not asked for are empty."""
     saved, x, asked = _parts(inputs)
     target, x = target_for(do.device), x.laid_out()
-    # Keys that no query sees, because they lag, have no gradients written.
-    zeros = ("dphi_k",) if x.delay else ()
-    found: Derived = execute(train_backward_launches, target, x, saved, readable(do), asked, zeros=zeros)
+    found: Derived = execute(train_backward_launches, target, x, saved, readable(do), asked)
     by_name: dict[str, Tensor | None] = {"q": found.dq, "k": found.dk, "v": found.dv}
     sides = (("q", found.of_q, x.of_q(target), found.dq), ("k", found.of_k, x.of_k(target), found.dk))
     for side, of_map, p, whole in sides:

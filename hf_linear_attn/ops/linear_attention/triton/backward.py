@@ -104,15 +104,16 @@ def backward_launches(
     dz: Tensor | None,
     wanted: Wanted = EVERY,
     into: Tensor | None = None,
+    known_delta: Tensor | None = None,
 ) -> tuple[Backward, list[Launch]]:
     """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order.
 
     Those of the final state are fp32 and contiguous, or None where the loss does not depend on it. That of v is added
-    to another, ``into``, where there is one.
+    to another, ``into``, where there is one. ``known_delta`` is ``do . o [B, H, T]``, fp32, where that is known.
     """
     out = allocate_backward(p, wanted if into is None else wanted._replace(v=False))
     out = out if into is None else out._replace(dv=into)
-    delta = torch.empty_like(saved.den)
+    delta = torch.empty_like(saved.den) if known_delta is None else known_delta
     of_decay = wanted.log_decay and p.log_decay is not None
     of_keys = wanted.k or wanted.v or wanted.state or of_decay
     # What a decay changes is a product of what comes before it and of what comes after: both are cut alike.
@@ -121,6 +122,7 @@ def backward_launches(
     fades, launches = fade_launches(p, segments)
     known = p.shared(segments) | fades.arguments() | out._asdict() | {"ADD": into is not None}
     known |= {"o": saved.o, "do": do, "den": saved.den, "delta": delta, "d_b": saved.den.stride(0)}
+    known["KNOWN"] = known_delta is not None
     ends = Starts()
     seed: tuple[Tensor | None, Tensor | None] = dkv, dz
     if of_keys and (cut.stored or segments.split or not p.causal):
@@ -131,7 +133,7 @@ def backward_launches(
         launches += before
         if not p.causal:
             seed = initial
-    elif wanted.q or wanted.k or wanted.state or of_decay:
+    elif known_delta is None and (wanted.q or wanted.k or wanted.state or of_decay):
         launches.append(delta_launch(p.tile("delta"), saved.o, do, delta))
     starts, asked = Starts(), None
     if wanted.q or of_decay:
@@ -162,7 +164,8 @@ def reverse_state_launch(p: Problem, known: Known, segments: Segments) -> Launch
     known = known | p.shared(segments) | {"states": p.states(segments)}
     known |= {"BD": chosen.width, "BV": p.padded(p.v.shape[3]), "BT": chosen.tokens}
     programs = segments.count * p.k.shape[1] * -(-p.k.shape[3] // chosen.width)
-    return planned("reverse_state", reverse_state_kernel, programs, known, chosen, (p.q, o, do, den), (delta,))
+    given, writes = ((delta,), ()) if known["KNOWN"] else ((o,), (delta,))
+    return planned("reverse_state", reverse_state_kernel, programs, known, chosen, (p.q, do, den, *given), writes)
 
 
 def _rows_of(p: Problem, role: str, x: Tensor, cut: Cut) -> Tensor | None:
@@ -171,6 +174,11 @@ def _rows_of(p: Problem, role: str, x: Tensor, cut: Cut) -> Tensor | None:
         return None
     tiles = -(-x.shape[3] // (p.held() if cut.stored else p.tile(role).width))
     return torch.empty(*x.shape[:2], tiles, x.shape[2], dtype=torch.float32, device=x.device)
+
+
+def _derives_alone(p: Problem) -> bool:
+    """Tell whether no gradient of a feature depends on its own value, so that kernels do not read it."""
+    return p.phi == "identity" and p.log_decay is None
 
 
 def starts_launches(p: Problem, cut: Cut, fades: Fades) -> tuple[Starts, list[Launch]]:
@@ -189,7 +197,8 @@ def dq_launch(p: Problem, saved: Saved, known: Known, cut: Cut, starts: Starts) 
     segments = p.segments(T, cut.length)
     known = known | p.shared(segments) | {"BV": p.padded(V)}
     errors, writes = (known["do"], known["den"], known["delta"]), (known["dq"],)
-    reads: tuple[Tensor, ...] = (p.q, *errors, p.k, p.v) if p.causal else (p.q, *errors)
+    own = () if _derives_alone(p) else (p.q,)
+    reads: tuple[Tensor, ...] = (*own, *errors, p.k, p.v) if p.causal else (*own, *errors)
     if cut.stored:
         chosen = p.tile("stored_dq")
         known |= {"starts": starts.states, "parts": starts.parts}
@@ -220,7 +229,8 @@ def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, 
         tiles = -(-D // held) if of_k else 1
         programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1] * tiles
         writes = (*((known["dk"],) if of_k else ()), *((known["dv"],) if of_v else ()))
-        reads = (p.q, k, v, do, den, delta) if of_k else (p.q, k, do, den)
+        reads = (p.q, v, do, den, delta) if of_k else (p.q, do, den)
+        reads = (*reads, k) if of_v or not _derives_alone(p) else reads
         reads = (*reads, known["dv"]) if of_v and known["ADD"] else reads
         launches.append(planned(role, stored_dkv_kernel, programs, known | own, chosen, reads, writes))
     return launches

@@ -72,9 +72,10 @@ def reverse_state_kernel(
     T, L, NSEG, HKV,
     q_b, q_h, q_t, o_b, o_h, o_t, do_b, do_h, do_t, d_b,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+    MAP: tl.constexpr, VARLEN: tl.constexpr, FADED: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+    PIN: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``fq^T do`` and ``-fq^T delta`` over one segment and the query heads of a group; write delta."""
+    """Sum ``fq^T do`` and ``-fq^T delta`` over one segment and the query heads of a group; write delta, or read it."""
     ND: tl.constexpr = (D + BD - 1) // BD
     EXACT_D: tl.constexpr = D % BD == 0
     EXACT_V: tl.constexpr = V == BV
@@ -97,14 +98,12 @@ def reverse_state_kernel(
     for g in range(G):
         i_h = (i_hk * G + g).to(tl.int64)
         q_g = q + row * q_b + i_h * q_h
-        o_g = o + row * o_b + i_h * o_h
         do_g = do + row * do_b + i_h * do_h
         offset = row * d_b + i_h * T
         for c in range(start, end, BT):
             rows = rows_before(end, c, ot)
             # [BT, BV]
             dd = load_operand(do_g + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V, PRECISION)
-            oo = load_tile(o_g + c * o_t, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
             left = 1.0
             if FADED:
                 left = tl.exp2(sums_since(b, T, start, start, c, end, ot))
@@ -113,10 +112,15 @@ def reverse_state_kernel(
                 q_g + c * q_t, ot[:, None] * q_t + od[None, :], den + offset + c + ot, rows, od < D,
                 EXACT_D, MAP, PRECISION, PIN, left, FADED,
             )  # fmt: skip
-            dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
-            if i_d == 0:
-                tl.store(delta + offset + c + ot, dl, mask=rows)
+            if not KNOWN:
+                o_g = o + row * o_b + i_h * o_h + c * o_t
+                oo = load_tile(o_g, ot[:, None] * o_t + ov[None, :], rows, ov < V, EXACT_V)
+                dl = tl.sum(oo.to(tl.float32) * dd.to(tl.float32), 1)
+                if i_d == 0:
+                    tl.store(delta + offset + c + ot, dl, mask=rows)
             r = fold(fq, dd, r, PRECISION)
+            if KNOWN:
+                dl = tl.load(delta + offset + c + ot, mask=rows, other=0.0)
             if BY_PRODUCT:
                 drawn = fold(fq, tl.trans(in_parts(dl, fq.dtype)), drawn, PRECISION)
             else:

@@ -17,22 +17,26 @@ from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
 from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_kept, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import scan_launch
 
+LEAST = tl.constexpr(1e-20)
+"""Weights of own keys up to here have no gradients: what is divided by them might not be finite."""
+
 
 @triton.jit(do_not_specialize=["T", "S", "P", "W", "NB", "K", "NQ", "scaling", "c_b"])
 def window_dq_kernel(
     q, k, v, codes, sink_k, sink_v, seen, f, number, prefix, weight, kept_k, kept_v, held, begins, ends,
-    o, lse, score, do, delta, dq, df, dscore, dsums, dweight, dsink_k, dsink_v,
+    o, lse, score, do, delta, dq, df, dscore, dsums, dweight, dsink_k, dsink_v, den, over, delta_f,
     T, S, P, W, NB, K, NQ, scaling, H, G,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, do_b, do_h, do_t, dq_b, dq_h, dq_t,
     df_b, df_h, df_t, c_b,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
     MASKED: tl.constexpr, OWN: tl.constexpr, SUMS: tl.constexpr, OF_Q: tl.constexpr, OF_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LINEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write what BT queries of a head get: dq, df, their scores' gradients, and their parts of smaller gradients.
 
-    ``delta``, which is ``do . o``, is for the keys.
+    ``delta``, which is ``do . o``, is for the keys. ``LINEAR``: in place of df, what linear attention that read f needs
+    to derive by do itself; see :class:`Far`.
     """
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
@@ -75,9 +79,15 @@ def window_dq_kernel(
         f += i_b * f_b + i_h.to(tl.int64) * f_h + c * f_t
         ff = load_tile(f, ot[:, None] * f_t + ov[None, :], rows, ov < V, EXACT_V)
         w = tl.exp2(tl.load(score + row, mask=rows, other=float("-inf")) - z)
-        df += i_b * df_b + i_h.to(tl.int64) * df_h + c * df_t
-        store_tile(df, ot[:, None] * df_t + ov[None, :], w[:, None] * dd.to(tl.float32), rows, ov < V, EXACT_V)
-        de = w * (tl.sum(ff.to(tl.float32) * dd.to(tl.float32), 1) - dl)
+        of_own = tl.sum(ff.to(tl.float32) * dd.to(tl.float32), 1)
+        if LINEAR:
+            n = tl.load(den + row, mask=rows, other=1.0)
+            tl.store(over + row, tl.where(w > LEAST, n / tl.maximum(w, LEAST), float("inf")), mask=rows)
+            tl.store(delta_f + row, of_own, mask=rows)
+        else:
+            df += i_b * df_b + i_h.to(tl.int64) * df_h + c * df_t
+            store_tile(df, ot[:, None] * df_t + ov[None, :], w[:, None] * dd.to(tl.float32), rows, ov < V, EXACT_V)
+        de = w * (of_own - dl)
         tl.store(dscore + row, de, mask=rows)
         if SUMS:
             n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
@@ -234,6 +244,22 @@ class WindowWanted(NamedTuple):
 EVERY = WindowWanted()
 
 
+class Far(NamedTuple):
+    """What linear attention needs of the backward, where f is what it read: ``df = w do``, of a weight w per query.
+
+    So its own backward takes do in place of df, and w into the normaliser by which it divides.
+
+    Attributes:
+        den: Its guarded normalisers ``[B, H, T]``, fp32, and so are the others.
+        over: ``den / w``, written; infinite where w is 0, so that what is divided by it is 0.
+        delta_f: ``do . f``, likewise.
+    """
+
+    den: Tensor
+    over: Tensor
+    delta_f: Tensor
+
+
 class WindowBackward(NamedTuple):
     """What the kernels of the backward write; tensors are empty where not asked for.
 
@@ -241,7 +267,8 @@ class WindowBackward(NamedTuple):
         dq: ``[B, H, T, D]``.
         dk: ``[B, HKV, S, D]``.
         dv: ``[B, HKV, S, V]``.
-        df: ``[B, H, T, V]``; this and all that follow are empty also where there is nothing to derive by.
+        df: ``[B, H, T, V]``; empty also where :class:`Far` is written. This and all that follow are empty also where
+            there is nothing to derive by.
         dscore: Gradient of the scores of own keys ``[B, H, T]``, fp32, and so are the others.
         dweight: That of the weight, by tile of queries ``[B, H, tiles, D]``.
         dbefore: That of the sum of keys from before ``[B, HKV, D]``.
@@ -264,8 +291,8 @@ class WindowBackward(NamedTuple):
     dkept_v: Tensor
 
 
-def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBackward:
-    """Allocate the gradients."""
+def allocate_window_backward(p: WindowProblem, wanted: WindowWanted, linear: bool = False) -> WindowBackward:
+    """Allocate the gradients; ``linear``: without df."""
     (B, H, T, D), (_, HKV, _, V) = p.q.shape, p.v.shape
     own, of_sums = p.f is not None, p.sums
     tiles = -(-T // p.tile("window_dq").tokens)
@@ -280,7 +307,7 @@ def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBa
         tokens(p.q, D, wanted.q),
         tokens(p.k, D, wanted.kv),
         tokens(p.v, V, wanted.kv),
-        tokens(p.q, V, own),
+        tokens(p.q, V, own and not linear),
         rows(own, B, H, T),
         rows(of_sums, B, H, tiles, D),
         rows(of_sums and wanted.kv, B, HKV, D),
@@ -291,25 +318,27 @@ def allocate_window_backward(p: WindowProblem, wanted: WindowWanted) -> WindowBa
 
 
 def window_backward_launches(
-    p: WindowProblem, saved: WindowForward, do: Tensor, wanted: WindowWanted = EVERY
+    p: WindowProblem, saved: WindowForward, do: Tensor, wanted: WindowWanted = EVERY, linear: Far | None = None
 ) -> tuple[WindowBackward, list[Launch]]:
     """Plan the backward: the gradients, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
     (B, H, T, D), (_, HKV, S, _) = q.shape, v.shape
     of_queries, of_keys = p.tile("window_dq"), p.tile("window_dkv")
     tiles = -(-T // of_queries.tokens)
-    out = allocate_window_backward(p, wanted)
+    out = allocate_window_backward(p, wanted, linear is not None)
     delta = torch.empty_like(saved.lse)
     dsums = torch.empty_like(out.dweight)
     launches = []
     given = {**saved._asdict(), "do": do, "delta": delta, **out._asdict()}
     known = p.shared(of_queries) | given | {"dsums": dsums, "OF_Q": wanted.q, "OF_SINKS": wanted.sinks}
+    known |= {"LINEAR": linear is not None, **(dict.fromkeys(Far._fields) if linear is None else linear._asdict())}
     reads: tuple[Tensor, ...] = (q, saved.o, do, saved.lse)
     writes: tuple[Tensor, ...] = (delta,)
     if wanted.q:
         reads, writes = (*reads, k, v, *(() if p.kept is None else p.kept[:2])), (*writes, out.dq)
     if p.f is not None:
-        reads, writes = (*reads, p.f, saved.score), (*writes, out.df, out.dscore)
+        of_f = (out.df,) if linear is None else (linear.over, linear.delta_f)
+        reads, writes = (*reads, p.f, saved.score), (*writes, out.dscore, *of_f)
     launches.append(planned(p.role("window_dq"), window_dq_kernel, B * H * tiles, known, of_queries, reads, writes))
     if p.kept is not None and wanted.kept:
         launches += kept_launches(p, p.kept, given)
