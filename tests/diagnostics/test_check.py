@@ -74,7 +74,9 @@ def test_interpreted_kernels_are_right(name: str) -> None:
     assert set(outcome.errors) >= set(part.compute(part.inputs, "reference"))
 
 
-@pytest.mark.parametrize("dtype", command.TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(one, marks=pytest.mark.slow if one == torch.bfloat16 else ()) for one in command.TOLERANCE]
+)
 def test_all_parts_are_right_in_every_dtype(dtype: torch.dtype) -> None:
     for part in command.parts(CPU, dtype, SMALL, full=True):
         for backend in ("torch", "numba"):

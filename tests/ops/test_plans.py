@@ -1,6 +1,7 @@
 """Plans that are made once: followed rightly with other tensors, made anew where something differs, and fast."""
 
 import ctypes
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -271,9 +272,13 @@ def test_what_watches_gets_the_op() -> None:
     assert told[2:] == ["op"] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("rule", ["additive", "delta"])
+@pytest.mark.parametrize(
+    ("rule", "backend", "dtype"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case == ("delta", "triton", torch.int32) else ())
+        for case in itertools.product(("additive", "delta"), ("torch", "triton"), (torch.int32, torch.int64))
+    ],
+)
 def test_boundaries_are_read_at_every_call(rule: str, backend: str, dtype: torch.dtype) -> None:
     """Also where their memory is written by what PyTorch does not see, as a graph's replay or NumPy."""
     q, k, v = drawn_tokens(*[(1, 2, 80, 16)] * 3)

@@ -248,7 +248,7 @@ CORNERS = [
     Case(T=35, sinks=3, masked=True, layout="bthd"),
     Case(T=35, kept=5),
     Case(T=3, past=7, kept=3, sinks=2, masked=True),
-    Case(T=65, H=6, HKV=2, D=24, V=40, kept=17, sinks=3, masked=True, layout="bthd"),
+    Case(T=65, H=2, D=24, V=40, kept=17, sinks=3, masked=True, layout="bthd"),
     Case(T=50, past=20, window=20, own=True, before=True, kept=2, sinks=4, masked=True),
     Case(T=50 * SCALE, window=9 * SCALE, past=9 * SCALE, own=True, before=True, sinks=4, masked=True),
 ]
