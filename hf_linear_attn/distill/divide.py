@@ -51,9 +51,9 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     """Find how many keys each converted layer gets, so that all together they have as many as before.
 
     No weight matters but the teacher's: a layer is measured with its window, its sinks and its kept keys alone, kept by
-    redundancy, for shares of a quarter, a half, one, two, four and eight times its settings, as far as half of a text
-    holds them. What lies between is interpolated over the share's logarithm; then the layer whose KL falls most by it
-    gets the next quarter.
+    redundancy, and below the average with a window of as many tokens in their place. That is done for shares of a
+    quarter, a half, one, two, four and eight times its settings, as far as half of a text holds them. What lies between
+    is interpolated over the share's logarithm; then the layer whose KL falls most by it gets the next quarter.
 
     Args:
         student: A model patched with a window, of one size for all layers.
@@ -130,10 +130,15 @@ def _cost(curve: Mapping[float, float], share: float) -> float:
 
 
 def _keys(part: LinearAttention, share: float) -> dict[str, int]:
-    """Return a share of a layer's window and kept keys; a window has at least the query itself."""
+    """Return a share of a layer's window and kept keys; a window has at least the query itself.
+
+    A layer with less than layers have on average looks near, so that all it gets is a window.
+    """
     settings = part.settings
-    found = {name: int(share * (getattr(settings, name) or 0)) for name in PER_LAYER}
-    return {"window": max(found["window"], 1)} | ({"kept": found["kept"]} if settings.kept else {})
+    window, kept = settings.window or 0, settings.kept
+    sizes = (window + kept, 0) if share < 1 else (window, kept)
+    found = {name: int(share * size) for name, size in zip(PER_LAYER, sizes, strict=True)}
+    return {"window": max(found["window"], 1)} | ({"kept": found["kept"]} if kept else {})
 
 
 def _alone(part: LinearAttention, share: float) -> Callable[..., Tensor]:

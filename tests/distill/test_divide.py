@@ -43,7 +43,8 @@ def test_what_is_measured_is_the_kl_of_a_model_with_that_layer_alone_converted(b
     ]
     asked = [SharedTeacher(student).divergence(batch) for batch in batches]
     for entry in division.measured:
-        sizes = {name: int(entry["share"] * RECIPE[name]) for name in ("window", "kept")}
+        window, kept = (int(entry["share"] * RECIPE[name]) for name in ("window", "kept"))
+        sizes = {"window": window + kept, "kept": 0} if entry["share"] < 1 else {"window": window, "kept": kept}
         other = patch_model(copy.deepcopy(teacher), layers=[entry["layer"]], **RECIPE | sizes)
         assert entry["kl_nats"] == pytest.approx(mean_over_tokens(other, batches, asked), rel=1e-3, abs=1e-7)
 
@@ -51,7 +52,7 @@ def test_what_is_measured_is_the_kl_of_a_model_with_that_layer_alone_converted(b
 def test_layers_that_look_far_get_what_others_do_not_need(batches):
     student = patch_model(near_sighted({2}), **RECIPE)
     division = divide(student, SharedTeacher(student), batches)
-    quarter = {"window": 2, "kept": 2}
+    quarter = {"window": 4, "kept": 0}
     assert division.per_layer == {"0": quarter, "1": quarter, "2": {"window": 26, "kept": 26}, "3": quarter}
 
 
