@@ -234,10 +234,12 @@ class LinearAttention(nn.Module):
         elif self.mix.has_far:
             left = max(tokens.k.shape[2] - self.window.size, 0)
             number = running_sum(counts[:, :left].long(), q.shape[2] - left, before)
-        if seen is not None and tokens.counts is not None:
-            # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts.
+        if tokens.counts is not None and past:
+            # Of the tokens held, the last is the last that was seen, and no sink stands behind one that counts. Where
+            # nothing was seen they are none, in a graph for every length.
             later = tokens.counts[:, :past].flip(1).cumsum(1).flip(1)
-            positions = torch.cat([(seen[:, None] - later).clamp(min=0), positions], 1)
+            last = positions.new_zeros(len(q), 1) if seen is None else seen[:, None]
+            positions = torch.cat([(last - later).clamp(min=0), positions], 1)
         piece = piece._replace(tokens=tokens, number=number, key_positions=positions)
         if self.kept is None:
             return piece

@@ -18,7 +18,18 @@ LENGTHS = (9, 70, 14, 23, 12, 40, 17, 31, 55, 26)
 """Shorter than the window and longer, than a block of queries too; a graph of the first one's own may be one of two."""
 
 RECIPE = {"feature_map": "norm_preserving", "window": 16, "sinks": 4, "rotary": "undo", "layers": "all"}
-SETTINGS = {"recommended": RECIPE, "kept": RECIPE | {"kept": 3}, "plain": {"feature_map": "hedgehog", "layers": "all"}}
+SETTINGS = {
+    "recommended": RECIPE,
+    "kept": RECIPE | {"kept": 3},
+    "learned": {"window": 16, "mix": "window", "kept": 3, "retention": "learned", "layers": "all"},
+    "by position": {
+        "feature_map": "cosformer",
+        "feature_map_options": {"max_length": 80},
+        "window": 16,
+        "layers": "all",
+    },
+    "plain": {"feature_map": "hedgehog", "layers": "all"},
+}
 
 
 def texts(masked):
@@ -58,6 +69,9 @@ def _forgotten():
             pytest.param("kept", *case, marks=SLOW)
             for case in ((False, True), (True, True), (True, None), (False, None))
         ),
+        ("learned", False, True),
+        ("by position", False, True),
+        *(pytest.param(name, True, None, marks=SLOW) for name in ("learned", "by position")),
         *(pytest.param("plain", *case, marks=SLOW) for case in ((True, None), (False, None))),
     ],
 )
@@ -70,9 +84,10 @@ def test_prompts_of_all_lengths_share_a_graph(setting, masked, dynamic):
             found = compiled(**text, use_cache=True, **{NAME: past}).logits
             close(shown(found, text), shown(model(**text, use_cache=False).logits, text), "compiled")
             assert past.get_seq_length() == text["input_ids"].shape[1]
-        step = {name: torch.cat([x, x[:, -1:]], 1) for name, x in text.items()}
-        new = step | {"input_ids": step["input_ids"][:, -1:]}
-        close(model(**new, **{NAME: past}).logits, model(**step, use_cache=False).logits[:, -1:], "a step after it")
+        for _ in range(8):
+            text = {name: torch.cat([x, x[:, -1:]], 1) for name, x in text.items()}
+            new = text | {"input_ids": text["input_ids"][:, -1:]}
+            close(model(**new, **{NAME: past}).logits, model(**text, use_cache=False).logits[:, -1:], "a step after it")
     assert len(graphs) <= (1 if dynamic else 2)
 
 
