@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError
@@ -124,12 +125,36 @@ def _check_empty(folder: Path, argument: str, marks: Iterable[str]) -> None:
 
 
 def remove(folder: Path, patterns: Iterable[str]) -> None:
-    """Remove what a run has made in a folder, by patterns of names."""
-    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+    """Remove what a run has made in a folder, by patterns of names; nothing in folders that it links to."""
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
+    for path in found:
+        between = path.relative_to(folder).parents
+        if any((folder / part).is_symlink() for part in between if part.parts):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+@contextmanager
+def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
+    """Keep other runs out of a folder, made if need be; the lock goes with the process, however it ends.
+
+    Raises:
+        CheckpointError: If another run holds it.
+    """
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout as error:
+        remedy = "Another run writes to it; choose another folder."
+        raise CheckpointError(argument, "not be in use", str(folder), remedy) from error
+    with held:
+        yield
 
 
 def write_atomic(path: str | Path, text: str) -> None:

@@ -22,6 +22,9 @@ logger = getLogger(__name__)
 
 MODEL, OPTIMIZER, META = "model.safetensors", "optimizer.pt", "meta.json"
 
+NUMBERED = "step-" + 8 * "[0-9]"
+"""Names of checkpoints; what else is in their folder is somebody else's."""
+
 
 class Checkpoint(NamedTuple):
     """What a run goes on from."""
@@ -77,7 +80,7 @@ def save_checkpoint(
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-*"))
+    return sorted(folder.glob(NUMBERED))
 
 
 def load_newest(folder: Path) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
+from hf_linear_attn.distill.checkpoint import NUMBERED
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.encoders import copy_sentence_files
@@ -22,8 +23,19 @@ RECORD = "distillation.json"
 READ = ("model", "student", "dataset", "feature_map_file", "chat_template")
 """Settings that name what is read, beside the teacher's logits."""
 
-_MARKS = (RECORD, "checkpoints/step-*/meta.json")  # the latter of runs before there was a record at their start
-_MADE = (RECORD, "checkpoints/step-*", "checkpoints/.step-*", "log.jsonl", "layers.json", "division.json", "loss.svg")
+_MARKS = (RECORD, f"checkpoints/{NUMBERED}/meta.json")  # the latter of runs before there was a record at their start
+_MADE = (
+    RECORD,
+    f"checkpoints/{NUMBERED}",
+    f"checkpoints/.{NUMBERED}.tmp",
+    "log.jsonl",
+    "layers.json",
+    "division.json",
+    "loss.svg",
+)
+_ADAPTERS = ("adapter_config.json", "adapter_model*.safetensors")
+_WHOLE = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+"""What a student is saved as; one kind beside the other cannot be loaded."""
 
 POINTS = 200
 """Most points of a line in the picture of losses."""
@@ -38,6 +50,9 @@ def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
 def begin(settings: DistillationSettings, folder: Path) -> None:
     """Mark a locked folder as a run's; remove an earlier one where it is to be overwritten."""
     if settings.overwrite:
+        if any(True for mark in _MARKS for _ in folder.glob(mark)):
+            as_adapters = settings.trainable == "lora" and not settings.merge_lora
+            remove(folder, _WHOLE if as_adapters else _ADAPTERS)
         remove(folder, _MADE)
     if not (folder / RECORD).exists():
         write_atomic(folder / RECORD, json.dumps({"settings": settings.to_dict()}, indent=2))

@@ -32,9 +32,10 @@ from hf_linear_attn.distill.sharding import whole_state
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import SharedTeacher
 from hf_linear_attn.distill.teacher_logits import TeacherLogits
-from hf_linear_attn.distill.trainer import OnStep, Trainer, locked, readers
+from hf_linear_attn.distill.trainer import OnStep, Trainer, readers
 from hf_linear_attn.encoders import pooling_of
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.files import locked
 from hf_linear_attn.loading import load_users_maps, process_state
 
 logger = logging.getLogger(__name__)

@@ -143,7 +143,7 @@ class DistillationSettings:
         warmup_share: Share of a stage in which the learning rate rises; it then falls linearly to 0.
         weight_decay: AdamW's.
         betas: AdamW's.
-        max_grad_norm: Norm to which the gradient is clipped.
+        max_grad_norm: Norm to which the gradient is clipped; 0 leaves it as it is.
         shard: Shard student and teacher over the processes with torch's ``fully_shard``; needs several processes.
         context_parallel: Processes among which each sequence of ``distill`` and ``extend`` is split; a divisor of the
             number of processes. Sequences of ``transfer`` stay whole, and all processes share them.

@@ -76,7 +76,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], processes: int) -> Non
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a total norm of ``max_norm``; return the norm before."""
+    """Scale gradients down to a total norm of ``max_norm``, but of 0 not at all; return the norm before."""
     used = [p for p in parameters if p.grad is not None]
     squares = []
     for sharded in (False, True):
@@ -85,9 +85,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
             norm = torch.nn.utils.get_total_norm(group)  # type: ignore[arg-type]
             squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
     total = torch.stack(squares).sum().sqrt()
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in used:
-        parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
+    if max_norm:
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for parameter in used:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))  # type: ignore[union-attr]
     return total.item()
 
 

@@ -26,9 +26,8 @@ from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Divergence, Teacher
-from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-from hf_linear_attn.files import output_folder, paths_read, remove, sync, write_atomic
+from hf_linear_attn.files import locked, output_folder, paths_read, remove, sync, write_atomic
 
 logger = getLogger(__name__)
 

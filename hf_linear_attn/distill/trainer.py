@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm.auto import tqdm
@@ -33,7 +32,7 @@ from hf_linear_attn.distill.sharding import (
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
-from hf_linear_attn.files import LOCK, write_atomic
+from hf_linear_attn.files import write_atomic
 from hf_linear_attn.parallel import ContextParallel, context_parallel
 
 logger = logging.getLogger(__name__)
@@ -354,23 +353,3 @@ def first_not_finite(model: nn.Module, batch: Batch) -> str:
         for handle in handles:
             handle.remove()
     return f"layer {found[0]}" if found else "no layer's output; the gradient is not finite"
-
-
-@contextmanager
-def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
-    """Keep other runs out of a folder, made if need be; the lock goes with the process, however it ends.
-
-    Raises:
-        CheckpointError: If another run holds it.
-    """
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = FileLock(folder / LOCK).acquire(timeout=0)
-    except Timeout as error:
-        remedy = "Another run writes to it; choose another folder."
-        raise CheckpointError(argument, "not be in use", str(folder), remedy) from error
-    with held:
-        yield

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from hf_linear_attn.errors import CheckpointError
+from hf_linear_attn.errors import ArgumentError, CheckpointError
 from hf_linear_attn.evaluation.suite import suites, with_parts
 from hf_linear_attn.evaluation.view import Results, models_of
 from hf_linear_attn.files import write_atomic
@@ -62,7 +62,12 @@ def write_results(results: Mapping[str, Any], folder: Path) -> Path:
     """Write `results.json` at once or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_FILE
-    write_atomic(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    try:
+        text = json.dumps(results, indent=1, allow_nan=False)
+    except ValueError as error:
+        rule, remedy = "compute finite numbers", "A weight is NaN, or its dtype holds too little: look at the model."
+        raise ArgumentError("model", rule, "NaN or infinity", remedy) from error
+    write_atomic(path, text + "\n")
     return path
 
 

@@ -25,7 +25,7 @@ from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import RUN_FILE, SampleStore
 from hf_linear_attn.evaluation.subjects import Subject, check_tokenizer, gather_subjects
 from hf_linear_attn.evaluation.suite import Plan, Suite, suites_of
-from hf_linear_attn.files import output_folder, paths_read
+from hf_linear_attn.files import locked, output_folder, paths_read
 from hf_linear_attn.loading import Kind, load_tokenizer, load_users_maps, process_state, trained_positions
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,26 @@ def evaluate(
     subjects, suites = _prepare(settings, model, tokenizer, teacher, baselines or {})
     state = process_state()
     rank = state.process_index
-    store = _open_store(settings, subjects, state)
-    cost = estimate_cost(settings, subjects, suites)
-    if settings.progress and rank == 0:
-        tqdm.write(cost.describe(), file=sys.stderr)
-    _run_suites(settings, suites, store, state, cost)
+    folder = None if settings.output_dir is None or rank != 0 else Path(settings.output_dir)
+    with locked(folder):
+        store = _open_store(settings, subjects, state)
+        cost = estimate_cost(settings, subjects, suites)
+        if settings.progress and rank == 0:
+            tqdm.write(cost.describe(), file=sys.stderr)
+        _run_suites(settings, suites, store, state, cost)
+        return _report(settings, subjects, suites, store, cost, extras, begin)
+
+
+def _report(
+    settings: EvaluationSettings,
+    subjects: Sequence[Subject],
+    suites: Sequence[Suite],
+    store: SampleStore,
+    cost: Cost,
+    extras: Mapping[str, float | str] | None,
+    begin: float,
+) -> dict[str, Any]:
+    """Return what a run that began at a time has found, and write it where there is a folder."""
     results: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "environment": environment(subjects[0].device),
@@ -118,7 +133,7 @@ def evaluate(
         "estimated_s": cost.seconds,
         "wall_s": time.perf_counter() - begin,
     }
-    if settings.output_dir is not None and rank == 0:
+    if settings.output_dir is not None and process_state().is_main_process:
         write_results(results, Path(settings.output_dir))
     return results
 
@@ -163,7 +178,7 @@ def _prepare(
             raise ArgumentError("tokenizer", "be given with a model in memory", None, "Pass tokenizer=...")
         local = settings.offline or os.path.isdir(settings.model)
         tokenizer = load_tokenizer(settings.model, local_files_only=local)
-    check_tokenizer(tokenizer)
+    check_tokenizer(tokenizer, subjects)
     refusal = subjects[0].refusal(settings.lengths[0])
     if refusal is not None and kind == "causal":
         raise ArgumentError(refusal)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +13,10 @@ from hf_linear_attn.files import remove, write_atomic
 
 RUN_FILE = "run.json"
 _SUM = "crc32"
-_MADE_BY_US = ("samples*.jsonl", RUN_FILE, "results.json", "report.html", "report.md", "figures/*.svg")
+_SAMPLES = "samples.jsonl", "samples.[0-9]*.jsonl"
+"""Files of the first process and of others."""
+_REPORT = "report.md"
+_MADE_BY_US = (*_SAMPLES, RUN_FILE, "results.json", "report.html", _REPORT)
 
 
 class SampleStore:
@@ -59,7 +63,7 @@ class SampleStore:
 
     def _open_run(self, folder: Path, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         if overwrite:
-            remove(folder, _MADE_BY_US)
+            remove(folder, [*_pictures(folder), *_MADE_BY_US])
         run_path = folder / RUN_FILE
         if run_path.exists():
             if not resume and (folder / "results.json").exists():
@@ -68,7 +72,7 @@ class SampleStore:
             self._check_same(self._read_run(run_path), run, folder)
         else:
             write_atomic(run_path, json.dumps(run, indent=2) + "\n")
-        for path in sorted(folder.glob("samples*.jsonl")):
+        for path in _files(folder):
             _drop_torn_line(path)
 
     @staticmethod
@@ -100,7 +104,7 @@ class SampleStore:
         """
         if self._folder is None:
             return
-        for path in sorted(self._folder.glob("samples*.jsonl")):
+        for path in _files(self._folder):
             for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
                 try:
                     record = _record(line)
@@ -129,12 +133,27 @@ class SampleStore:
 
     def merge_files(self) -> None:
         """Put the records of all processes into `samples.jsonl`."""
-        if self._folder is None or not list(self._folder.glob("samples.*.jsonl")):
+        others = [] if self._folder is None else list(self._folder.glob(_SAMPLES[1]))
+        if not others:
             return
         self.reload()
         write_atomic(self._path, "".join(map(_line, self._records.values())))
-        for path in self._folder.glob("samples.*.jsonl"):
+        for path in others:
             path.unlink()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of samples that are in a folder."""
+    return sorted(path for pattern in _SAMPLES for path in folder.glob(pattern))
+
+
+def _pictures(folder: Path) -> list[str]:
+    """Return the pictures that the report in a folder shows, by which an earlier run's are known."""
+    try:
+        report = (folder / _REPORT).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return []
+    return re.findall(r"\]\((figures/[\w.-]+\.svg)\)", report)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -132,8 +132,13 @@ def check_vocabulary(teacher: Subject | None, subject: Subject) -> None:
         raise ArgumentError("teacher", rule, teacher.vocabulary, remedy, where=subject.name)
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without any token that ends, begins or pads a text."""
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, subjects: Sequence[Subject]) -> None:
+    """Refuse a tokenizer without any token that ends, begins or pads a text, or with tokens that models have not."""
+    least = min(subjects, key=lambda subject: subject.vocabulary)
+    if len(tokenizer) > least.vocabulary:
+        remedy = "Pass the tokenizer that the model was trained with, or resize the model's embeddings."
+        rule = f"have at most the model's {least.vocabulary} tokens"
+        raise ArgumentError("tokenizer", rule, len(tokenizer), remedy, where=least.name)
     if tokenizer.eos_token_id is tokenizer.bos_token_id is tokenizer.pad_token_id is None:
         remedy = "Set tokenizer.eos_token to the token that ends a text."
         raise ArgumentError("tokenizer", "have an EOS, BOS or padding token", type(tokenizer).__name__, remedy)

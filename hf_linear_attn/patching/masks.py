@@ -1,6 +1,8 @@
 """The mask function of patched models: a 2-D padding mask or None, never a T x S one."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +35,23 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
-    square = isinstance(mask, Tensor) and mask.ndim == 4
     outer, cache = current.model, cache_of(kwargs, args)
     # The model around this one has looked at them.
     known = outer is not None and outer.mask is mask and outer.cache is cache
-    if isinstance(mask, Tensor) and (padded or square) and not known and not torch.compiler.is_compiling():
+    # That of an encoder-decoder is of what its encoder reads; the cache holds what its decoder has read.
+    own = kwargs.get("decoder_attention_mask") if _has_two(type(module).forward) else mask
+    if isinstance(own, Tensor) and own.ndim in (2, 4) and not known and not torch.compiler.is_compiling():
         # A key that no query sees is padding.
-        shown = mask if padded else _shown(mask)[:, 0].any(1)
+        shown = own if own.ndim == 2 else _shown(own)[:, 0].any(1)
         _refuse_forgetting(shown, cache, type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
     current.model = ModelScope(mask, cache, outer, one_sequence=one)
+
+
+@lru_cache(None)
+def _has_two(forward: Callable[..., Any]) -> bool:
+    """Tell whether a model takes a mask of its decoder's tokens beside that of its encoder's."""
+    return "decoder_attention_mask" in inspect.signature(forward).parameters
 
 
 def _refuse_forgetting(mask: Tensor, cache: Cache | None, where: str) -> None:

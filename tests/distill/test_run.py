@@ -14,8 +14,8 @@ from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.checkpoint import checkpoints
 from hf_linear_attn.distill.measure import heldout_loss
 from hf_linear_attn.distill.stages.distill import Distill
-from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
+from hf_linear_attn.files import locked
 from tests.distill.tiny import (
     byte_tokenizer,
     kill_at,

@@ -10,6 +10,7 @@ from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.distill import DistillationSettings, available_stages, registry, stages
 from hf_linear_attn.distill.cli import main
 from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.sharding import clip_gradients
 from hf_linear_attn.distill.stages.distill import Distill
 from hf_linear_attn.distill.stages.extend import Extend
 from hf_linear_attn.distill.stages.transfer import Transfer, teacher_forced, weights_forced
@@ -203,3 +204,11 @@ def test_a_new_stage_is_one_new_file(teacher, tokenizer, tmp_path, monkeypatch):
     assert result.tokens == 4 * 2 * 16
     assert from_pretrained(tmp_path / "student").config.linear_attention["trained_length"] == 32
     del sys.modules["hf_linear_attn.distill.stages.polish"]
+
+
+def test_a_norm_of_0_leaves_gradients_as_they_are():
+    weight = torch.nn.Parameter(torch.ones(3))
+    for limit, expected in ((0.0, 3.0), (1e9, 3.0), (1.0, 3 / (27**0.5 + 1e-6))):
+        weight.grad = torch.full((3,), 3.0)
+        assert clip_gradients([weight], limit) == pytest.approx(27**0.5)
+        torch.testing.assert_close(weight.grad, torch.full((3,), expected))

@@ -5,8 +5,8 @@ from safetensors import SafetensorError
 from hf_linear_attn.distill.forward import predictions
 from hf_linear_attn.distill.losses import kl_loss
 from hf_linear_attn.distill.teacher_logits import TeacherLogits, write_teacher_logits
-from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError, CheckpointError
+from hf_linear_attn.files import locked
 
 
 def test_the_loss_over_the_top_classes_is_a_lower_bound(settings, teacher, data, tmp_path):

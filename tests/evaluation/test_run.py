@@ -29,9 +29,11 @@ from hf_linear_attn.evaluation import (
 from hf_linear_attn.evaluation import cost as cost_module
 from hf_linear_attn.evaluation.cli import compare as compare_command
 from hf_linear_attn.evaluation.cli import main
+from hf_linear_attn.evaluation.results import write_results
 from hf_linear_attn.evaluation.run import check_evaluation
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suites.latency import Latency
+from hf_linear_attn.files import locked
 from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 from tests.evaluation.workers import LM_EVAL, run, settings
 from tests.processes import launch
@@ -242,12 +244,36 @@ def test_the_fingerprint_sees_weights_and_patch_settings():
 
 
 def test_overwriting_deletes_what_a_run_made_and_nothing_else(tmp_path):
-    (tmp_path / "mine.txt").write_text("kept")
+    mine = ["mine.txt", "samples_mine.jsonl", "figures/paper.svg"]
+    (tmp_path / "figures").mkdir()
+    for name in [*mine, "figures/score.svg"]:
+        (tmp_path / name).write_text("kept")
+    (tmp_path / "report.md").write_text("![Score](figures/score.svg)")
     SampleStore(tmp_path, {"seed": 0}, {}).add([{"key": "a"}])
     store = SampleStore(tmp_path, {"seed": 1}, {}, overwrite=True)
     assert store.get("a") is None
-    assert (tmp_path / "mine.txt").read_text() == "kept"
-    assert not (tmp_path / "samples.jsonl").exists()
+    assert all((tmp_path / name).read_text() == "kept" for name in mine)
+    assert not any((tmp_path / name).exists() for name in ("samples.jsonl", "report.md", "figures/score.svg"))
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    settings = EvaluationSettings(**SMALL, output_dir=str(tmp_path))
+    with locked(tmp_path), pytest.raises(CheckpointError, match=r"`output_dir` must not be in use, got .*Another run"):
+        evaluate(settings, model=tiny_llama(), tokenizer=byte_tokenizer())
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<new {n}>" for n in range(tiny_llama().config.vocab_size)])
+    with pytest.raises(ArgumentError, match=r"`tokenizer` must have at most the model's \d+ tokens, got \d+"):
+        evaluate(EvaluationSettings(**SMALL), model=tiny_llama(), tokenizer=tokenizer)
+
+
+def test_results_that_are_no_numbers_name_the_model(tmp_path):
+    with pytest.raises(ArgumentError, match="`model` must compute finite numbers"):
+        write_results({"nll_nats": float("nan")}, tmp_path)
+    assert not (tmp_path / "results.json").exists()
 
 
 SMALL = {

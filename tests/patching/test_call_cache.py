@@ -97,3 +97,14 @@ def test_a_decoders_cache_beside_an_encoders_is_looked_at_too():
         mask[:, 2] = 0
         with pytest.raises(ArgumentError, match=r"`attention_mask` must show the \[6\] real tokens"):
             decoder(input_ids=ids[:, :3], attention_mask=mask, **more)
+
+
+@pytest.mark.parametrize("architecture", ["bart", "marian"])
+def test_an_encoders_padding_says_nothing_of_what_a_decoder_has_read(architecture):
+    model = patch_model(tiny_model("seq2seq", architecture), "elu")
+    ids, mask = prompt(14, rows=2), torch.ones(2, 14, dtype=torch.long)
+    mask[0, 9:] = 0
+    more = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    both = model.generate(ids, attention_mask=mask, **more)
+    alone = model.generate(ids[:1, :9], attention_mask=mask[:1, :9], **more)
+    assert torch.equal(both[:1], alone)

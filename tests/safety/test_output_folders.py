@@ -125,6 +125,18 @@ def test_no_command_writes_over_files_that_are_no_run_s_unasked(name, files, cap
     monkeypatch.chdir(files / "project")
     for where in (files / "project", Path()):
         assert "it holds README.md, config.json, " in refused(capsys, files, name, where)
+    # Names that a run's begin like, too, and what lies where it links to.
+    for path in (
+        "samples_mine.jsonl",
+        "checkpoints/step-mine/notes",
+        "checkpoints/step-best",
+        "elsewhere/step-00000001",
+    ):
+        (files / "project" / path).parent.mkdir(parents=True, exist_ok=True)
+        (files / "project" / path).write_text("mine")
+    (files / "theirs").mkdir()
+    (files / "theirs" / "paper.svg").write_text("theirs")
+    (files / "project" / "figures").symlink_to(files / "theirs")
     before = tree(files)
     run(files, name, "project", "--overwrite")
     changed = {path for path, said in before.items() if tree(files).get(path) != said}
@@ -153,6 +165,20 @@ def test_a_run_goes_on_in_its_own_folder_and_begins_anew_when_that_is_asked_for(
     run(files, name, "new", "--overwrite", "--seed", "1")
     assert (files / "new" / "notes.txt").read_text() == "my own"
     assert tree(files / "new").keys() - {"notes.txt"} == made.keys()
+
+
+# PEFT reads an attribute that Transformers renames.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_student_of_the_other_kind_is_replaced_whole(files, capsys):
+    adapters = "--trainable", "lora", "--no-merge-lora"
+    for more, there, gone in (
+        (adapters, "adapter_config.json", "config.json"),
+        ((), "config.json", "adapter_config.json"),
+        (adapters, "adapter_config.json", "config.json"),
+    ):
+        run(files, "distill", "new", "--overwrite", *more)
+        assert (files / "new" / there).exists()
+        assert not (files / "new" / gone).exists()
 
 
 @pytest.mark.parametrize(
