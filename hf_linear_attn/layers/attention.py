@@ -358,11 +358,10 @@ class LinearAttention(nn.Module):
         """Put into the call's state what was read."""
         batch, _, count, _ = whole.q.shape
         kept = dict(carried)
-        with torch.no_grad():
-            if self.window is not None and whole.tokens is not None:
-                kept |= self.window.close(whole.tokens, count, state)
-            if whole.beyond is not None:
-                kept |= whole.beyond.close(self.sizes.head_dim)
+        if self.window is not None and whole.tokens is not None:
+            kept |= self.window.close(whole.tokens, count, state)
+        if whole.beyond is not None:
+            kept |= whole.beyond.close(self.sizes.head_dim)
         state.allocate(self.slots(v.shape[3], v.device), batch, v, kept)
         new = whole.mask.sum(1) if whole.mask is not None else count
         state.padded |= whole.mask is not None

@@ -3,7 +3,7 @@
 import copy
 import os
 import socket
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -379,3 +379,18 @@ def test_a_device_map_with_a_disk_loads_and_runs(tmp_path):
     assert {p.device.type for p in loaded.model.layers[1].parameters()} == {"meta"}
     ids = Subject(model, "causal").tokens()
     close(Subject(loaded.eval(), "causal").logits(ids), Subject(model, "causal").logits(ids), "a layer on disk")
+
+
+@pytest.mark.parametrize("setting", [None, "learned", "window", "kept", "gated_delta", "mixed"])
+@pytest.mark.parametrize("bounds", [(0, 4, 12, 20), (0, *range(9, 21))], ids=["pieces", "steps"])
+def test_gradients_go_back_through_a_cache(setting, bounds):
+    model = (tiny_model("causal", "llama") if setting is None else build(setting)).double()
+    embedded = model.get_input_embeddings()(torch.arange(3, 23)[None]).detach().requires_grad_()
+
+    def gradient(pieces):
+        cache = DynamicCache(config=model.config)
+        for start, end in pieces:
+            logits = model(inputs_embeds=embedded[:, start:end], use_cache=True, **{NAME: cache}).logits
+        return torch.autograd.grad(logits[:, -1].logsumexp(-1).sum(), embedded)[0]
+
+    torch.testing.assert_close(gradient(pairwise(bounds)), gradient([(0, 20)]), rtol=1e-7, atol=1e-10)
