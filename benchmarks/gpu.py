@@ -45,9 +45,8 @@ from torch import Tensor
 from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.diagnostics import check
 from hf_linear_attn.diagnostics.parts import ON_GPU, Sizes, parts
-from hf_linear_attn.distill.trainer import locked
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.files import write_atomic
+from hf_linear_attn.files import locked, write_atomic
 from hf_linear_attn.layers import Call, LinearAttention
 from hf_linear_attn.layers import Sizes as LayerSizes
 from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
