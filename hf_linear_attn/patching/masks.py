@@ -38,12 +38,13 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     outer, cache = current.model, cache_of(kwargs, args)
     # The model around this one has looked at them.
     known = outer is not None and outer.mask is mask and outer.cache is cache
-    # That of an encoder-decoder is of what its encoder reads; the cache holds what its decoder has read.
-    own = kwargs.get("decoder_attention_mask") if _has_two(type(module).forward) else mask
-    if isinstance(own, Tensor) and own.ndim in (2, 4) and not known and not torch.compiler.is_compiling():
-        # A key that no query sees is padding.
-        shown = own if own.ndim == 2 else _shown(own)[:, 0].any(1)
-        _refuse_forgetting(shown, cache, type(module).__name__)
+    if not known and not torch.compiler.is_compiling():
+        # That of an encoder-decoder is of what its encoder reads; the cache holds what its decoder has read.
+        own = kwargs.get("decoder_attention_mask") if _has_two(type(module).forward) else mask
+        if isinstance(own, Tensor) and own.ndim in (2, 4):
+            # A key that no query sees is padding.
+            shown = own if own.ndim == 2 else _shown(own)[:, 0].any(1)
+            _refuse_forgetting(shown, cache, type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
     current.model = ModelScope(mask, cache, outer, one_sequence=one)
 
