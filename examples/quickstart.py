@@ -66,8 +66,8 @@ class Arguments:
     window: int = 64
     sinks: int = RECOMMENDED.sinks
     kept: int = 64
-    retain_steps: int = 450
-    distill_steps: int = 180
+    retain_steps: int = 300
+    distill_steps: int = 120
     linear_steps: int = 0
     feature_map: str = RECOMMENDED.feature_map
     rows: int = 4
