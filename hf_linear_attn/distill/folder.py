@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.card import write_card
-from hf_linear_attn.distill.checkpoint import NUMBERED
+from hf_linear_attn.distill.checkpoint import NUMBERED, checkpoints
 from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.encoders import copy_sentence_files
+from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
 from hf_linear_attn.evaluation.report import standalone
 from hf_linear_attn.files import output_folder, paths_read, remove, whole_folder, write_atomic
@@ -33,8 +34,14 @@ _MADE = (
     "division.json",
     "loss.svg",
 )
-_ADAPTERS = ("adapter_config.json", "adapter_model*.safetensors")
-_WHOLE = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+_WHOLE = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+)
 """What a student is saved as; one kind beside the other cannot be loaded."""
 
 POINTS = 200
@@ -43,6 +50,11 @@ POINTS = 200
 
 def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
     """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`."""
+    stored = Path(settings.output_dir or "") / "checkpoints"
+    if settings.overwrite and stored.is_symlink() and checkpoints(stored):
+        # Nothing is removed elsewhere, and the run would go on from them.
+        remedy = "Remove them, or the link, or choose another folder."
+        raise ArgumentError("output_dir", "hold no checkpoints elsewhere", str(stored.resolve()), remedy)
     inputs = paths_read(settings, [*READ, "teacher_logits"], **loaded)
     return output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
 

@@ -256,6 +256,18 @@ def test_overwriting_deletes_what_a_run_made_and_nothing_else(tmp_path):
     assert not any((tmp_path / name).exists() for name in ("samples.jsonl", "report.md", "figures/score.svg"))
 
 
+def test_overwriting_deletes_nothing_where_a_folder_links_to(tmp_path):
+    folder, theirs = tmp_path / "run", tmp_path / "theirs" / "score.svg"
+    for one in (folder, theirs.parent):
+        one.mkdir()
+    theirs.write_text("theirs")
+    (folder / "figures").symlink_to(theirs.parent)
+    (folder / "report.md").write_text("![Score](figures/score.svg)")
+    SampleStore(folder, {"seed": 1}, {}, overwrite=True)
+    assert theirs.read_text() == "theirs"
+    assert not (folder / "report.md").exists()
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     settings = EvaluationSettings(**SMALL, output_dir=str(tmp_path))
     with locked(tmp_path), pytest.raises(CheckpointError, match=r"`output_dir` must not be in use, got .*Another run"):

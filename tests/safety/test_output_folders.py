@@ -167,6 +167,16 @@ def test_a_run_goes_on_in_its_own_folder_and_begins_anew_when_that_is_asked_for(
     assert tree(files / "new").keys() - {"notes.txt"} == made.keys()
 
 
+def test_what_a_folder_links_to_is_not_a_run_s(files, capsys):
+    run(files, "distill", "new")
+    (files / "new" / "checkpoints").rename(files / "theirs")
+    (files / "new" / "checkpoints").symlink_to(files / "theirs")
+    theirs = tree(files / "theirs")
+    assert theirs
+    assert "`output_dir` must hold no checkpoints elsewhere" in refused(capsys, files, "distill", "new", "--overwrite")
+    assert tree(files / "theirs") == theirs
+
+
 # PEFT reads an attribute that Transformers renames.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_student_of_the_other_kind_is_replaced_whole(files, capsys):
