@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "stages": ["retain", "distill"],
         "retain_steps": 1000,
         "distill_steps": 150,
-        "teacher_share": 0.75,
+        "teacher_share": 0.7,
         "recall_share": 0.4,
         "recall_text": 0.75,
     },
