@@ -72,12 +72,13 @@ from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, LARGEST_FEATURES, LARGEST_HEAD, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
-from hf_linear_attn.ops.hybrid.triton.prefill import prefill_launches
+from hf_linear_attn.ops.hybrid.triton.prefill import Left, prefill_launches, read_launches
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.rotation.triton import turn_launch
+from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.step.triton.kernels import decode_launch
 from hf_linear_attn.ops.triton.plan import TILED, Launch, Problem, Target
 from hf_linear_attn.ops.window.triton.backward import Far, window_backward_launches
@@ -271,7 +272,12 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
             yield turn_launch(p.target, x, turns, pairs, at_end=at_end, derive=True)[1]
     of_text = prefill_problem(p)
     if of_text is not None:
-        yield from prefill_launches(p.target, of_text)[1][-2:]
+        found, planned = prefill_launches(p.target, of_text)
+        yield planned[-1]
+        phi_q = empty_like_tokens(p.q, of_text.features.shape[3])
+        left = Left(phi_q, found.o, *[torch.empty_like(out.den)] * 3)
+        states, prefix = (found.kv, found.z), planned[-1].arguments["prefix"]
+        yield read_launches(p.target, of_text, found.o, states, prefix, left)[-1]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
@@ -444,7 +450,7 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     if tokens == 1 or loop is None or launch.role in UNCOUNTED:
         return 0.0
     clocks = launch.tile.warps / 4 / tokens
-    if launch.role == "prefill":
+    if launch.role.startswith("prefill"):
         # Through the segment's keys up to its own, then through those in sight; features and the rest come once.
         wide, seen = launch.arguments["BN"], (launch.arguments["L"] + tokens) / 2
         return listing.in_order((seen / wide, (tokens + launch.arguments["W"]) / wide + 0.5)) * clocks

@@ -87,6 +87,13 @@ def whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def apart(whole_sequences: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no kernel read a text in one, as on most GPUs: features, linear branch and window have one each."""
+    has = plan.Problem.has
+    monkeypatch.setattr(plan.Problem, "has", lambda p, role: role != "prefill" and has(p, role))
+
+
+@pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the PyTorch backend walk chunks of 16 tokens, so that small problems have several."""
     monkeypatch.setattr(chunked, "CHUNK", 16)

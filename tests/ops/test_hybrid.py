@@ -232,6 +232,12 @@ def test_gradients_are_those_of_the_definition(spec: Spec, backend: str, kind: s
         assert_near(x, y.double(), 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}", least=1.0)
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
+@pytest.mark.parametrize(("shape", "kind"), [(SHAPES[0], "padded"), (HALVED, "plain")], ids=str)
+def test_so_are_those_of_kernels_that_follow_one_another(shape: Shape, kind: str, apart: None) -> None:
+    test_gradients_are_those_of_the_definition(Spec(shape=shape), "triton", kind)
+
+
 ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_map.power_k"], ["k", "mix_weight"], [])
 """What has gradients of tokens, and of what a layer has learned."""
 
@@ -240,8 +246,8 @@ ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_
 @pytest.mark.parametrize(
     ("shape", "cut"),
     [
-        pytest.param(Shape(), "whole_sequences", marks=pytest.mark.slow, id="rows"),
-        pytest.param(HALVED, "whole_sequences", marks=pytest.mark.slow, id="halved"),
+        pytest.param(Shape(), "apart", marks=pytest.mark.slow, id="rows"),
+        pytest.param(HALVED, "apart", marks=pytest.mark.slow, id="halved"),
         pytest.param(HALVED, "stored_states", id="halved, stored"),
     ],
 )

@@ -1,16 +1,17 @@
-"""The kernel that reads text without gradients: the queries' features, both branches and their join.
+"""The kernel that reads text in one: the queries' features, both branches and their join.
 
 A program takes BT queries of one head. From the rows of q, turned back, it computes their features as two halves, reads
 the state at the start of their segment and the segment's keys (`stored_forward` of linear attention, F = 2 M), and
 divides: that is f, the value of a key of each query's own. Then it takes the same rows, as they are, through the keys
-in their sight, the sinks and that key (`window`). Neither features of queries nor f cross memory.
+in their sight, the sinks and that key (`window`). Neither features of queries nor f are read from memory; where
+gradients are asked for they are written for these, as are what both branches divided by.
 
 Features of keys are computed before, once for all heads of a group; segments are summed and scanned as for linear
 attention, and keys summed up by blocks as for the window.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,7 +55,8 @@ def attend_far(
     M: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, EXACT_V: tl.constexpr,
     MASKED: tl.constexpr, DELAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what linear attention gives to rows whose features are ``above`` and ``below`` side by side."""
+    """Return what linear attention gives to rows whose features are ``above`` and ``below`` side by side, and their
+    normalisers."""
     EXACT_M: tl.constexpr = M == BM
     # [BM, BV], of the first half and of the second
     state = starts + sh * (2 * M * V)
@@ -80,7 +82,8 @@ def attend_far(
         p = tl.where((c - j).to(tl.int32) + ot[:, None] >= on[None, :], p, 0.0)
         acc = dot(operand(p, vv.dtype, PRECISION), vv, acc, PRECISION)
         total += tl.sum(p, 1)
-    return acc * (1.0 / (total + eps))[:, None]
+    total += eps
+    return acc * (1.0 / total)[:, None], total
 
 
 @triton.jit(
@@ -90,16 +93,18 @@ def attend_far(
 )  # fmt: skip
 def prefill_kernel(
     q, turns, k, v, phi_k, codes, mask, sink_k, sink_v, seen, number, prefix, starts, parts,
-    weight, power, bias, direction, o, table,
+    weight, power, bias, direction, o, table, phi_q, far, den, lse, score,
     T, S, P, W, NB, L, NSEG, delay, eps, scaling, factor, sharpness, H, G,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t, t_b, c_b, m_b, w_h, w_d, p_h,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t,
+    phi_q_b, phi_q_h, phi_q_t, far_b, far_h, far_t, t_b, c_b, m_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, HALVES: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr,
-    CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, TRAINS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of BT queries."""
+    """Write the outputs of BT queries, and where gradients are asked for what these are computed from."""
     EXACT_D: tl.constexpr = D == BD
     EXACT_V: tl.constexpr = V == BV
     kind: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float16 else q.dtype.element_ty
@@ -153,14 +158,23 @@ def prefill_kernel(
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, q.dtype.element_ty)
+    if TRAINS:
+        phi_q += row * phi_q_b + i_h.to(tl.int64) * phi_q_h + c * phi_q_t
+        store_tile(phi_q, ot[:, None] * phi_q_t + om[None, :], above, rows, om < M, M == BM)
+        store_tile(phi_q, ot[:, None] * phi_q_t + M + om[None, :], below, rows, om < M, M == BM)
     above, below = operand(above, kind, PRECISION), operand(below, kind, PRECISION)
     sh = i_s.to(tl.int64) * (H // G) + i_hk
-    f = attend_far(
+    f, normaliser = attend_far(
         above, below, phi_k, far_v, mask, starts, parts, sh, c, start, end, first, delay, eps, ot, on, om, ov, f_t, v_t,
         M, V, BM, EXACT_V, MASKED, DELAYED, PRECISION,
     )  # fmt: skip
     # As rounded as where it crosses memory, and half as many registers.
     f = f.to(q.dtype.element_ty)
+    at = (row * H + i_h) * T + c + ot
+    if TRAINS:
+        far += row * far_b + i_h.to(tl.int64) * far_h + c * far_t
+        store_tile(far, ot[:, None] * far_t + ov[None, :], f, rows, ov < V, EXACT_V)
+        tl.store(den + at, normaliser, mask=rows)
     x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
     kv_head = row * (H // G) + i_hk
     begin = first_key(c, P, W, BLOCK)
@@ -168,6 +182,10 @@ def prefill_kernel(
         x, k, v, codes, begin, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, row,
         sink_k, sink_v, seen, D, V, EXACT_D, EXACT_V, SINKS, BS, CODED, True, PRECISION,
     )  # fmt: skip
+    if TRAINS:
+        # Read again, it takes no registers meanwhile.
+        tl.debug_barrier()
+        f = load_tile(far, ot[:, None] * far_t + ov[None, :], rows, ov < V, EXACT_V)
     n = tl.load(number + row * T + c + ot, mask=rows, other=0).to(tl.float32)
     keys = prefix + (kv_head * NB + begin // BLOCK) * D
     e = own_score(x, products, n, keys, bias + i_h, direction + i_h * D, od, scaling, D)
@@ -175,8 +193,12 @@ def prefill_kernel(
     own = tl.exp2(e - largest)
     old = tl.exp2(m - largest)
     acc = acc * old[:, None] + own[:, None] * f.to(tl.float32)
+    mass = mass * old + own
+    if TRAINS:
+        tl.store(lse + at, largest + tl.log2(mass), mask=rows)
+        tl.store(score + at, e, mask=rows)
     o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
-    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / (mass * old + own)[:, None], rows, ov < V, EXACT_V)
+    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
 
 
 def linear_problem(target: Target, p: Prefill) -> Problem:
@@ -228,30 +250,52 @@ def key_launches(target: Target, p: Prefill, total: Tensor) -> tuple[Tensor, lis
     ]
 
 
-def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch]]:
-    """Plan the reading of some tokens.
+class Left(NamedTuple):
+    """What the kernel leaves for gradients.
+
+    Attributes:
+        phi_q: Features of queries ``[B, H, T, F]``.
+        far: What linear attention gives them ``[B, H, T, V]``.
+        den: By what it divided ``[B, H, T]``, fp32.
+        lse: Log-sum-exp of the scores ``[B, H, T]``, fp32, base 2.
+        score: Scores of the queries' own keys ``[B, H, T]``, fp32, base 2.
+    """
+
+    phi_q: Tensor | None = None
+    far: Tensor | None = None
+    den: Tensor | None = None
+    lse: Tensor | None = None
+    score: Tensor | None = None
+
+
+NOTHING = Left()
+
+
+def read_launches(
+    target: Target, p: Prefill, o: Tensor, states: tuple[Tensor, Tensor], prefix: Tensor, left: Left = NOTHING
+) -> list[Launch]:
+    """Plan the reading of some tokens whose keys are summed up already.
 
     Args:
         target: The device.
-        p: The call, with inputs in the layout that kernels read: all but q, k, v and their features contiguous, masks
-            as uint8, and as the key mask the codes of keys, bit 0 for those that the window shows and bit 1 for those
-            that count.
-
-    Returns:
-        The results, allocated but not computed, and the launches that compute them, in order.
+        p: The call, laid out as :func:`prefill_launches` asks.
+        o: Where the outputs go.
+        states: Where the linear branch's state after the tokens goes, and its normaliser.
+        prefix: Sums of keys before each block of them ``[B, HKV, blocks, D]``, fp32.
+        left: What is left for gradients.
     """
-    out, linear = allocate_prefill(p), linear_problem(target, p)
+    linear = linear_problem(target, p)
     (_, H, T, D), S, V, (copies, _, M) = p.q.shape, p.k.shape[2], p.v.shape[3], p.learned.shape
     chosen = linear.tile("prefill")
     cut = stored_cut(linear)
     segments = linear.segments(T, cut.length)
     sums = state_launch(linear, segments)
-    starts, launches = summed(linear, sums, segments, (p.kv, p.z), (out.kv, out.z), reverse=False, stored=True)
-    prefix, of_keys = key_launches(target, p, out.far_keys)
+    starts, launches = summed(linear, sums, segments, (p.kv, p.z), states, reverse=False, stored=True)
     sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
+    trains = left.lse is not None
     known: dict[str, Any] = {
         **linear.shared(segments),
-        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "f": p.features, "o": out.o},
+        **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "f": p.features, "o": o},
         **{"sink_k": p.sink_k, "sink_v": p.sink_v, "seen": p.seen, "number": p.number, "prefix": prefix},
         **{"starts": starts.states, "parts": starts.parts, "weight": p.weight_q, "power": p.power_q},
         **{"bias": p.bias, "direction": p.weight, "codes": p.key_mask, "CODED": p.key_mask is not None},
@@ -264,9 +308,27 @@ def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
         "HALVES": in_halves(D, padded(D), 0 if p.turns is None else p.turns.shape[2], p.pairs),
         **{"MAP": p.phi, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
-        **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V))},
+        **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V)), "TRAINS": trains, **left._asdict()},
     }
     programs = segments.count * -(-cut.length // chosen.tokens) * H
     reads = (p.q, p.k, p.v, p.features, *(() if p.turns is None else (p.turns,)))
-    last = planned("prefill", prefill_kernel, programs, known, chosen, reads, (out.o,))
-    return out, [*launches, *of_keys, last]
+    writes = (o, *(x for x in left if x is not None))
+    role = "prefill_train" if trains else "prefill"
+    return [*launches, planned(role, prefill_kernel, programs, known, chosen, reads, writes)]
+
+
+def prefill_launches(target: Target, p: Prefill) -> tuple[Prefilled, list[Launch]]:
+    """Plan the reading of some tokens.
+
+    Args:
+        target: The device.
+        p: The call, with inputs in the layout that kernels read: all but q, k, v and their features contiguous, masks
+            as uint8, and as the key mask the codes of keys, bit 0 for those that the window shows and bit 1 for those
+            that count.
+
+    Returns:
+        The results, allocated but not computed, and the launches that compute them, in order.
+    """
+    out = allocate_prefill(p)
+    prefix, of_keys = key_launches(target, p, out.far_keys)
+    return out, [*of_keys, *read_launches(target, p, out.o, (out.kv, out.z), prefix)]

@@ -22,15 +22,16 @@ from hf_linear_attn.ops.features.triton.kernels import (
 )
 from hf_linear_attn.ops.features.triton.op import finish
 from hf_linear_attn.ops.hybrid.records import Prefill
+from hf_linear_attn.ops.hybrid.triton.prefill import Left, read_launches
 from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.triton.backward import Saved, Wanted, backward_launches
-from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
+from hf_linear_attn.ops.linear_attention.triton.forward import allocate_state, forward_launches
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, readable
 from hf_linear_attn.ops.triton.run import as_bytes, codes_with, contiguous, directly, execute, target_for
 from hf_linear_attn.ops.window.triton.backward import Far, WindowWanted, window_backward_launches
-from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, window_launches
+from hf_linear_attn.ops.window.triton.forward import WindowForward, allocate_window, sum_launches, window_launches
 from hf_linear_attn.ops.window.triton.op import of_heads, of_sinks
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
 
@@ -118,6 +119,18 @@ class Train(NamedTuple):
         own = far, self.number, None, self.bias, self.weight, None, None
         tokens = self.q, self.k, self.v, self.codes, self.sink_k, self.sink_v, self.seen
         return WindowProblem(target, *tokens, *own, self.window, self.scaling)
+
+    def in_one(self, branch: Problem) -> bool:
+        """Whether one kernel computes the queries' features, the linear branch and the window."""
+        return self.k.shape[2] > self.window and branch.has("prefill")
+
+    def reading(self, phi_k: Tensor) -> Prefill:
+        """Return it as that kernel takes it."""
+        own = self.sink_k, self.sink_v, self.seen, self.number, None, None, None
+        learned = self.turns_q, self.weight_q, self.power_q, self.bias, self.weight
+        of_map = self.map_q, self.factor_q, self.sharpness_q, self.pairs, self.at_end
+        tokens = self.q, self.k, self.v, phi_k, self.codes, self.counts
+        return Prefill(*tokens, *own, *learned, *of_map, self.window, self.scaling, self.eps)
 
     def laid_out(self) -> "Train":
         """Return it as kernels read it."""
@@ -209,7 +222,14 @@ def train_launches(target: Target, x: Train) -> tuple[Trained, list[Launch]]:
     """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     phi_q, of_q = features_launch(x.of_q(target))
     phi_k, of_k = features_launch(x.of_k(target))
-    far, linear = forward_launches(x.linear(target, phi_q, phi_k), x.eps)
+    branch = x.linear(target, phi_q, phi_k)
+    if x.in_one(branch):
+        saved = _results(target, x, phi_q, phi_k)
+        sums = sum_launches(x.near(target, saved.far), saved.prefix)
+        left = Left(phi_q, saved.far, saved.den, saved.lse, saved.score)
+        reading = read_launches(target, x.reading(phi_k), saved.o, allocate_state(branch), saved.prefix, left)
+        return saved, [of_k, *sums, *reading]
+    far, linear = forward_launches(branch, x.eps)
     found, near = window_launches(x.near(target, far.o))
     return Trained(*found, far.o, far.den, phi_q, phi_k), [of_q, of_k, *linear, *near]
 
@@ -256,13 +276,17 @@ def forward(*inputs: Any) -> Trained:
     return execute(train_launches, target_for(x.q.device), x.laid_out())
 
 
-def _allocate(*inputs: Any) -> Trained:
-    x = Train(*inputs)
-    target = target_for(x.q.device)
+def _results(target: Target, x: Train, phi_q: Tensor, phi_k: Tensor) -> Trained:
+    """Allocate what the forward leaves beside features."""
     far = empty_like_tokens(x.q, x.v.shape[3])
     den = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
-    phi_q, phi_k = allocate_features(x.of_q(target)), allocate_features(x.of_k(target))
-    return Trained(*allocate_window(x.laid_out().near(target, far)), far, den, phi_q, phi_k)
+    return Trained(*allocate_window(x.near(target, far)), far, den, phi_q, phi_k)
+
+
+def _allocate(*inputs: Any) -> Trained:
+    x = Train(*inputs).laid_out()
+    target = target_for(x.q.device)
+    return _results(target, x, allocate_features(x.of_q(target)), allocate_features(x.of_k(target)))
 
 
 triton_train = operator(

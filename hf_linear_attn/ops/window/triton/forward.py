@@ -207,18 +207,22 @@ def allocate_window(p: WindowProblem) -> WindowForward:
     )
 
 
+def sum_launches(p: WindowProblem, prefix: Tensor) -> list[Launch]:
+    """Plan the sums of keys before each beginning of tiles, which are written to ``prefix``."""
+    B, HKV, _, D = p.k.shape
+    # The last block of keys is before no tile, but all of them have one.
+    chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
+    known = p.shared(chosen) | {"sums": sums, "N": p.blocks}
+    of_blocks = planned("key_sums", key_sums_kernel, B * HKV * p.blocks, known, chosen, (p.k,), (sums,))
+    return [of_blocks, scan_launch(p, sums, p.before, prefix, fp32(p, B, HKV, D), reverse=False)]
+
+
 def window_launches(p: WindowProblem) -> tuple[WindowForward, list[Launch]]:
     """Plan the forward: the results, allocated but not computed, and the launches that compute them, in order."""
     q, k, v = p.q, p.k, p.v
-    (B, H, T, _), (_, HKV, _, D) = q.shape, k.shape
+    B, H, T, _ = q.shape
     out = allocate_window(p)
-    launches = []
-    if p.sums:
-        # The last block of keys is before no tile, but all of them have one.
-        chosen, sums = p.tile("key_sums"), fp32(p, B, HKV, p.blocks, D)
-        known = p.shared(chosen) | {"sums": sums, "N": p.blocks}
-        launches.append(planned("key_sums", key_sums_kernel, B * HKV * p.blocks, known, chosen, (k,), (sums,)))
-        launches.append(scan_launch(p, sums, p.before, out.prefix, fp32(p, B, HKV, D), reverse=False))
+    launches = sum_launches(p, out.prefix) if p.sums else []
     chosen = p.tile("window")
     reads = (q, k, v, *(() if p.f is None else (p.f,)), *(() if p.kept is None else p.kept[:2]))
     writes = (out.o, out.lse) if p.f is None else (out.o, out.lse, out.score)
