@@ -55,8 +55,7 @@ def attend_far(
     M: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, EXACT_V: tl.constexpr,
     MASKED: tl.constexpr, DELAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what linear attention gives to rows whose features are ``above`` and ``below`` side by side, and their
-    normalisers."""
+    """Return what linear attention gives to rows of features ``above`` and ``below``, and their normalisers."""
     EXACT_M: tl.constexpr = M == BM
     # [BM, BV], of the first half and of the second
     state = starts + sh * (2 * M * V)
