@@ -25,6 +25,7 @@ from hf_linear_attn.ops.triton.primitives import (
     dot,
     load_plain,
     load_tile,
+    log2,
     operand,
     product,
     rounded,
@@ -141,12 +142,12 @@ def softmax(y, inside):
     """Return the softmax of each row."""
     y = tl.where(inside, y * LOG2E, float("-inf"))
     e = tl.exp2(y - tl.max(y, 1)[:, None])
-    return e / tl.sum(e, 1)[:, None]
+    return e * (1.0 / tl.sum(e, 1))[:, None]
 
 
 @triton.jit
-def roots(y, power, sharpness, inside, QUERY: tl.constexpr):
-    """Return ``|y|``, the row's power, ``|y_i|^p / ||y|^p|`` and ``log |y_i|``."""
+def roots(y, power, sharpness, inside, QUERY: tl.constexpr, PIN: tl.constexpr):
+    """Return ``|y|``, the row's power, ``|y_i|^p / ||y|^p|`` and ``log2 |y_i|``."""
     length = tl.sqrt(tl.sum(y * y, 1) + TINY)
     p = power
     if QUERY:
@@ -155,18 +156,20 @@ def roots(y, power, sharpness, inside, QUERY: tl.constexpr):
         p = power * (0.5 + (1 - t) / (1 + t))
     else:
         p = power + 0 * length
-    logs = tl.log(tl.abs(y) + TINY)
-    return length, p, tl.sqrt(softmax(2 * p[:, None] * logs, inside)), logs
+    logs = log2(tl.abs(y) + TINY, PIN)
+    e = tl.where(inside, p[:, None] * logs, float("-inf"))
+    e = tl.exp2(e - tl.max(e, 1)[:, None])
+    return length, p, e * (1.0 / tl.sqrt(tl.sum(e * e, 1)))[:, None], logs
 
 
 @triton.jit
-def halves(y, power, sharpness, inside, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr):
+def halves(y, power, sharpness, inside, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr, PIN: tl.constexpr):
     """Return both halves of the features of each row, as large as ``dtype`` can hold."""
     if MAP == "hedgehog":
         above = softmax(y, inside)
         below = softmax(-y, inside)
     else:
-        length, _, r, _ = roots(y, power, sharpness, inside, QUERY)
+        length, _, r, _ = roots(y, power, sharpness, inside, QUERY, PIN)
         bent = length[:, None] * r
         if dtype == tl.float16:
             bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
@@ -229,7 +232,7 @@ def features_kernel(
                 x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
                 D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
             )  # fmt: skip
-        above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty)
+        above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty, PIN)
         store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
         store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
 
@@ -306,7 +309,7 @@ def features_backward_kernel(
             p = softmax(-y, inside)
             g -= p * (below - tl.sum(p * below, 1)[:, None])
         else:
-            length, p, r, logs = roots(y, a, sharpness, inside, QUERY)
+            length, p, r, logs = roots(y, a, sharpness, inside, QUERY, PIN)
             # Of the magnitudes length r; those that fp16 cuts off have none.
             dm = tl.where(y > 0, above, tl.where(y < 0, below, 0.0))
             if do.dtype.element_ty == tl.float16:
@@ -314,7 +317,7 @@ def features_backward_kernel(
             dlength = tl.sum(dm * r, 1)
             half = 0.5 * length[:, None] * dm * r
             du = half - r * r * tl.sum(half, 1)[:, None]
-            dp = tl.sum(tl.where(inside, 2 * du * logs, 0.0), 1)
+            dp = tl.sum(tl.where(inside, du * logs, 0.0), 1) * (2 / LOG2E)
             if QUERY:
                 t = tl.exp2(sharpness * length * (-2 * LOG2E))
                 tanh = (1 - t) / (1 + t)
@@ -323,7 +326,7 @@ def features_backward_kernel(
             else:
                 sum_p += dp
             sign = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
-            g = 2 * p[:, None] * du / (tl.abs(y) + TINY) * sign + (dlength / length)[:, None] * y
+            g = (2 * p)[:, None] * du * tl.exp2(-logs) * sign + (dlength / length)[:, None] * y
         store_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
     if MAP == "norm_preserving":
         tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))

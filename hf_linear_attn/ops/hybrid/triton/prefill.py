@@ -101,7 +101,7 @@ def prefill_kernel(
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, HALVES: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr,
     CODED: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, SPLIT: tl.constexpr, TRAINS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries, and where gradients are asked for what these are computed from."""
     EXACT_D: tl.constexpr = D == BD
@@ -156,7 +156,7 @@ def prefill_kernel(
     a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
-    above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, q.dtype.element_ty)
+    above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, q.dtype.element_ty, PIN)
     if TRAINS:
         phi_q += row * phi_q_b + i_h.to(tl.int64) * phi_q_h + c * phi_q_t
         store_tile(phi_q, ot[:, None] * phi_q_t + om[None, :], above, rows, om < M, M == BM)

@@ -89,7 +89,7 @@ def features_of_head(
         a = 0.0
         if MAP == "norm_preserving":
             a = tl.load(power + p).to(tl.float32)
-        above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, x.dtype.element_ty)
+        above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, x.dtype.element_ty, False)
         first = tl.where(columns > 0, tl.reshape(above, [BM]), 0.0)
         second = tl.where(columns > 0, tl.reshape(below, [BM]), 0.0)
     else:
