@@ -188,7 +188,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
-    model.__class__ = linear_attention_class(type(model))
+    for holder in _models_of(model):
+        # Saved alone, the model without its head writes how to load it, too.
+        holder.__class__ = linear_attention_class(type(holder))  # type: ignore[assignment]
     return model
 
 
@@ -245,7 +247,7 @@ def _refuse_bidirectional(layer: AttentionLayer, config: LinearAttentionConfig) 
         raise UnsupportedError("update_rule", rule, config.update_rule, remedy, where=layer.name)
 
 
-def _models_of(model: nn.Module) -> list[nn.Module]:
+def _models_of(model: nn.Module) -> list[PreTrainedModel]:
     """List the models, in a model, that have patched layers: any of them may build masks."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel) and is_patched(part)]
 
@@ -316,12 +318,12 @@ def unpatch_model(model: ModelT) -> ModelT:
                 config._attn_implementation_internal = part.host.implementation
         del module.linear_attention
         remove_hooks(module)
-    for holder in model.modules():
+    for module in model.modules():
         # A part of the model may have been patched by itself.
-        if isinstance(holder, PreTrainedModel):
+        if isinstance(module, PreTrainedModel):
             for name in ("linear_attention", "auto_map"):
-                holder.config.__dict__.pop(name, None)
-            holder.__class__ = softmax_class(type(holder))  # type: ignore[assignment]
+                module.config.__dict__.pop(name, None)
+            module.__class__ = softmax_class(type(module))  # type: ignore[assignment]
     return model
 
 
