@@ -1,5 +1,6 @@
 """Export a saved model: check what was asked, trace it, write it, and compare what was written with the model."""
 
+import io
 import json
 import logging
 import warnings
@@ -107,7 +108,7 @@ def export_model(settings: ExportSettings) -> Exported:
     with whole_folder(folder) as temporary:
         path = temporary / FILES[settings.format]
         with _quiet():
-            torch.export.save(_anonymous(graph.program), path) if onnx is None else onnx.save(path)
+            onnx.save(path) if onnx is not None else _save_program(_anonymous(graph.program), path)
         size = sum(file.stat().st_size for file in temporary.iterdir())
         tokens, difference = _compare(model, graph, path, settings)
         about = _about(model, graph, settings, opset)
@@ -174,6 +175,13 @@ def _anonymous(program: ExportedProgram) -> ExportedProgram:
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)
     return program
+
+
+def _save_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program by Python: torch's own writer ends the process where the disk is full."""
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    path.write_bytes(held.getbuffer())
 
 
 def _onnx(graph: Graph, opset: int) -> Any:
