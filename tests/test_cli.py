@@ -9,13 +9,14 @@ import sys
 import pytest
 
 import hf_linear_attn
-from hf_linear_attn import available_feature_maps
+from hf_linear_attn import available_feature_maps, patch_model
 from hf_linear_attn.cli import COMMANDS, main
 from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
 from hf_linear_attn.flags import check_flags
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny_encoders import framing_tokenizer, tiny_masked_lm
 
 
 def test_maps_are_listed(capsys):
@@ -196,8 +197,8 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{DISTILL} --betas 2 3", "`betas` must be two numbers from 0 to below 1, got [2.0, 3.0]"),
         (f"{DISTILL} --trackers nope", "`trackers` must be trackers that Accelerate knows and that are installed"),
         (f"{DISTILL} --shard", "`shard` must be False for a process alone"),
-        (f"{DISTILL} --dataset {{broken.jsonl}}", "Loading it failed: JSON parse error"),
-        (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Loading it failed: JSON parse error"),
+        (f"{DISTILL} --dataset {{broken.jsonl}}", "Correct it, or copy it again: JSON parse error"),
+        (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Correct it, or copy it again: JSON parse error"),
         (f"{DISTILL} --dataset {{numbers.jsonl}}", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
@@ -264,3 +265,35 @@ def test_a_command_to_copy_is_quoted_for_a_shell(command, named, files, tmp_path
     main([re.sub(r"{([\w.]+)}", lambda match: str(folder / match[1]), word) for word in command.split()])
     words = shlex.split(re.findall("`([^`]*)`", capsys.readouterr().err.splitlines()[-1])[-1])
     assert {str(folder / name) for name in named} <= set(words)
+
+
+@pytest.fixture(scope="module")
+def encoders(files):
+    """Write an encoder, softmax and converted."""
+    for name, model in (("bert", tiny_masked_lm()), ("student", patch_model(tiny_masked_lm(), "elu"))):
+        model.save_pretrained(files / name)
+        framing_tokenizer().save_pretrained(files / name)
+    return files
+
+
+OF_AN_ENCODER = "--preset encoder --rows 8 --transfer-steps 1 --distill-steps 1 --heldout-rows 0"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"{INSPECT} --model {{bert}} --max-tokens 16 --maps elu", "distill --preset encoder --model {bert} "),
+        (f"{INSPECT} --model {{student}} --max-tokens 16", "evaluate --model {student} --suite embedding "),
+        (f"distill --model {{bert}} --dataset {{text.txt}} --output-dir {{out}} {OF_AN_ENCODER} --block-tokens 16",
+         "evaluate --model {out} --teacher {bert} --suite embedding "),
+        (f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0 --trainable lora --no-merge-lora",
+         "Next: {out}/README.md says how to load the adapters on {model}."),
+    ],
+)  # fmt: skip
+def test_what_comes_next_can_be_done(command, said, encoders, tmp_path, capsys):
+    def named(text):
+        return re.sub(r"{([\w.]+)}", lambda x: str((tmp_path if x[1] == "out" else encoders) / x[1]), text)
+
+    main(named(command.replace("inspect {model}", "inspect")).split())
+    assert named(said) in capsys.readouterr().err.splitlines()[-1]

@@ -175,11 +175,19 @@ def main(
         raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
         sys.stdout.write(f"Student: {settings.output_dir}\n")
-        beside = ["--teacher", settings.model] if settings.model else []
-        report = f"{Path(settings.output_dir)}-evaluation"
-        words = ["evaluate", "--model", settings.output_dir, *beside, "--output-dir", report]
-        next_step(f"`{command(*words)}` measures what was kept and what was gained.")
+        next_step(_after(settings, Path(settings.output_dir)))
     return result
+
+
+def _after(settings: DistillationSettings, folder: Path) -> str:
+    """Say what to do with the student in a folder."""
+    if not (folder / "config.json").exists():
+        # Adapters alone, which no command loads.
+        return f"{folder / 'README.md'} says how to load the adapters on {settings.model or 'their base'}."
+    beside = ["--teacher", settings.model] if settings.model else []
+    suite = ["--suite", "embedding"] if settings.encoder else []
+    words = ["evaluate", "--model", str(folder), *beside, *suite, "--output-dir", f"{folder}-evaluation"]
+    return f"`{command(*words)}` measures what was kept and what was gained."
 
 
 def teacher_logits(arguments: Sequence[str]) -> None:
