@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line, renamed
 from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.folder import check_folder, check_weights, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
@@ -114,7 +114,8 @@ def load_model(
     options |= {"local_files_only": local_files_only, "output_loading_info": True, "ignore_mismatched_sizes": True}
     options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
-        model, info = load(name, **options)
+        with renamed(path=argument):
+            model, info = load(name, **options)
         if kind == "encoder" and info["missing_keys"] and all(_POOLER.search(key) for key in info["missing_keys"]):
             # Nothing reads it.
             model, info = load(name, **options, add_pooling_layer=False)
@@ -239,7 +240,7 @@ def load_users_maps(file: str | Path) -> None:
     Raises:
         ArgumentError: If it fails, or registers no feature map.
     """
-    with users_code(file, "feature_map_file"):
+    with users_code(file, "feature_map_file"), renamed(file="feature_map_file"):
         load_feature_maps(file)
 
 

@@ -146,6 +146,7 @@ def files(tmp_path_factory):
     byte_tokenizer().save_pretrained(folder / "model")
     (folder / "empty").mkdir()
     (folder / "text.txt").write_text("one two three four " * 60)
+    (folder / "empty.txt").write_text("")
     (folder / "binary").write_bytes(b"\x7fELF\xff\xfe")
     (folder / "script.sh").write_text("exit 0\n")
     (folder / "maps.py").write_text("import torch\n\ndef phi(x:\n")
@@ -167,6 +168,7 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         ("inspect /nope --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {empty} --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {model} --text-file {binary}", "`text_file` must be a readable UTF-8 text"),
+        (f"{INSPECT} --text-file {{empty.txt}}", "`text_file` must have at least 2 tokens, got ''"),
         (f"{INSPECT} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
         (f"{INSPECT} --device banana", "`device` must be a device that can be used here, got 'banana'"),
         (f"{INSPECT} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_linear_attn.arguments import CommandLine
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.evaluation.report import headlines, write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
@@ -95,7 +95,9 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
         positional="results",
     )
     settings = line.settings_from(argv, CompareSettings)
-    results = compare_runs(settings.results, settings.output_dir, plots=settings.plots, overwrite=settings.overwrite)
+    options = {"plots": settings.plots, "overwrite": settings.overwrite}
+    with renamed(paths="results"):
+        results = compare_runs(settings.results, settings.output_dir, **options)
     _say(results, Path(settings.output_dir, "report.html"))
     next_step("open the report.")
     return results

@@ -97,7 +97,7 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
         (["--text-file", "nowhere.txt"], "`text_file` must be a readable UTF-8 text, got 'nowhere.txt'"),
         (["--dtype", "int8"], "`dtype` must be a floating dtype of torch, got 'int8'"),
         (["--max-tokens", "1"], "`max_tokens` must be at least 2, got 1"),
-        (["--feature-map-file", "no.py"], "`file` must be a Python file, got 'no.py'"),
+        (["--feature-map-file", "no.py"], "`feature_map_file` must be a Python file, got 'no.py'"),
     ],
 )
 def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
