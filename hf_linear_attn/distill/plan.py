@@ -288,4 +288,5 @@ def check_machine(
     numbers = {"tokens": tokens, "gpus": gpus, "tflops": tflops, "utilisation": utilisation, "gpu_memory": gpu_memory}
     for name, value in numbers.items():
         if value is not None and (not value > 0 or (name == "utilisation" and value > 1)):
-            raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
+            rule = {"gpus": "be at least 1", "utilisation": "be above 0 and at most 1"}.get(name, "be positive")
+            raise ArgumentError(name, rule, value, "Leave it out for the default.")
