@@ -23,7 +23,7 @@ from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.run import distill
 from hf_linear_attn.distill.settings import DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.loading import load_config, load_tokenizer, process_state
 from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
@@ -251,11 +251,13 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
     # Who splits sequences knows the recipe, and asks how long they may be.
     if own.gpu_memory is not None and searched and settings.context_parallel == 1:
         named = {name: value for name, value in given.values.items() if name in settings.given}
-        plans = recipes_for(config, named, own.gpu_memory, **machine)
+        with renamed(config="model"):
+            plans = recipes_for(config, named, own.gpu_memory, **machine)
         sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")
         next_step("`hf-linear-attn distill` with a recipe's settings runs it.")
         return plans
-    found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
+    with renamed(config="model"):
+        found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
     sys.stdout.write(found.table() + "\n")
     if own.gpu_memory is not None:
         check_fits(config, settings, found, own.gpu_memory)

@@ -181,7 +181,7 @@ def test_a_gpu_that_nothing_fits_is_refused_with_what_would(tmp_path):
         main([*flags, "--gpu-memory", "0"])
 
 
-def test_configs_that_are_no_language_models_are_refused():
+def test_configs_that_are_no_language_models_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match="`utilisation` must be above 0 and at most 1, got"):
         plan(WIDE, utilisation=2)
     with pytest.raises(ArgumentError, match="`gpus` must be at least 1, got 0. Leave it out for the default."):
@@ -192,6 +192,9 @@ def test_configs_that_are_no_language_models_are_refused():
         plan(MambaConfig())
     with pytest.raises(ArgumentError, match="`config` must be a causal language model's, got 'CLIPTextConfig'"):
         plan(CLIPTextConfig())
+    CLIPTextConfig().save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="`model` must be a causal language model's, got 'CLIPTextConfig'"):
+        main([str(tmp_path)])
 
 
 def test_memory_is_given_back_when_a_tensor_dies():
