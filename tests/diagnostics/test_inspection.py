@@ -119,6 +119,15 @@ def test_arguments_that_do_not_fit_are_named(llama, tokenizer):
         inspect_model(patch_model(llama), tokenizer, TEXT, maps=["elu"])
 
 
+def test_a_model_of_nan_is_named_with_its_layer(llama, tokenizer):
+    with torch.no_grad():
+        llama.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ArgumentError, match=r"`model` must compute finite numbers, .*\(model\.layers\.1\.self_attn\)"):
+        inspect_model(llama, tokenizer, TEXT, maps=["elu"], max_tokens=16)
+    with pytest.raises(ArgumentError, match=r"`model` must compute finite numbers, .*\(LlamaForCausalLM\)"):
+        inspect_model(patch_model(llama), tokenizer, TEXT, max_tokens=16)
+
+
 def test_without_matplotlib_the_tables_are_written_all_the_same(saved, tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
