@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as of_transformers
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line, renamed
 from hf_linear_attn.feature_maps import load_feature_maps
@@ -201,6 +202,24 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(argument, "be a readable UTF-8 text", str(path), f"Check the file: {error}.") from error
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Leave the progress bars of Transformers and datasets as they are, or show none within the block."""
+    if shown:
+        yield
+        return
+    import datasets
+
+    libraries = [library for library in (of_transformers, datasets) if library.is_progress_bar_enabled()]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
 
 
 @contextmanager

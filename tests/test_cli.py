@@ -299,3 +299,24 @@ def test_what_comes_next_can_be_done(command, said, encoders, tmp_path, capsys):
 
     main(named(command.replace("inspect {model}", "inspect")).split())
     assert named(said) in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0",
+        f"{EVALUATE} --no-plots --final-windows 0",
+        "teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --stages distill "
+        "--distill-steps 1 --teacher-logits {out}",
+    ],
+)
+def test_no_progress_shows_no_bar_of_other_libraries(command, files, tmp_path, capfd):
+    def path(match):
+        return str((tmp_path if match[1] == "out" else files) / match[1])
+
+    # What `datasets` has read before, it does not read again.
+    text = tmp_path / "text.txt"
+    text.write_text(f"{tmp_path} one two three four " * 60)
+    words = re.sub(r"{([\w.]+)}", path, command.replace("{text.txt}", str(text))).split()
+    main([*words, "--no-progress"])
+    assert "%|" not in capfd.readouterr().err

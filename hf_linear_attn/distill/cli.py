@@ -24,7 +24,7 @@ from hf_linear_attn.distill.run import distill
 from hf_linear_attn.distill.settings import DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
 from hf_linear_attn.errors import ArgumentError, renamed
-from hf_linear_attn.loading import load_config, load_tokenizer, process_state
+from hf_linear_attn.loading import load_config, load_tokenizer, process_state, progress_bars
 from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,8 @@ def main(
     if process_state().is_main_process:
         logger.info("settings that are not the defaults: %s", json.dumps(recipe, default=str))
     try:
-        result = distill(settings)
+        with progress_bars(shown=settings.progress):
+            result = distill(settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
@@ -215,10 +216,11 @@ def teacher_logits(arguments: Sequence[str]) -> None:
         raise ArgumentError("processes", "be at least 1", flags.processes, "Leave it out for one process.")
     logits_folder(settings, folder)
     # One process: a teacher that is too large for one accelerator is spread over all.
-    teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
-    settings = fit_positions(settings, teacher)
-    data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
-    write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
+    with progress_bars(shown=settings.progress):
+        teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
+        settings = fit_positions(settings, teacher)
+        data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
+        write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
     next_step(f"`hf-linear-attn distill` with the same settings, `--teacher-logits {quote(str(folder))}` among them.")
 
 

@@ -16,7 +16,7 @@ from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.evaluation.suite import load_users_suites
-from hf_linear_attn.loading import process_state
+from hf_linear_attn.loading import process_state, progress_bars
 from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 
@@ -44,7 +44,8 @@ def main(
     if settings.output_dir is None:
         raise ArgumentError("output_dir", "be set", None, "Name the folder for the reports: --output-dir FOLDER.")
     try:
-        results = evaluate(settings)
+        with progress_bars(shown=settings.progress):
+            results = evaluate(settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
