@@ -320,3 +320,19 @@ def test_no_progress_shows_no_bar_of_other_libraries(command, files, tmp_path, c
     words = re.sub(r"{([\w.]+)}", path, command.replace("{text.txt}", str(text))).split()
     main([*words, "--no-progress"])
     assert "%|" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"{DISTILL} --model {{bert}} --window 64", "`stages` must be an encoder's, `transfer` and `embed`"),
+        ("teacher-logits --model {bert} --dataset {text.txt} --teacher-logits {out} --block-tokens 16 --rows 1",
+         "`stages` must be an encoder's, `transfer` and `embed`"),
+        ("plan {bert}", "`model` must be a causal language model for a plan"),
+        ("plan {bert} --preset encoder", "Distil an encoder without a plan"),
+        ("export {student} --format torch", "`model` must be a causal language model, got 'BertForMaskedLM'"),
+        (f"{EVALUATE} --model {{student}}", "Use the suite `embedding` for an encoder."),
+    ],
+)  # fmt: skip
+def test_what_an_encoder_cannot_do_is_said_in_one_line(encoders, tmp_path, capsys, command, message):
+    test_what_a_user_gets_wrong_is_said_in_one_line(encoders, tmp_path, capsys, command, message)

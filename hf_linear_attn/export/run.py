@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from hf_linear_attn.checks import check_types
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from hf_linear_attn.export.example import Format, example
 from hf_linear_attn.export.graph import Graph, trace
@@ -101,6 +102,9 @@ def export_model(settings: ExportSettings) -> Exported:
         remedy="Convert it first: `hf-linear-attn distill`, or patch_model and save_pretrained.",
         dtype=torch.float32,
     )
+    if is_encoder(model):
+        remedy = "An encoder hands no states over: torch.export.export takes it as it is."
+        raise UnsupportedError("model", "be a causal language model", type(model).__name__, remedy)
     model.requires_grad_(False)
     with _quiet():
         graph = trace(model, standard=opset is not None and opset >= STANDARD_OPSET)
