@@ -5,7 +5,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from logging import getLogger
 from typing import Any, TypeVar, cast
 
@@ -40,6 +40,9 @@ from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, i
 from hf_linear_attn.patching.scope import enter_module, enter_passing_module, leave_module
 
 logger = getLogger(__name__)
+
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configs call the dropout of attention weights."""
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 BaseT = TypeVar("BaseT", bound=PreTrainedModel)
@@ -139,7 +142,20 @@ def patch_model(
         allow_approximate=allow_approximate,
     )
     check_backend(config.backend)
-    return apply_config(model, config, layers)
+    model = apply_config(model, config, layers)
+    text_config = model.config.get_text_config()
+    for name in ATTENTION_DROPOUT:
+        if getattr(text_config, name, 0):
+            _warn_of_dropout(type(model).__name__, name, getattr(text_config, name))
+    return model
+
+
+@cache
+def _warn_of_dropout(model: str, name: str, value: float) -> None:
+    """Say it once of a class: many a checkpoint has it, and few are trained with it again."""
+    logger.warning(
+        "%s: %s=%s has no effect on converted layers, which compute no attention weights to drop", model, name, value
+    )
 
 
 def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice = None) -> ModelT:
