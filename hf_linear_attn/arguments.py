@@ -159,7 +159,18 @@ def _documented(cls: type) -> dict[str, str]:
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML whose words mean what they say: `no` is a word, and 1e-3 is a number."""
+    """YAML whose words mean what they say: `no` is a word, and 1e-3 is a number; and no key stands there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping; PyYAML would keep the last of two values without a word."""
+        seen = set[str]()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"`{key.value}` stands there twice", problem_mark=key.start_mark)
+            seen.add(name)
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
 
 _Yaml.yaml_implicit_resolvers = {

@@ -4,7 +4,8 @@ Each is also a built-in exception, so that callers who catch ``ValueError``, ``T
 working. Messages have one form: the argument, the rule it broke, its value, where, and what to do about it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 LONGEST_VALUE = 500
 """Characters of a value that a message shows."""
@@ -69,6 +70,25 @@ class TrainingError(HFLinearAttnError, RuntimeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message that says anything."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Call the argument that an error of the block begins with what the user calls it, as ``path="student"`` does.
+
+    Example:
+        >>> with renamed(width="window"):
+        ...     raise ArgumentError("width", "be at least 1", 0, "Raise it.")
+        Traceback (most recent call last):
+        hf_linear_attn.errors.ArgumentError: `window` must be at least 1, got 0. Raise it.
+    """
+    try:
+        yield
+    except HFLinearAttnError as error:
+        named = str(error).split("`", 2)
+        if named[0] or len(named) < 3 or named[1] not in names:
+            raise
+        raise type(error)(f"`{names[named[1]]}`{named[2]}") from error
 
 
 def explain(

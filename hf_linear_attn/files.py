@@ -162,13 +162,23 @@ def write_atomic(path: str | Path, text: str) -> None:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with named_in_errors(path), temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """Have an error of writing say to which file: one of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -24,8 +24,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as of_transformers
 
-from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line
+from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line, renamed
 from hf_linear_attn.feature_maps import load_feature_maps
 from hf_linear_attn.folder import check_folder, check_weights, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
@@ -114,7 +115,8 @@ def load_model(
     options |= {"local_files_only": local_files_only, "output_loading_info": True, "ignore_mismatched_sizes": True}
     options |= {"trust_remote_code": False, "use_safetensors": True}
     try:
-        model, info = load(name, **options)
+        with renamed(path=argument):
+            model, info = load(name, **options)
         if kind == "encoder" and info["missing_keys"] and all(_POOLER.search(key) for key in info["missing_keys"]):
             # Nothing reads it.
             model, info = load(name, **options, add_pooling_layer=False)
@@ -203,6 +205,24 @@ def read_text(path: str | Path, argument: str = "text_file") -> str:
 
 
 @contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Leave the progress bars of Transformers and datasets as they are, or show none within the block."""
+    if shown:
+        yield
+        return
+    import datasets
+
+    libraries = [library for library in (of_transformers, datasets) if library.is_progress_bar_enabled()]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
+
+
+@contextmanager
 def users_code(file: str | Path, argument: str) -> Iterator[None]:
     """Say in one line what is wrong with a Python file of the user's that runs within the block.
 
@@ -239,7 +259,7 @@ def load_users_maps(file: str | Path) -> None:
     Raises:
         ArgumentError: If it fails, or registers no feature map.
     """
-    with users_code(file, "feature_map_file"):
+    with users_code(file, "feature_map_file"), renamed(file="feature_map_file"):
         load_feature_maps(file)
 
 

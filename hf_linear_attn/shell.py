@@ -44,7 +44,8 @@ def shell(program: str, *, interrupted: str = "The same command goes on where it
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        _end(program, f"{error}. Make room; {interrupted[:1].lower()}{interrupted[1:]}", FAILED, error)
+        then = f"; {interrupted[:1].lower()}{interrupted[1:]}" if interrupted else ", and run it again."
+        _end(program, f"{error}. Make room{then}", FAILED, error)
 
 
 def _end(program: str, message: str, status: int, error: BaseException) -> None:

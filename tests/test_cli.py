@@ -9,13 +9,14 @@ import sys
 import pytest
 
 import hf_linear_attn
-from hf_linear_attn import available_feature_maps
+from hf_linear_attn import available_feature_maps, patch_model
 from hf_linear_attn.cli import COMMANDS, main
 from hf_linear_attn.distill.cli import command_line, settings_from
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.feature_maps import base as registry
 from hf_linear_attn.flags import check_flags
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
+from tests.distill.tiny_encoders import framing_tokenizer, tiny_masked_lm
 
 
 def test_maps_are_listed(capsys):
@@ -145,6 +146,7 @@ def files(tmp_path_factory):
     byte_tokenizer().save_pretrained(folder / "model")
     (folder / "empty").mkdir()
     (folder / "text.txt").write_text("one two three four " * 60)
+    (folder / "empty.txt").write_text("")
     (folder / "binary").write_bytes(b"\x7fELF\xff\xfe")
     (folder / "script.sh").write_text("exit 0\n")
     (folder / "maps.py").write_text("import torch\n\ndef phi(x:\n")
@@ -166,6 +168,7 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         ("inspect /nope --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {empty} --text-file {text.txt}", "`model` must be a folder or hub name with a model's config.json"),
         ("inspect {model} --text-file {binary}", "`text_file` must be a readable UTF-8 text"),
+        (f"{INSPECT} --text-file {{empty.txt}}", "`text_file` must have at least 2 tokens, got ''"),
         (f"{INSPECT} --device cuda", "`device` must be a device that can be used here, got 'cuda'"),
         (f"{INSPECT} --device banana", "`device` must be a device that can be used here, got 'banana'"),
         (f"{INSPECT} --output-dir /proc/x", "`output_dir` must be a folder that can be written, got '/proc/x'"),
@@ -196,8 +199,8 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{DISTILL} --betas 2 3", "`betas` must be two numbers from 0 to below 1, got [2.0, 3.0]"),
         (f"{DISTILL} --trackers nope", "`trackers` must be trackers that Accelerate knows and that are installed"),
         (f"{DISTILL} --shard", "`shard` must be False for a process alone"),
-        (f"{DISTILL} --dataset {{broken.jsonl}}", "Loading it failed: JSON parse error"),
-        (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Loading it failed: JSON parse error"),
+        (f"{DISTILL} --dataset {{broken.jsonl}}", "Correct it, or copy it again: JSON parse error"),
+        (f"{DISTILL} --dataset {{broken.jsonl}} --streaming", "Correct it, or copy it again: JSON parse error"),
         (f"{DISTILL} --dataset {{numbers.jsonl}}", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
@@ -264,3 +267,72 @@ def test_a_command_to_copy_is_quoted_for_a_shell(command, named, files, tmp_path
     main([re.sub(r"{([\w.]+)}", lambda match: str(folder / match[1]), word) for word in command.split()])
     words = shlex.split(re.findall("`([^`]*)`", capsys.readouterr().err.splitlines()[-1])[-1])
     assert {str(folder / name) for name in named} <= set(words)
+
+
+@pytest.fixture(scope="module")
+def encoders(files):
+    """Write an encoder, softmax and converted."""
+    for name, model in (("bert", tiny_masked_lm()), ("student", patch_model(tiny_masked_lm(), "elu"))):
+        model.save_pretrained(files / name)
+        framing_tokenizer().save_pretrained(files / name)
+    return files
+
+
+OF_AN_ENCODER = "--preset encoder --rows 8 --transfer-steps 1 --distill-steps 1 --heldout-rows 0"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (f"{INSPECT} --model {{bert}} --max-tokens 16 --maps elu", "distill --preset encoder --model {bert} "),
+        (f"{INSPECT} --model {{student}} --max-tokens 16", "evaluate --model {student} --suite embedding "),
+        (f"distill --model {{bert}} --dataset {{text.txt}} --output-dir {{out}} {OF_AN_ENCODER} --block-tokens 16",
+         "evaluate --model {out} --teacher {bert} --suite embedding "),
+        (f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0 --trainable lora --no-merge-lora",
+         "Next: {out}/README.md says how to load the adapters on {model}."),
+    ],
+)  # fmt: skip
+def test_what_comes_next_can_be_done(command, said, encoders, tmp_path, capsys):
+    def named(text):
+        return re.sub(r"{([\w.]+)}", lambda x: str((tmp_path if x[1] == "out" else encoders) / x[1]), text)
+
+    main(named(command.replace("inspect {model}", "inspect")).split())
+    assert named(said) in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0",
+        f"{EVALUATE} --no-plots --final-windows 0",
+        "teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --stages distill "
+        "--distill-steps 1 --teacher-logits {out}",
+    ],
+)
+def test_no_progress_shows_no_bar_of_other_libraries(command, files, tmp_path, capfd):
+    def path(match):
+        return str((tmp_path if match[1] == "out" else files) / match[1])
+
+    # What `datasets` has read before, it does not read again.
+    text = tmp_path / "text.txt"
+    text.write_text(f"{tmp_path} one two three four " * 60)
+    words = re.sub(r"{([\w.]+)}", path, command.replace("{text.txt}", str(text))).split()
+    main([*words, "--no-progress"])
+    assert "%|" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"{DISTILL} --model {{bert}} --window 64", "`stages` must be an encoder's, `transfer` and `embed`"),
+        ("teacher-logits --model {bert} --dataset {text.txt} --teacher-logits {out} --block-tokens 16 --rows 1",
+         "`stages` must be an encoder's, `transfer` and `embed`"),
+        ("plan {bert}", "`model` must be a causal language model for a plan"),
+        ("plan {bert} --preset encoder", "Distil an encoder without a plan"),
+        ("export {student} --format torch", "`model` must be a causal language model, got 'BertForMaskedLM'"),
+        (f"{EVALUATE} --model {{student}}", "Use the suite `embedding` for an encoder."),
+    ],
+)  # fmt: skip
+def test_what_an_encoder_cannot_do_is_said_in_one_line(encoders, tmp_path, capsys, command, message):
+    test_what_a_user_gets_wrong_is_said_in_one_line(encoders, tmp_path, capsys, command, message)

@@ -45,6 +45,10 @@ def test_models_are_loaded_as_they_were_saved(tmp_path):
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"`it` must be a causal language model that can be loaded, got "):
         load_model(str(tmp_path / "softmax"), "it")
+    weights = tmp_path / "linear" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"`it` must hold whole safetensors files, got "):
+        load_model(str(tmp_path / "linear"), "it")
     with pytest.raises(CheckpointError, match=r"`tokenizer` must be loadable from the model's folder, got "):
         load_tokenizer(str(tmp_path / "softmax"))
 

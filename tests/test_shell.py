@@ -5,6 +5,7 @@ import errno
 import pytest
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
+from hf_linear_attn.files import write_atomic
 from hf_linear_attn.shell import shell
 
 
@@ -31,3 +32,15 @@ def test_a_command_ends_in_one_line_and_a_status(error, status, line, capsys):
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)), shell("tool"):
         raise bug
+
+
+def test_a_full_disk_is_told_with_the_file_that_did_not_fit(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SystemExit), shell("tool", interrupted=""):
+        write_atomic(tmp_path / "table.md", "text")
+    line = f"tool: [Errno 28] No space left on device: '{tmp_path / 'table.md'}'. Make room, and run it again.\n"
+    assert capsys.readouterr().err == line
+    assert not list(tmp_path.iterdir())

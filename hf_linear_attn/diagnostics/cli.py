@@ -11,7 +11,8 @@ from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings
 from hf_linear_attn.diagnostics.inspection import inspect_model
 from hf_linear_attn.diagnostics.report import can_draw, summary_table
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.encoders import is_encoder
+from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.feature_maps import available_feature_maps
 from hf_linear_attn.files import output_folder, paths_read
 from hf_linear_attn.loading import (
@@ -82,27 +83,31 @@ def main(argv: Sequence[str]) -> None:
     folder = output_folder(settings.output_dir, inputs=read, overwrite=settings.overwrite)
     name = settings.model
     model = load_model(name, dtype=dtype)
-    results = inspect_model(
-        model.to(device),  # type: ignore[arg-type]
-        load_tokenizer(name),
-        text,
-        folder,
-        maps=settings.maps,
-        overwrite=settings.overwrite,
-        max_tokens=settings.max_tokens,
-        settings=ApproximationSettings(window=settings.window, sinks=settings.sinks),
-    )
+    with renamed(text="text_file"):
+        results = inspect_model(
+            model.to(device),  # type: ignore[arg-type]
+            load_tokenizer(name),
+            text,
+            folder,
+            maps=settings.maps,
+            overwrite=settings.overwrite,
+            max_tokens=settings.max_tokens,
+            settings=ApproximationSettings(window=settings.window, sinks=settings.sinks),
+        )
     sys.stdout.write(f"{summary_table(results)}\nReport: {Path(folder, 'report.html')}\n")
     if not can_draw():
         sys.stderr.write("The report has tables alone: pip install 'hf_linear_attn[report]' brings its pictures.\n")
+    encoder = is_encoder(model)
     if is_patched(model):
-        evaluation = command("evaluate", "--model", name, "--output-dir", "FOLDER")
-        next_step(f"`{evaluation}` measures what that is worth at long context.")
+        suite = ["--suite", "embedding"] if encoder else []
+        evaluation = command("evaluate", "--model", name, *suite, "--output-dir", "FOLDER")
+        next_step(f"`{evaluation}` measures what that is worth{'' if encoder else ' at long context'}.")
     else:
         best = next(iter(results["summary"]["maps"]))
-        distillation = command("distill", "--model", name, "--feature-map", "MAP", "--output-dir", "FOLDER")
+        preset = ["--preset", "encoder"] if encoder else []
+        words = ["distill", *preset, "--model", name, "--feature-map", "MAP", "--output-dir", "FOLDER"]
         next_step(
-            f"`{distillation}` trains one; {best} is nearest to softmax before training, learned maps get nearer."
+            f"`{command(*words)}` trains one; {best} is nearest to softmax before training, learned maps get nearer."
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -66,8 +67,8 @@ def inspect_model(
         :func:`branch_usage`, and where it keeps keys ``kept`` as from :func:`summarise_kept`.
 
     Raises:
-        ArgumentError: If an argument is out of range, a map unknown, the text too short, or the folder not empty, the
-            model's, or not to be written.
+        ArgumentError: If an argument is out of range, a map unknown, the text too short, what the model computes not
+            finite, or the folder not empty, the model's, or not to be written.
         UnsupportedError: If the model's attention cannot be observed.
 
     Example:
@@ -92,6 +93,7 @@ def inspect_model(
                 raise ArgumentError("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
             results["settings"] = dict(model.config.linear_attention)
             results["branches"] = branch_usage(model, ids.to(device))
+            _check_finite(math.isfinite(results["branches"]["loss_nats"]), type(model).__name__)
             if "kept_at" in results["branches"]:
                 results["kept"] = summarise_kept(results["branches"]["kept_at"], ids[0].tolist(), tokenizer)
             pictures = Pictures({}, PICTURED_TOKENS)
@@ -127,6 +129,12 @@ def _tokens(
     return ids
 
 
+def _check_finite(finite: bool, where: str) -> None:
+    if not finite:
+        remedy = "A weight is NaN, or its dtype holds too little: look at the model."
+        raise ArgumentError("model", "compute finite numbers", "NaN or infinity", remedy, where=where)
+
+
 def _write(results: Mapping[str, Any], pictures: Pictures, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
@@ -160,6 +168,7 @@ def _compare(
     pictures = Pictures({}, PICTURED_TOKENS)
 
     def measure(inputs: AttentionInputs) -> None:
+        _check_finite(all(bool(x.isfinite().all()) for x in (inputs.q, inputs.k, inputs.v)), inputs.name)
         head_dim, heads, kv_heads = inputs.q.shape[-1], inputs.q.shape[1], inputs.k.shape[1]
         maps: dict[str, FeatureMap] = {
             name: get_feature_map(name, head_dim, heads, kv_heads, scaling=inputs.scaling, **settings_of).to(

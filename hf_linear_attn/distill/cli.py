@@ -23,8 +23,8 @@ from hf_linear_attn.distill.result import DistillResult
 from hf_linear_attn.distill.run import distill
 from hf_linear_attn.distill.settings import DistillationSettings, declared_settings
 from hf_linear_attn.distill.teacher_logits import TOP_K, logits_folder, write_teacher_logits
-from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.loading import load_config, load_tokenizer, process_state
+from hf_linear_attn.errors import ArgumentError, renamed
+from hf_linear_attn.loading import load_config, load_tokenizer, process_state, progress_bars
 from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 logger = logging.getLogger(__name__)
@@ -170,16 +170,25 @@ def main(
     if process_state().is_main_process:
         logger.info("settings that are not the defaults: %s", json.dumps(recipe, default=str))
     try:
-        result = distill(settings)
+        with progress_bars(shown=settings.progress):
+            result = distill(settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
         sys.stdout.write(f"Student: {settings.output_dir}\n")
-        beside = ["--teacher", settings.model] if settings.model else []
-        report = f"{Path(settings.output_dir)}-evaluation"
-        words = ["evaluate", "--model", settings.output_dir, *beside, "--output-dir", report]
-        next_step(f"`{command(*words)}` measures what was kept and what was gained.")
+        next_step(_after(settings, Path(settings.output_dir)))
     return result
+
+
+def _after(settings: DistillationSettings, folder: Path) -> str:
+    """Say what to do with the student in a folder."""
+    if not (folder / "config.json").exists():
+        # Adapters alone, which no command loads.
+        return f"{folder / 'README.md'} says how to load the adapters on {settings.model or 'their base'}."
+    beside = ["--teacher", settings.model] if settings.model else []
+    suite = ["--suite", "embedding"] if settings.encoder else []
+    words = ["evaluate", "--model", str(folder), *beside, *suite, "--output-dir", f"{folder}-evaluation"]
+    return f"`{command(*words)}` measures what was kept and what was gained."
 
 
 def teacher_logits(arguments: Sequence[str]) -> None:
@@ -207,10 +216,11 @@ def teacher_logits(arguments: Sequence[str]) -> None:
         raise ArgumentError("processes", "be at least 1", flags.processes, "Leave it out for one process.")
     logits_folder(settings, folder)
     # One process: a teacher that is too large for one accelerator is spread over all.
-    teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
-    settings = fit_positions(settings, teacher)
-    data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
-    write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
+    with progress_bars(shown=settings.progress):
+        teacher = load_teacher(settings, **({"device_map": "auto"} if torch.accelerator.is_available() else {}))
+        settings = fit_positions(settings, teacher)
+        data, _ = load_data(settings, load_tokenizer(model_name(settings)), processes=flags.processes)
+        write_teacher_logits(settings, teacher, data, folder, top_k=flags.top_k, processes=flags.processes)
     next_step(f"`hf-linear-attn distill` with the same settings, `--teacher-logits {quote(str(folder))}` among them.")
 
 
@@ -243,11 +253,13 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
     # Who splits sequences knows the recipe, and asks how long they may be.
     if own.gpu_memory is not None and searched and settings.context_parallel == 1:
         named = {name: value for name, value in given.values.items() if name in settings.given}
-        plans = recipes_for(config, named, own.gpu_memory, **machine)
+        with renamed(config="model"):
+            plans = recipes_for(config, named, own.gpu_memory, **machine)
         sys.stdout.write(recipes_table(plans, own.gpu_memory) + "\n")
         next_step("`hf-linear-attn distill` with a recipe's settings runs it.")
         return plans
-    found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
+    with renamed(config="model"):
+        found = compute_plan(config, settings, **machine, gpu_memory=own.gpu_memory)
     sys.stdout.write(found.table() + "\n")
     if own.gpu_memory is not None:
         check_fits(config, settings, found, own.gpu_memory)

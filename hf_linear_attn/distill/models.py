@@ -89,11 +89,13 @@ def load_teacher(settings: DistillationSettings, **options: Any) -> PreTrainedMo
     """Load the softmax model that the settings name, in the dtype that they name.
 
     Raises:
-        ArgumentError: If they name none, or a patched one.
+        ArgumentError: If they name none, or a patched one, or an encoder for stages of a language model.
         CheckpointError: If it cannot be loaded.
     """
     dtype = settings.teacher_dtype or settings.model_dtype
-    return _load_model(settings, **loading_options("teacher_dtype", dtype), **options)
+    teacher = _load_model(settings, **loading_options("teacher_dtype", dtype), **options)
+    check_direction(settings, teacher)
+    return teacher
 
 
 def loading_options(argument: str, dtype: str | None) -> dict[str, Any]:
@@ -181,6 +183,8 @@ def load_student(settings: DistillationSettings, teacher: PreTrainedModel | None
         return load_model(settings.student, "student", kind=kind, attention="linear", remedy=remedy)
     options = loading_options("model_dtype", settings.model_dtype)
     student = _load_model(settings, **options) if teacher is None else copy.deepcopy(teacher)
+    # Before its conversion: what that asks of an encoder, the preset sees to.
+    check_direction(settings, student)
     # What feature maps draw at their start is the same in every run.
     torch.manual_seed(settings.seed)
     return settings.convert(student)

@@ -24,7 +24,8 @@ from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.distill.teacher import Divergence, LiveTeacher, SharedTeacher, Teacher
 from hf_linear_attn.distill.teacher_logits import TOP_K, stored_divergence
 from hf_linear_attn.distill.trace import Device, Held, trace_step
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.encoders import is_encoder
+from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.loading import empty_model, position_limit
 from hf_linear_attn.parallel import bytes_sent
 
@@ -55,11 +56,15 @@ class Planner:
     Raises:
         ArgumentError: If sequences are longer than the model's positions reach, or the config is not a causal language
             model's.
+        UnsupportedError: If it is an encoder's, or the stages are.
     """
 
     def __init__(self, config: PreTrainedConfig, settings: DistillationSettings, device: Device = "cuda") -> None:
         self.config, self.device = config, device
         empty = empty_model(config)
+        if settings.encoder or is_encoder(empty):
+            remedy = "Distil an encoder without a plan: `hf-linear-attn distill --preset encoder`."
+            raise UnsupportedError("model", "be a causal language model for a plan", type(empty).__name__, remedy)
         self.parameters = sum(p.numel() for p in empty.parameters())
         dtype = config.dtype or torch.float32
         if settings.model_dtype is not None:
@@ -288,4 +293,5 @@ def check_machine(
     numbers = {"tokens": tokens, "gpus": gpus, "tflops": tflops, "utilisation": utilisation, "gpu_memory": gpu_memory}
     for name, value in numbers.items():
         if value is not None and (not value > 0 or (name == "utilisation" and value > 1)):
-            raise ArgumentError(name, "be positive, utilisation at most 1", value, "Correct it.")
+            rule = {"gpus": "be at least 1", "utilisation": "be above 0 and at most 1"}.get(name, "be positive")
+            raise ArgumentError(name, rule, value, "Leave it out for the default.")

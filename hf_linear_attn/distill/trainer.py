@@ -32,7 +32,7 @@ from hf_linear_attn.distill.sharding import (
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
-from hf_linear_attn.files import write_atomic
+from hf_linear_attn.files import named_in_errors, write_atomic
 from hf_linear_attn.parallel import ContextParallel, context_parallel
 
 logger = logging.getLogger(__name__)
@@ -233,8 +233,9 @@ class Trainer:
         with path.open("a") as file:
 
             def write(record: Mapping[str, Any]) -> None:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
+                with named_in_errors(path):
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
 
             yield write
 

@@ -10,13 +10,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_linear_attn.arguments import CommandLine
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.evaluation.report import headlines, write_report
 from hf_linear_attn.evaluation.run import compare as compare_runs
 from hf_linear_attn.evaluation.run import evaluate
 from hf_linear_attn.evaluation.settings import parse_arguments
 from hf_linear_attn.evaluation.suite import load_users_suites
-from hf_linear_attn.loading import process_state
+from hf_linear_attn.loading import process_state, progress_bars
 from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 
@@ -44,7 +44,8 @@ def main(
     if settings.output_dir is None:
         raise ArgumentError("output_dir", "be set", None, "Name the folder for the reports: --output-dir FOLDER.")
     try:
-        results = evaluate(settings)
+        with progress_bars(shown=settings.progress):
+            results = evaluate(settings)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(WITHOUT_OVERWRITE if settings.overwrite else "") from None
     if process_state().is_main_process:
@@ -95,7 +96,9 @@ def compare(argv: Sequence[str]) -> dict[str, Any]:
         positional="results",
     )
     settings = line.settings_from(argv, CompareSettings)
-    results = compare_runs(settings.results, settings.output_dir, plots=settings.plots, overwrite=settings.overwrite)
+    options = {"plots": settings.plots, "overwrite": settings.overwrite}
+    with renamed(paths="results"):
+        results = compare_runs(settings.results, settings.output_dir, **options)
     _say(results, Path(settings.output_dir, "report.html"))
     next_step("open the report.")
     return results

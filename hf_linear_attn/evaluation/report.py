@@ -45,9 +45,13 @@ def write_report(results: Results, output_dir: str | Path, *, plots: bool = True
     sections = _sections(results) if plots else []
     css = _css()
     if plots:
-        (folder / "figures").mkdir(exist_ok=True)
+        figures = folder / "figures"
+        if figures.is_symlink():
+            # What it leads to may be anybody's.
+            figures.unlink()
+        figures.mkdir(exist_ok=True)
         for picture in (picture for section in sections for picture in section.pictures):
-            write_atomic(folder / "figures" / f"{picture.name}.svg", standalone(picture.svg) + "\n")
+            write_atomic(figures / f"{picture.name}.svg", standalone(picture.svg) + "\n")
     write_atomic(folder / "report.md", _markdown(results, sections))
     path = folder / "report.html"
     write_atomic(path, _html(results, sections, css))

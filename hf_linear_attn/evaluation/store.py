@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linear_attn.errors import CheckpointError
-from hf_linear_attn.files import remove, write_atomic
+from hf_linear_attn.files import named_in_errors, remove, write_atomic
 
 RUN_FILE = "run.json"
 _SUM = "crc32"
@@ -128,7 +128,7 @@ class SampleStore:
         for record in records:
             self._records[record["key"]] = record
         if self._folder is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with named_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, records)))
 
     def merge_files(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
@@ -191,6 +192,9 @@ def _prepare(subject: Subject, settings: EvaluationSettings, kind: Kind) -> Subj
     if kind == "causal" and (head is None or model.config.is_encoder_decoder):
         rule = "be a causal language model"
         raise UnsupportedError("model", rule, called, "Pass one with a head.", where=subject.name)
+    if kind == "causal" and is_encoder(model):
+        rule = "be a causal language model for these suites"
+        raise UnsupportedError("model", rule, called, "Use the suite `embedding` for an encoder.", where=subject.name)
     model.train(False)
     patched = subject.linear_attention is not None
     if subject.role == "teacher" and patched:

@@ -1,5 +1,6 @@
 """Export a saved model: check what was asked, trace it, write it, and compare what was written with the model."""
 
+import io
 import json
 import logging
 import warnings
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from hf_linear_attn.checks import check_types
+from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
 from hf_linear_attn.export.example import Format, example
 from hf_linear_attn.export.graph import Graph, trace
@@ -100,6 +102,9 @@ def export_model(settings: ExportSettings) -> Exported:
         remedy="Convert it first: `hf-linear-attn distill`, or patch_model and save_pretrained.",
         dtype=torch.float32,
     )
+    if is_encoder(model):
+        remedy = "An encoder hands no states over: torch.export.export takes it as it is."
+        raise UnsupportedError("model", "be a causal language model", type(model).__name__, remedy)
     model.requires_grad_(False)
     with _quiet():
         graph = trace(model, standard=opset is not None and opset >= STANDARD_OPSET)
@@ -107,7 +112,7 @@ def export_model(settings: ExportSettings) -> Exported:
     with whole_folder(folder) as temporary:
         path = temporary / FILES[settings.format]
         with _quiet():
-            torch.export.save(_anonymous(graph.program), path) if onnx is None else onnx.save(path)
+            onnx.save(path) if onnx is not None else _save_program(_anonymous(graph.program), path)
         size = sum(file.stat().st_size for file in temporary.iterdir())
         tokens, difference = _compare(model, graph, path, settings)
         about = _about(model, graph, settings, opset)
@@ -174,6 +179,13 @@ def _anonymous(program: ExportedProgram) -> ExportedProgram:
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)
     return program
+
+
+def _save_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program by Python: torch's own writer ends the process where the disk is full."""
+    held = io.BytesIO()
+    torch.export.save(program, held)
+    path.write_bytes(held.getbuffer())
 
 
 def _onnx(graph: Graph, opset: int) -> Any:

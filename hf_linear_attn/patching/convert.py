@@ -5,7 +5,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from logging import getLogger
 from typing import Any, TypeVar, cast
 
@@ -40,6 +40,9 @@ from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, i
 from hf_linear_attn.patching.scope import enter_module, enter_passing_module, leave_module
 
 logger = getLogger(__name__)
+
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configs call the dropout of attention weights."""
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 BaseT = TypeVar("BaseT", bound=PreTrainedModel)
@@ -139,7 +142,20 @@ def patch_model(
         allow_approximate=allow_approximate,
     )
     check_backend(config.backend)
-    return apply_config(model, config, layers)
+    model = apply_config(model, config, layers)
+    text_config = model.config.get_text_config()
+    for name in ATTENTION_DROPOUT:
+        if getattr(text_config, name, 0):
+            _warn_of_dropout(type(model).__name__, name, getattr(text_config, name))
+    return model
+
+
+@cache
+def _warn_of_dropout(model: str, name: str, value: float) -> None:
+    """Say it once of a class: many a checkpoint has it, and few are trained with it again."""
+    logger.warning(
+        "%s: %s=%s has no effect on converted layers, which compute no attention weights to drop", model, name, value
+    )
 
 
 def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoice = None) -> ModelT:
@@ -188,7 +204,9 @@ def apply_config(model: ModelT, config: LinearAttentionConfig, layers: LayerChoi
     _set_implementation(model)
     config = replace(config, layers=tuple(layer.index for layer in chosen))
     model.config.linear_attention = config.to_dict()
-    model.__class__ = linear_attention_class(type(model))
+    for holder in _models_of(model):
+        # Saved alone, the model without its head writes how to load it, too.
+        holder.__class__ = linear_attention_class(type(holder))  # type: ignore[assignment]
     return model
 
 
@@ -245,7 +263,7 @@ def _refuse_bidirectional(layer: AttentionLayer, config: LinearAttentionConfig) 
         raise UnsupportedError("update_rule", rule, config.update_rule, remedy, where=layer.name)
 
 
-def _models_of(model: nn.Module) -> list[nn.Module]:
+def _models_of(model: nn.Module) -> list[PreTrainedModel]:
     """List the models, in a model, that have patched layers: any of them may build masks."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel) and is_patched(part)]
 
@@ -316,12 +334,12 @@ def unpatch_model(model: ModelT) -> ModelT:
                 config._attn_implementation_internal = part.host.implementation
         del module.linear_attention
         remove_hooks(module)
-    for holder in model.modules():
+    for module in model.modules():
         # A part of the model may have been patched by itself.
-        if isinstance(holder, PreTrainedModel):
+        if isinstance(module, PreTrainedModel):
             for name in ("linear_attention", "auto_map"):
-                holder.config.__dict__.pop(name, None)
-            holder.__class__ = softmax_class(type(holder))  # type: ignore[assignment]
+                module.config.__dict__.pop(name, None)
+            module.__class__ = softmax_class(type(module))  # type: ignore[assignment]
     return model
 
 

@@ -1,6 +1,7 @@
 """The class of a patched model: what `generate`, saving and loading do differently."""
 
 import inspect
+from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from hf_linear_attn.patching.saving import (
     replace_generated_card,
     write_companions,
 )
+
+logger = getLogger(__name__)
 
 
 class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -147,6 +150,9 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> None:
         """Save as Transformers does, with the code file and a model card beside the weights."""
         if getattr(self.config, "linear_attention", None) is None:
+            if any(isinstance(part, LinearAttention) for part in self.modules()):
+                message = "%s: its own config does not name its converted layers, so it loads as a softmax model; "
+                logger.warning(message + "save the whole model instead", type(self).__name__)
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
             return
         # torch's fully_shard puts its name before the class's.

@@ -97,7 +97,7 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
         (["--text-file", "nowhere.txt"], "`text_file` must be a readable UTF-8 text, got 'nowhere.txt'"),
         (["--dtype", "int8"], "`dtype` must be a floating dtype of torch, got 'int8'"),
         (["--max-tokens", "1"], "`max_tokens` must be at least 2, got 1"),
-        (["--feature-map-file", "no.py"], "`file` must be a Python file, got 'no.py'"),
+        (["--feature-map-file", "no.py"], "`feature_map_file` must be a Python file, got 'no.py'"),
     ],
 )
 def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
@@ -117,6 +117,15 @@ def test_arguments_that_do_not_fit_are_named(llama, tokenizer):
         inspect_model(llama, tokenizer, "a")
     with pytest.raises(ArgumentError, match="`maps` must be None for a patched model"):
         inspect_model(patch_model(llama), tokenizer, TEXT, maps=["elu"])
+
+
+def test_a_model_of_nan_is_named_with_its_layer(llama, tokenizer):
+    with torch.no_grad():
+        llama.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ArgumentError, match=r"`model` must compute finite numbers, .*\(model\.layers\.1\.self_attn\)"):
+        inspect_model(llama, tokenizer, TEXT, maps=["elu"], max_tokens=16)
+    with pytest.raises(ArgumentError, match=r"`model` must compute finite numbers, .*\(LlamaForCausalLM\)"):
+        inspect_model(patch_model(llama), tokenizer, TEXT, max_tokens=16)
 
 
 def test_without_matplotlib_the_tables_are_written_all_the_same(saved, tmp_path, monkeypatch, capsys):

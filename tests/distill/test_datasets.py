@@ -334,6 +334,39 @@ def test_damaged_compressed_files_are_named(tmp_path, chatty, suffix, damage, st
         load_data(settings_for(tmp_path, streaming=streaming), chatty)
 
 
+QUOTES = "Put texts that hold commas or line breaks in quotes: .* in line"
+DAMAGED = {
+    "b.txt": (b"\xff\xfea", "Correct it, or copy it again: 'utf-8'"),
+    "b.jsonl": (b'{"text": "one"}\n{"text": "tw\n', "Correct it, or copy it again: JSON"),
+    "b.csv": (b"text\none\ntwo, or, three\n", f"{QUOTES} 3"),
+    # What pandas would call names of rows: the text would be `three` alone.
+    "b.tsv": (b"text\none\ttwo\tthree\n", f"{QUOTES} 2"),
+    "b.parquet": (b"", "Correct it"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_named(tmp_path, tokenizer, name):
+    (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n')
+    content, message = DAMAGED[name]
+    if not content:
+        Dataset.from_list([{"text": "one"}]).to_parquet(tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+        content = content[:8] + bytes(20) + content[28:]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArgumentError, match=rf"`dataset` must consist of files .* got '{tmp_path / name}'\. {message}"):
+        load_data(settings_for(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["blank.jsonl", "blank.csv", "header.csv"])
+def test_files_without_a_row_are_left_out(tmp_path, tokenizer, name):
+    (tmp_path / name).write_text("text\n\n" if name == "header.csv" else "\n \n")
+    with pytest.raises(ArgumentError, match=rf"`dataset` must hold text, got '{tmp_path / name}'\. It is empty"):
+        load_data(settings_for(tmp_path / name), tokenizer)
+    (tmp_path / "good.txt").write_text("whole " * 20)
+    assert load_data(settings_for(tmp_path), tokenizer)
+
+
 def test_zst_files_of_several_frames_are_whole(tmp_path, chatty):
     skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
     frames = [zstandard.ZstdCompressor(write_checksum=flag).compress(LINES[:40000]) for flag in (True, False)]

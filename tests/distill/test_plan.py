@@ -181,15 +181,20 @@ def test_a_gpu_that_nothing_fits_is_refused_with_what_would(tmp_path):
         main([*flags, "--gpu-memory", "0"])
 
 
-def test_configs_that_are_no_language_models_are_refused():
-    with pytest.raises(ArgumentError, match="`utilisation` must be positive"):
+def test_configs_that_are_no_language_models_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="`utilisation` must be above 0 and at most 1, got"):
         plan(WIDE, utilisation=2)
+    with pytest.raises(ArgumentError, match=r"`gpus` must be at least 1, got 0\. Leave it out"):
+        plan(WIDE, gpus=0)
     with pytest.raises(ArgumentError, match="`block_tokens` must keep sequences within the model's 1024 positions, go"):
         plan(GPT2Config(), DistillationSettings(block_tokens=2048))
     with pytest.raises(ArgumentError, match="`model` must have attention to convert, got 'MambaConfig'"):
         plan(MambaConfig())
     with pytest.raises(ArgumentError, match="`config` must be a causal language model's, got 'CLIPTextConfig'"):
         plan(CLIPTextConfig())
+    CLIPTextConfig().save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="`model` must be a causal language model's, got 'CLIPTextConfig'"):
+        main([str(tmp_path)])
 
 
 def test_memory_is_given_back_when_a_tensor_dies():

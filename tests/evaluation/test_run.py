@@ -483,7 +483,7 @@ def test_compare_names_file_and_place_of_a_result_that_cannot_be(uninterrupted, 
             run_command(["compare", *map(str, pair), "--output-dir", str(tmp_path / "out"), "--no-plots"])
         assert stop.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"`paths` must be results of an evaluation, got {str(changed / 'results.json')!r}" in line
+        assert f"`results` must be results of an evaluation, got {str(changed / 'results.json')!r}" in line
         where = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in place)[1:]
         if value is GONE:
             assert f"{place[-1]!r} is a required property" in line

@@ -77,7 +77,7 @@ BAD = [
         {"suite": "speed"},
         r"`suite` must be a suite, got 'speed'. Use one of those; available: drafts, embedding, generation, lat",
     ),
-    ({"tasks": "passkeys"}, r"`name` must be a registered task, got 'passkeys'"),
+    ({"tasks": "passkeys"}, r"`tasks` must be a registered task, got 'passkeys'"),
     ({"tasks": "passkey:pairs=2"}, r"`tasks` must name settings that the task has, got 'passkey:pairs=2'"),
     ({"tasks": "kv_recall:pairs=two"}, r"`tasks` must be written name:setting=integer"),
     ({"lengths": "512,many"}, r"`lengths` must be a list of whole numbers, got '512,many'"),

@@ -1,6 +1,8 @@
 """Exports as programs of ``torch.export``, and what any export refuses."""
 
+import gc
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -132,6 +134,22 @@ def test_a_rule_that_no_graph_can_hold_is_named(tmp_path, monkeypatch):
     save(student("llama", "elu", depth=1, update_rule="moody"), tmp_path / "moody", tokenizer=False)
     with pytest.raises(HFLinearAttnError, match=r"update_rule='moody'.*without branches on values"):
         export_model(ExportSettings(str(tmp_path / "moody"), "torch"))
+
+
+def test_a_full_disk_ends_in_a_line(elu, tmp_path, capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As on a disk that is full after 10000 bytes.
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limit[1]))
+    try:
+        refused(elu, "--format", "torch", "--output-dir", tmp_path / "out")
+        # What torch's own writer leaves unfinished would end the process here.
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert "`output_dir` must have room for the model" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.slow

@@ -136,6 +136,23 @@ def test_auto_classes_of_other_tasks_load_it_patched(task, name, auto, cls, tmp_
     assert all(any(name.endswith(end) and torch.equal(x, weights[end]) for end in weights) for name, x in found.items())
 
 
+@pytest.mark.parametrize(("task", "name"), [("causal", "gpt2"), ("causal", "gemma3"), ("seq2seq", "bart")])
+def test_the_model_within_loads_patched_where_it_is_saved_alone(task, name, tmp_path):
+    inner = patch_model(tiny_model(task, name), "hedgehog").base_model
+    inner.save_pretrained(tmp_path)
+    ids = torch.arange(3, 12)[None]
+    for load in (partial(AutoModel.from_pretrained, trust_remote_code=True), from_pretrained):
+        loaded, info = load(tmp_path, output_loading_info=True)
+        assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        close(loaded.eval()(ids)[0], inner(ids)[0], "hidden states")
+
+
+def test_a_part_whose_config_does_not_say_that_it_is_patched_warns_where_it_is_saved(tmp_path, caplog):
+    model = patch_model(tiny_model("causal", "gemma3"), "hedgehog")
+    model.model.language_model.save_pretrained(tmp_path / "part")
+    assert "Gemma3TextModel: its own config does not name its converted layers" in caplog.text
+
+
 def test_weights_are_saved_under_the_names_of_the_softmax_models(tmp_path):
     # Transformers finds the names that files have, embed_out for this head, by the class's name.
     model = tiny_model("causal", "gpt_neox")

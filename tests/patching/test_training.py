@@ -10,9 +10,9 @@ import torch
 import torch.multiprocessing as mp
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
-from hf_linear_attn import from_pretrained, unpatch_model
+from hf_linear_attn import from_pretrained, patch_model, unpatch_model
 from hf_linear_attn.errors import UnsupportedError
-from hf_linear_attn.patching import is_patched
+from hf_linear_attn.patching import convert, is_patched
 from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
@@ -394,3 +394,15 @@ def test_gradients_go_back_through_a_cache(setting, bounds):
         return torch.autograd.grad(logits[:, -1].logsumexp(-1).sum(), embedded)[0]
 
     torch.testing.assert_close(gradient(pairwise(bounds)), gradient([(0, 20)]), rtol=1e-7, atol=1e-10)
+
+
+def test_dropout_of_attention_weights_is_told_once_to_have_no_effect(caplog):
+    convert._warn_of_dropout.cache_clear()
+    patch_model(tiny_model("causal", "llama"))
+    assert not caplog.messages
+    for _ in range(2):
+        patch_model(tiny_model("causal", "llama", attention_dropout=0.25))
+    assert caplog.messages == [
+        "LlamaForCausalLM: attention_dropout=0.25 has no effect on converted layers, which compute no attention "
+        "weights to drop"
+    ]

@@ -177,6 +177,16 @@ def test_what_a_folder_links_to_is_not_a_run_s(files, capsys):
     assert tree(files / "theirs") == theirs
 
 
+def test_no_picture_is_written_to_what_a_folder_links_to(files):
+    theirs = files / "project"
+    before = tree(theirs)
+    (files / "new").mkdir()
+    (files / "new" / "figures").symlink_to(theirs)
+    run(files, "compare", "new", "--plots", "--overwrite")
+    assert tree(theirs) == before
+    assert list((files / "new" / "figures").glob("*.svg"))
+
+
 # PEFT reads an attribute that Transformers renames.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_student_of_the_other_kind_is_replaced_whole(files, capsys):

@@ -4,11 +4,13 @@ import csv
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import fsspec
+import pandas
 import pyarrow.parquet
 import zstandard
 
@@ -33,7 +35,16 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 ABOUT = ("readme", "license", "dataset_info", "dataset_infos", "dataset_dict", "state")
 """Stems of files that describe a dataset and are none of it."""
 
-BROKEN = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError, csv.Error)
+BROKEN = (
+    OSError,
+    EOFError,
+    ValueError,
+    zlib.error,
+    lzma.LZMAError,
+    zstandard.ZstdError,
+    csv.Error,
+    pyarrow.ArrowException,
+)
 """What reading a damaged file raises."""
 
 AT_ONCE = 1 << 20
@@ -77,10 +88,11 @@ def group_files(files: Iterable[Path]) -> list[Group]:
     """Return files in groups of one kind and the same columns: a folder may mix them."""
     groups: dict[tuple[str, str, tuple[str, ...] | Path], list[str]] = {}
     for path in files:
-        if path.stat().st_size:
-            kind = str(kind_of(path))
+        kind = str(kind_of(path))
+        columns = columns_of(path, kind) if path.stat().st_size else None
+        if columns is not None:
             separator = "\t" if ".tsv" in path.suffixes else ""
-            groups.setdefault((kind, separator, columns_of(path, kind)), []).append(str(path))
+            groups.setdefault((kind, separator, columns), []).append(str(path))
     return [
         Group(
             kind,
@@ -92,8 +104,16 @@ def group_files(files: Iterable[Path]) -> list[Group]:
     ]
 
 
-def columns_of(path: Path, kind: str) -> tuple[str, ...] | Path:
-    """Return the columns in a file's first row, or the file itself where that does not tell."""
+def load_files(group: Group, *, streaming: bool) -> Any:
+    """Return files as a dataset of `datasets`."""
+    from datasets import load_dataset
+
+    files = {"data_files": list(group.files), "split": "train"}
+    return load_dataset(group.kind, streaming=streaming, **files, **group.options)
+
+
+def columns_of(path: Path, kind: str) -> tuple[str, ...] | Path | None:
+    """Return the columns in a file's first row, or the file itself where that does not tell; None without rows."""
     try:
         if path.suffix.lower() == ".zst" and not zst_is_whole(path):
             raise EOFError("it ends too early")
@@ -102,10 +122,15 @@ def columns_of(path: Path, kind: str) -> tuple[str, ...] | Path:
         if kind == "parquet":
             return tuple(sorted(pyarrow.parquet.read_schema(path).names))
         with opened(path) as file:
-            line = next((line for line in file if line.strip()), "")
+            lines = list(islice((line for line in file if line.strip()), 2))
+        if len(lines) < (2 if kind == "csv" else 1):
+            return None
         if kind == "csv":
-            return tuple(sorted(next(csv.reader([line], delimiter="\t" if ".tsv" in path.suffixes else ","), [])))
-        row = json.loads(line)
+            separator = "\t" if ".tsv" in path.suffixes else ","
+            # Where the first row is longer than the header, pandas would take its first fields for names of rows.
+            pandas.read_csv(path, sep=separator, header=None, nrows=2)
+            return tuple(sorted(next(csv.reader(lines, delimiter=separator), [])))
+        row = json.loads(lines[0])
         return tuple(sorted(row)) if isinstance(row, dict) else path
     except json.JSONDecodeError:
         # One that is laid out over several lines is read by itself.
@@ -119,23 +144,29 @@ def opened(path: Path) -> IO[str]:
     return fsspec.open(str(path), "rt", encoding="utf-8", compression="infer").open()  # type: ignore[no-any-return]
 
 
-def check_whole(files: Sequence[str]) -> None:
-    """Read compressed files to their end; only needed where reading has failed, to say which one is damaged."""
-    for name in files:
-        if Path(name).suffix.lower() in COMPRESSED:
-            try:
-                with fsspec.open(name, "rb", compression="infer") as file:
+def check_whole(files: Iterable[Path]) -> None:
+    """Read files to their end, one by one; only needed where reading has failed, to say which one is damaged."""
+    for path in files:
+        try:
+            if path.suffix.lower() in COMPRESSED:
+                with fsspec.open(str(path), "rb", compression="infer") as file:
                     while file.read(AT_ONCE):
                         pass
-            except BROKEN as error:
-                raise damaged(Path(name), error) from error
+            for group in group_files([path]):
+                for _ in load_files(group, streaming=True).with_format("arrow").iter(1000):
+                    pass
+        except ArgumentError:
+            raise
+        except BROKEN as error:
+            raise damaged(path, error) from error
 
 
 def damaged(path: Path, error: Exception) -> ArgumentError:
     """Return the error of a file that cannot be read."""
-    return ArgumentError(
-        "dataset", "consist of files that are whole", str(path), f"Copy or compress it again: {first_line(error)}."
-    )
+    remedy = "Copy or compress it again" if path.suffix.lower() in COMPRESSED else "Correct it, or copy it again"
+    if isinstance(error, pandas.errors.ParserError):
+        remedy = "Put texts that hold commas or line breaks in quotes"
+    return ArgumentError("dataset", "consist of files that are whole", str(path), f"{remedy}: {first_line(error)}.")
 
 
 def zst_is_whole(path: Path) -> bool:

@@ -8,11 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data.chat import ChatTemplate, Rendered
-from hf_linear_attn.distill.data.files import BROKEN, check_whole, find_files, group_files
+from hf_linear_attn.distill.data.files import BROKEN, check_whole, find_files, group_files, load_files
 from hf_linear_attn.distill.data.forms import Form, form_of
 from hf_linear_attn.errors import ArgumentError, TrainingError, first_line
 from hf_linear_attn.evaluation.tasks.base import bos_ids
@@ -72,8 +71,7 @@ class Source(NamedTuple):
             yield rows.to_iterable_dataset() if streaming else rows, ()
         elif path.exists():
             for group in group_files(find_files(path)):
-                options: dict[str, Any] = {"data_files": list(group.files), "split": "train"} | group.options
-                yield load_dataset(group.kind, streaming=streaming, **options), group.columns
+                yield load_files(group, streaming=streaming), group.columns
         else:
             yield load_dataset(self.path, name=self.config, split=self.split, streaming=streaming), ()
 
@@ -86,9 +84,9 @@ class Source(NamedTuple):
             yield
         except ArgumentError:
             raise
-        except (*BROKEN, KeyError, ArrowException, DatasetsError) as error:
+        except (*BROKEN, KeyError, DatasetsError) as error:
             if Path(self.path).exists():
-                check_whole([str(file) for file in find_files(Path(self.path))])
+                check_whole(find_files(Path(self.path)))
             # "An error occurred" is all that the outer one says.
             reason = first_line(error.__cause__ or error)
             rule = "be a hub name that can be reached, or an existing path of whole files"

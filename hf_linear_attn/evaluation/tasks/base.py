@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.evaluation.tasks.haystack import KINDS, Haystack, Noise, Text, encode, encode_once
 
 NOISE_SENTENCES = (
@@ -210,7 +210,8 @@ def parse_task(spec: str, haystack: str = "noise", text: Text | None = None) -> 
     if haystack not in KINDS:
         raise ArgumentError("haystack", "be a known kind", haystack, "Use one of those.", available=KINDS)
     try:
-        task = get_task(name, haystack=(text or Text()) if haystack == "text" else None, **values)
+        with renamed(name="tasks"):
+            task = get_task(name, haystack=(text or Text()) if haystack == "text" else None, **values)
     except TypeError as error:
         raise ArgumentError(
             "tasks", "name settings that the task has", spec, "Leave the setting out.", where=str(error)
