@@ -42,7 +42,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "mix": "window",
         "kept": 64,
         "retention": "learned",
-        "retention_units": 16,
         "divide": "kl",
         "stages": ["retain", "distill"],
         "retain_steps": 1000,
