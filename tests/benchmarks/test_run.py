@@ -165,6 +165,14 @@ def test_distill_suite_refuses_blocks_that_a_window_holds_whole(run: Run, tmp_pa
     assert not output.exists()
 
 
+def test_distill_suite_says_that_nothing_is_finished(run: Run, tmp_path: Path) -> None:
+    output = tmp_path / "study.json"
+    found = run("--suite", "distill", "--output", str(output), "--work-dir", str(tmp_path), "--finished-only")
+    assert found.returncode == 2
+    assert "holds no finished run of these recipes and seeds" in found.stderr
+    assert not output.exists()
+
+
 def test_state_and_window_of_the_study_share_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     study = load("suites/distill")
