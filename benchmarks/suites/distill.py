@@ -176,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     asked_for = [f"{name} {seed}" for seed in arguments.seeds for name in arguments.recipes]
     if arguments.finished_only and not any(path_of(key).exists() for key in asked_for):
-        parser().error(f"--finished-only: {folder} holds no finished run of these recipes and seeds; run some without it")
+        parser().error(
+            f"--finished-only: {folder} holds no finished run of these recipes and seeds; run some without it"
+        )
 
     def kept(key: str, make: Any) -> Any:
         return once(path_of(key), make)
