@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
@@ -286,6 +286,11 @@ def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | No
 
 def _shown(mask: Tensor) -> Tensor:
     """Return a 4-D mask, bool or additive, as bool: True where a query sees a key."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        # A 2-D mask of ones and zeros says which keys are real; to add such a 4-D one to scores would say nothing.
+        rule = "be bool or additive where it has 4 dimensions"
+        remedy = "Pass mask.bool() where 1 stands for a key that is seen."
+        raise ArgumentTypeError("attention_mask", rule, mask.dtype, remedy)
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
