@@ -23,6 +23,11 @@ def is_transformed() -> bool:
     return not all(getattr(mode, "watches_only", False) for mode in _get_current_dispatch_mode_stack())
 
 
+def is_recorded() -> bool:
+    """Tell whether torch.jit.trace notes the operations: what is asked of a tensor's values is answered for good."""
+    return bool(_get_tracing_state())
+
+
 def is_tracing() -> bool:
     """Tell whether something traces, transforms or watches operations."""
     return bool(needs_operations() or _get_tracing_state() or _len_torch_dispatch_stack())

@@ -310,7 +310,7 @@ def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = Fals
             "cache",
             "be empty or filled by this patched model",
             f"a {type(layer).__name__} of {int(layer.get_seq_length())} tokens",
-            "Start from a new cache.",
+            "Start from a new cache. PEFT's prefix tuning puts keys into one: take LoRA in its place.",
             where=name,
         )
     ours: LinearAttentionCacheLayer

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
+from hf_linear_attn.tracing import is_recorded
 
 
 def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -144,7 +145,9 @@ def linear_attention_mask(
     if mask is None:
         return None
     # One token: on a GPU, asking whether it is real would cost a synchronisation at every step.
-    asks = (q_length > 1 or mask.device.type == "cpu") and not (torch.compiler.is_compiling() or mask.is_meta)
+    # A trace would hold the answer for every mask to come.
+    watched = torch.compiler.is_compiling() or is_recorded()
+    asks = (q_length > 1 or mask.device.type == "cpu") and not (watched or mask.is_meta)
     if asks and bool(mask.all()):
         return None
     # The column of a longer mask has strides that grow with it, and a compiled step would be captured anew each time.
@@ -271,7 +274,9 @@ def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | No
         segments = (real & hidden & (before >= 0) & (i > 0)).cumsum(1)
     wrong = None
     if reader.strict:
-        beyond = (torch.arange(visible.shape[2], device=visible.device) > new[:, None]) & reader.causal
+        beyond = torch.arange(visible.shape[2], device=visible.device) > new[:, None]
+        if not reader.causal:
+            beyond = torch.zeros_like(beyond)
         if most == 0:
             # A tree, or a prefix that several texts share: one's tokens see another's.
             beyond = beyond | (segments[:, :, None] != segments[:, None])
@@ -286,6 +291,11 @@ def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | No
 
 def _shown(mask: Tensor) -> Tensor:
     """Return a 4-D mask, bool or additive, as bool: True where a query sees a key."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        # A 2-D mask of ones and zeros says which keys are real; to add such a 4-D one to scores would say nothing.
+        rule = "be bool or additive where it has 4 dimensions"
+        remedy = "Pass mask.bool() where 1 stands for a key that is seen."
+        raise ArgumentTypeError("attention_mask", rule, mask.dtype, remedy)
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from peft import PrefixTuningConfig, get_peft_model
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_linear_attn import patch_model
@@ -198,6 +199,14 @@ def test_a_cache_that_softmax_filled_is_refused():
     patch_model(model, "elu")
     with pytest.raises(ArgumentError, match=r"`cache` must be empty or filled by this .*DynamicLayer of 5"):
         subject.logits(subject.tokens(2), **{NAME: cache})
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")
+def test_prefix_tuning_is_refused():
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = get_peft_model(patch_model(tiny_model("causal", "llama"), "elu"), prefix)
+    with pytest.raises(ArgumentError, match=r"`cache` must be .*prefix tuning puts keys into one: take LoRA"):
+        model(Subject(model, "causal").tokens(5))
 
 
 def test_paged_attention_is_refused():

@@ -245,6 +245,32 @@ def test_functional_derivatives_are_refused():
         torch.func.jvp(loss, (embeddings,), (torch.ones_like(embeddings),))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all layers", "one layer"])
+@pytest.mark.parametrize(("task", "kind"), [("causal", "llama"), ("masked", "bert")])
+def test_a_traced_model_reads_the_padding_of_every_mask(task, kind, layers):
+    model = patch_model(tiny_model(task, kind), "elu", layers=layers).eval().requires_grad_(False)
+    ids, ones = prompt(9, 0, rows=2), torch.ones(2, 9, dtype=torch.long)
+    padded = ones.clone()
+    padded[0, :4] = 0
+
+    def logits(ids, mask):
+        return model(ids, attention_mask=mask)[0]
+
+    for mask, other in ((ones, padded), (padded, ones)):
+        trace = torch.jit.trace(logits, (ids, mask), check_trace=False)
+        real = other.bool()
+        torch.testing.assert_close(trace(ids, other)[real], logits(ids, other)[real])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("settings", some("window", "kept").values(), ids=["window", "kept"])
+def test_tracing_a_window_is_refused(settings):
+    model = patched(**settings).requires_grad_(False)
+    with pytest.raises(UnsupportedError, match=r"`window` must be None under torch\.jit\.trace, got .*torch\.export"):
+        torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (prompt(9, 0),), check_trace=False)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

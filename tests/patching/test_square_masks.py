@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linear_attn import patch_model
-from hf_linear_attn.errors import ArgumentError, UnsupportedError
+from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from hf_linear_attn.patching import returned_cache
 from hf_linear_attn.patching.call_cache import NAME
 
@@ -134,6 +134,13 @@ def test_a_pattern_for_each_head_is_refused_by_name(model):
     heads[:, 0, 8, 3] = False
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must .*got 'a pattern of its own for each head'"):
         logits(model, ids_of(), attention_mask=heads)
+
+
+def test_whole_numbers_are_refused_by_name(model):
+    # Softmax would take them for a bias, where it takes them at all.
+    mask = causal(torch.ones(2, T))[:, None].long()
+    with pytest.raises(ArgumentTypeError, match=r"`attention_mask` must be bool or additive .*got torch\.int64"):
+        logits(model, ids_of(), attention_mask=mask)
 
 
 def test_an_encoder_takes_padding_and_nothing_else(form):
