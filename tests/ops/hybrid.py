@@ -60,7 +60,11 @@ WIDE = Shape(H=2, HKV=1, D=160, V=132, turned=160, window=5, sinks=1)
 HALVED = Shape(H=2, HKV=1, D=32, V=32, turned=32, window=5, sinks=2)
 """Heads that kernels take as two halves, which add gradients of queries and keys to those of the window."""
 
-NAMED = {WIDE: "wide", HALVED: "halved", LONG: "long"}
+OF_80 = Shape(H=2, HKV=1, D=80, V=80, turned=80, window=5, sinks=2)
+OF_96 = Shape(H=2, HKV=1, D=96, V=80, turned=24, layout=NEXT_AT_END, factor=1.3, window=4, sinks=0)
+"""Heads that one kernel takes as 64 columns and a rest."""
+
+NAMED = {WIDE: "wide", HALVED: "halved", LONG: "long", OF_80: "80", OF_96: "96"}
 
 LIGHT = ("norm_preserving", "elu", "hedgehog")
 """Maps with not too many features of such heads."""

@@ -24,6 +24,8 @@ from tests.ops.hybrid import (
     LENGTHS,
     LIGHT,
     LONG,
+    OF_80,
+    OF_96,
     SHAPES,
     WIDE,
     Shape,
@@ -163,6 +165,12 @@ def cases() -> list[object]:
     found += [
         (Spec(rule), "triton", way, torch.float32) for rule, way in (("additive", "pooled"), ("decay", "by steps"))
     ]
+    found += [
+        (Spec(shape=OF_80), "triton", "padded", torch.float32),
+        (Spec(shape=OF_96), "triton", "padded, in pieces", torch.float32),
+        (Spec(feature_map="hedgehog", shape=OF_80), "triton", "in pieces", torch.bfloat16),
+        (Spec(shape=OF_96), "triton", "padded", torch.bfloat16),
+    ]
     ways = ("padded", "padded, in pieces", "pooled")
     found += [pytest.param(Spec(shape=WIDE), "triton", way, torch.bfloat16, marks=pytest.mark.slow) for way in ways]
     return found
@@ -207,6 +215,7 @@ def gradient_cases() -> list[object]:
         *((Spec(shape=SHAPES[shape]), "triton", kind) for shape, kind in ((0, "plain"), (1, "plain"), (4, "plain"))),
         *((Spec(feature_map="hedgehog", shape=SHAPES[0]), "triton", kind) for kind in ("plain", "padded", "packed")),
         *((Spec(shape=HALVED), "triton", kind) for kind in ("plain", "padded")),
+        *((Spec(shape=shape), "triton", kind) for shape, kind in ((OF_80, "padded"), (OF_96, "plain"))),
     ]
     return found
 

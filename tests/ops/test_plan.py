@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_linear_attn.ops.hybrid.triton import prefill
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.linear_attention.triton.backward import Saved, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
@@ -230,3 +231,13 @@ def test_a_step_of_many_rows_reads_a_maps_weights_once_for_a_tile_of_rows(
     copies = step.arguments["C"]
     moved = least + (1 + copies) * given + 64 * heads * D * 2 + (ahead.programs - heads) * D * D * 2
     assert moved < 1.3 * least
+
+
+def test_heads_of_80_and_96_are_64_columns_and_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (64, 72, 80, 96, 112, 128)
+    monkeypatch.setattr(prefill, "NARROW", True)
+    found = [prefill.in_parts(dim, plan.padded(dim)) for dim in sizes]
+    assert found == [(64, 0), (128, 0), (64, 16), (64, 32), (128, 0), (128, 0)]
+    # Triton 3.6 and 3.7 cannot.
+    monkeypatch.setattr(prefill, "NARROW", False)
+    assert [prefill.in_parts(dim, plan.padded(dim)) for dim in sizes] == [(plan.padded(dim), 0) for dim in sizes]

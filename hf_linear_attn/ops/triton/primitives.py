@@ -4,7 +4,7 @@ Formulas are those of :mod:`hf_linear_attn.feature_maps.elementwise`, written fo
 ``max(x, 0) + exp2(min(x, 0) log2 e)`` needs no compare and select. A NaN stays one: maxima and minima propagate it, so
 that a run which diverges does not look well.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,assignment,var-annotated"
 
 import triton
 import triton.language as tl
@@ -199,6 +199,73 @@ def load_operand(pointer, offsets, rows, columns, EXACT: tl.constexpr, PRECISION
     if pointer.dtype.element_ty == tl.float32:
         x = operand(x, tl.float32, PRECISION)
     return x
+
+
+@triton.jit
+def column_parts(WHOLE: tl.constexpr, REST: tl.constexpr):
+    """Return the numbers of a dimension's columns in parts: WHOLE of them, and the REST if that is not 0.
+
+    A tile in parts is a tuple of as many tiles, each of the columns of one part. A comprehension's variable, once
+    compiled, is left behind, so it must not have the name of another.
+    """
+    if REST > 0:
+        return tl.arange(0, WHOLE), WHOLE + tl.arange(0, REST)
+    else:
+        return (tl.arange(0, WHOLE),)
+
+
+@triton.jit
+def zeros(BT: tl.constexpr, oc):
+    """Return zeros in fp32, BT rows in parts of columns ``oc``."""
+    return [tl.zeros([BT, part.shape[0]], tl.float32) for part in oc]
+
+
+@triton.jit
+def load_parts(pointer, at, oc, rows, C: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
+    """Load rows at offsets ``at`` in parts of their C columns ``oc``, each as :func:`load_operand` does."""
+    return [load_operand(pointer, at + part[None, :], rows, part < C, EXACT, PRECISION) for part in oc]
+
+
+@triton.jit
+def store_parts(pointer, at, oc, x, rows, C: tl.constexpr, EXACT: tl.constexpr):
+    """Store rows at offsets ``at`` in parts of their C columns ``oc``, leaving out what is outside."""
+    for i in tl.static_range(len(oc)):
+        store_tile(pointer, at + oc[i][None, :], x[i], rows, oc[i] < C, EXACT)
+
+
+@triton.jit
+def sum_rows(x):
+    """Return the sum of each row of a tile in parts."""
+    total = tl.sum(x[0], 1)
+    for i in tl.static_range(1, len(x)):
+        total += tl.sum(x[i], 1)
+    return total
+
+
+@triton.jit
+def max_rows(x):
+    """Return the largest of each row of a tile in parts."""
+    largest = tl.max(x[0], 1)
+    for i in tl.static_range(1, len(x)):
+        largest = tl.maximum(largest, tl.max(x[i], 1))
+    return largest
+
+
+@triton.jit
+def dot_over(a, b, acc, PRECISION: tl.constexpr):
+    """Return ``acc + a b^T`` of two tiles in parts."""
+    for i in tl.static_range(len(a)):
+        acc = dot(a[i], tl.trans(b[i]), acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def dot_into(a, b, acc, PRECISION: tl.constexpr):
+    """Return ``acc + a b``, where acc and b are in parts."""
+    y = ()
+    for i in tl.static_range(len(b)):
+        y += (dot(a, b[i], acc[i], PRECISION),)
+    return y
 
 
 @triton.jit

@@ -7,7 +7,7 @@ bf16 x meets W as a sum of two rounded parts, so that y is as exact as from fp32
 computes y anew from x and writes its gradient, and of x in halves that of x and x turned back; the other products with
 W and x are a library's.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,assignment,var-annotated"
 
 from typing import Any, NamedTuple
 
@@ -26,10 +26,13 @@ from hf_linear_attn.ops.triton.primitives import (
     load_plain,
     load_tile,
     log2,
+    max_rows,
     operand,
     product,
     rounded,
+    store_parts,
     store_tile,
+    sum_rows,
 )
 
 TINY = tl.constexpr(_TINY)
@@ -131,6 +134,21 @@ def load_weight(
 
 
 @triton.jit
+def add_projected(
+    x, weight, w_d, od, om, y,
+    D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return ``y + x W``; x is in parts of columns ``od``, y of ``om``, and W is loaded part by part."""
+    for i in tl.static_range(len(od)):
+        z = ()
+        for j in tl.static_range(len(om)):
+            w, rest = load_weight(weight, w_d, od[i], om[j], D, M, dtype, PRECISION, SPLIT)
+            z += (add_product(x[i], w, rest, y[j], PRECISION, SPLIT),)
+        y = z
+    return y
+
+
+@triton.jit
 def load_transposed(weight, w_d, od, om, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """Load W^T in the dtype of its products, of as many rows of W as there are."""
     w = tl.load(weight + od[None, :] * w_d + om[:, None], mask=(om < M)[:, None], other=0.0)
@@ -138,17 +156,27 @@ def load_transposed(weight, w_d, od, om, M: tl.constexpr, dtype: tl.constexpr, P
 
 
 @triton.jit
-def softmax(y, inside):
-    """Return the softmax of each row."""
-    y = tl.where(inside, y * LOG2E, float("-inf"))
-    e = tl.exp2(y - tl.max(y, 1)[:, None])
-    return e * (1.0 / tl.sum(e, 1))[:, None]
+def powers(y, factor, om, M: tl.constexpr):
+    """Return ``2^(factor y)`` over the largest of each row, of M columns ``om``, in parts; 0 outside."""
+    z = ()
+    for i in tl.static_range(len(om)):
+        z += (tl.where((om[i] < M)[None, :], factor * y[i], float("-inf")),)
+    largest = max_rows(z)
+    return [tl.exp2(part - largest[:, None]) for part in z]
 
 
 @triton.jit
-def roots(y, power, sharpness, inside, QUERY: tl.constexpr, PIN: tl.constexpr):
-    """Return ``|y|``, the row's power, ``|y_i|^p / ||y|^p|`` and ``log2 |y_i|``."""
-    length = tl.sqrt(tl.sum(y * y, 1) + TINY)
+def softmax(y, om, M: tl.constexpr):
+    """Return the softmax of each row, of M columns ``om``, in parts."""
+    e = powers(y, LOG2E, om, M)
+    over = 1.0 / sum_rows(e)
+    return [part * over[:, None] for part in e]
+
+
+@triton.jit
+def roots(y, power, sharpness, om, M: tl.constexpr, QUERY: tl.constexpr, PIN: tl.constexpr):
+    """Return ``|y|``, the row's power, ``|y_i|^p / ||y|^p|`` and ``log2 |y_i|``, of M columns ``om``, in parts."""
+    length = tl.sqrt(sum_rows([part * part for part in y]) + TINY)
     p = power
     if QUERY:
         # tanh, of a number >= 0
@@ -156,26 +184,31 @@ def roots(y, power, sharpness, inside, QUERY: tl.constexpr, PIN: tl.constexpr):
         p = power * (0.5 + (1 - t) / (1 + t))
     else:
         p = power + 0 * length
-    logs = log2(tl.abs(y) + TINY, PIN)
-    e = tl.where(inside, p[:, None] * logs, float("-inf"))
-    e = tl.exp2(e - tl.max(e, 1)[:, None])
-    return length, p, e * (1.0 / tl.sqrt(tl.sum(e * e, 1)))[:, None], logs
+    logs = [log2(tl.abs(part) + TINY, PIN) for part in y]
+    e = powers(logs, p[:, None], om, M)
+    over = 1.0 / tl.sqrt(sum_rows([part * part for part in e]))
+    return length, p, [part * over[:, None] for part in e], logs
 
 
 @triton.jit
-def halves(y, power, sharpness, inside, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr, PIN: tl.constexpr):
-    """Return both halves of the features of each row, as large as ``dtype`` can hold."""
+def halves(
+    y, power, sharpness, om,
+    M: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Return both halves of the features of each row, of M columns ``om``, in parts, as large as ``dtype`` can hold."""
     if MAP == "hedgehog":
-        above = softmax(y, inside)
-        below = softmax(-y, inside)
+        above = softmax(y, om, M)
+        below = softmax([-part for part in y], om, M)
     else:
-        length, _, r, _ = roots(y, power, sharpness, inside, QUERY, PIN)
-        bent = length[:, None] * r
-        if dtype == tl.float16:
-            bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
-        # Of a NaN, neither half is 0.
-        above = tl.where(y <= 0, 0.0, bent)
-        below = tl.where(y >= 0, 0.0, bent)
+        length, _, r, _ = roots(y, power, sharpness, om, M, QUERY, PIN)
+        above, below = (), ()
+        for i in tl.static_range(len(om)):
+            bent = length[:, None] * r[i]
+            if dtype == tl.float16:
+                bent = tl.minimum(bent, LARGEST_FP16, propagate_nan=ALL)
+            # Of a NaN, neither half is 0.
+            above += (tl.where(y[i] <= 0, 0.0, bent),)
+            below += (tl.where(y[i] >= 0, 0.0, bent),)
     return above, below
 
 
@@ -213,7 +246,6 @@ def features_kernel(
     elif BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
-    inside = (om < M)[None, :]
     a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
@@ -232,9 +264,9 @@ def features_kernel(
                 x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
                 D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
             )  # fmt: skip
-        above, below = halves(y, a, sharpness, inside, MAP, QUERY, o.dtype.element_ty, PIN)
-        store_tile(o + c * o_t, ot[:, None] * o_t + om[None, :], above, rows, om < M, M == BM)
-        store_tile(o + c * o_t, ot[:, None] * o_t + M + om[None, :], below, rows, om < M, M == BM)
+        above, below = halves((y,), a, sharpness, (om,), M, MAP, QUERY, o.dtype.element_ty, PIN)
+        store_parts(o + c * o_t, ot[:, None] * o_t, (om,), above, rows, M, M == BM)
+        store_parts(o + c * o_t + M, ot[:, None] * o_t, (om,), below, rows, M, M == BM)
 
 
 @triton.jit(do_not_specialize=["T", "N", "L", "factor", "sharpness"])
@@ -304,12 +336,13 @@ def features_backward_kernel(
                 D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
             )  # fmt: skip
         if MAP == "hedgehog":
-            p = softmax(y, inside)
+            p = softmax((y,), (om,), M)[0]
             g = p * (above - tl.sum(p * above, 1)[:, None])
-            p = softmax(-y, inside)
+            p = softmax((-y,), (om,), M)[0]
             g -= p * (below - tl.sum(p * below, 1)[:, None])
         else:
-            length, p, r, logs = roots(y, a, sharpness, inside, QUERY, PIN)
+            length, p, r, logs = roots((y,), a, sharpness, (om,), M, QUERY, PIN)
+            r, logs = r[0], logs[0]
             # Of the magnitudes length r; those that fp16 cuts off have none.
             dm = tl.where(y > 0, above, tl.where(y < 0, below, 0.0))
             if do.dtype.element_ty == tl.float16:

@@ -42,10 +42,10 @@ def write_features(
     xx = load_turned(x, at, turns, turn, od, reads, D, R, PAIRS, AT_END, EXACT, PRECISION)
     # [BT, BM]
     y = project(xx, w, rest, factor, PRECISION, SPLIT)
-    above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, x.dtype.element_ty, False)
+    above, below = halves((y,), a, sharpness, (om,), M, MAP, QUERY, x.dtype.element_ty, False)
     inside = rows[:, None] & (om < M)[None, :]
-    tl.store(o + to[:, None] + om[None, :], above, mask=inside)
-    tl.store(o + to[:, None] + M + om[None, :], below, mask=inside)
+    tl.store(o + to[:, None] + om[None, :], above[0], mask=inside)
+    tl.store(o + to[:, None] + M + om[None, :], below[0], mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "B", "N", "W", "factor", "sharpness", "t_b"])

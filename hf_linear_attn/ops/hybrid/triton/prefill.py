@@ -18,13 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_linear_attn.ops.dispatch import numbers
 from hf_linear_attn.ops.features.triton.kernels import (
-    add_product,
+    add_projected,
     halves,
     in_halves,
     load_halves,
-    load_weight,
-    project,
 )
 from hf_linear_attn.ops.hybrid.records import Prefill, Prefilled
 from hf_linear_attn.ops.linear_attention.triton.forward import state_launch, summed
@@ -32,57 +31,65 @@ from hf_linear_attn.ops.linear_attention.triton.model import stored_cut
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Target, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
+    column_parts,
     dot,
+    dot_into,
+    dot_over,
     key_rows,
-    load_operand,
+    load_parts,
     load_plain,
     load_tile,
     operand,
-    product,
     rows_before,
     segment_bounds,
-    store_tile,
+    store_parts,
+    zeros,
 )
-from hf_linear_attn.ops.window.triton.forward import attend_near, own_score
+from hf_linear_attn.ops.window.triton.forward import attend_near, joined, own_score
 from hf_linear_attn.ops.window.triton.problem import BLOCK
 from hf_linear_attn.ops.window.triton.sight import first_key
 from hf_linear_attn.ops.window.triton.sums import key_scan_kernel, key_sums_kernel
+
+NARROW = numbers(triton.__version__) >= (3, 8)
+"""Whether this Triton multiplies tiles of less than 64 columns right on sm_90."""
 
 
 @triton.jit
 def attend_far(
     above, below, phi_k, v, mask, starts, parts, sh, c, start, end, first, delay, eps, ot, on, om, ov, f_t, v_t,
-    M: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, EXACT_V: tl.constexpr,
+    M: tl.constexpr, V: tl.constexpr, EXACT_M: tl.constexpr, EXACT_V: tl.constexpr,
     MASKED: tl.constexpr, DELAYED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return what linear attention gives to rows of features ``above`` and ``below``, and their normalisers."""
-    EXACT_M: tl.constexpr = M == BM
-    # [BM, BV], of the first half and of the second
+    """Return what linear attention gives to rows of features ``above`` and ``below``, all in parts, and normalisers."""
+    # [2 M, V], and [3, 2 M]
     state = starts + sh * (2 * M * V)
-    s = load_tile(state, om[:, None] * V + ov[None, :], om < M, ov < V, EXACT_V)
-    acc = product(above, s, PRECISION)
-    s = load_tile(state + M * V, om[:, None] * V + ov[None, :], om < M, ov < V, EXACT_V)
-    acc = dot(below, s, acc, PRECISION)
-    # [16, BM], of which three rows have z
-    o3 = tl.arange(0, 16)
     parts += sh * (6 * M)
-    z = load_tile(parts, o3[:, None] * (2 * M) + om[None, :], o3 < 3, om < M, EXACT_M)
-    mass = product(above, tl.trans(z), PRECISION)
-    z = load_tile(parts + M, o3[:, None] * (2 * M) + om[None, :], o3 < 3, om < M, EXACT_M)
-    total = tl.sum(dot(below, tl.trans(z), mass, PRECISION), 1)
+    acc = zeros(ot.shape[0], ov)
+    mass = tl.zeros([ot.shape[0], 16], tl.float32)
+    o3 = tl.arange(0, 16)
+    for half in tl.static_range(2):
+        phi_q = below if half else above
+        for i in tl.static_range(len(om)):
+            # [., V], and [16, .] of which three rows have z
+            s = load_parts(state + half * M * V, om[i][:, None] * V, ov, om[i] < M, V, EXACT_V, "ieee")
+            acc = dot_into(phi_q[i], s, acc, PRECISION)
+            z = load_tile(parts + half * M, o3[:, None] * (2 * M) + om[i][None, :], o3 < 3, om[i] < M, EXACT_M)
+            mass = dot(phi_q[i], tl.trans(z), mass, PRECISION)
+    total = tl.sum(mass, 1)
     for j in range(start, tl.minimum(c + ot.shape[0], end), on.shape[0]):
         _, counts = key_rows(mask, j, rows_before(end, j, on), on, first, delay, MASKED, DELAYED)
-        # [BN, BM] twice, and [BN, BV]
-        fk = load_operand(phi_k + j * f_t, on[:, None] * f_t + om[None, :], counts, om < M, EXACT_M, PRECISION)
-        p = product(above, tl.trans(fk), PRECISION)
-        fk = load_operand(phi_k + j * f_t + M, on[:, None] * f_t + om[None, :], counts, om < M, EXACT_M, PRECISION)
-        p = dot(below, tl.trans(fk), p, PRECISION)
-        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], counts, ov < V, EXACT_V, PRECISION)
+        # [BN, M] twice, and [BN, V]
+        fk = load_parts(phi_k + j * f_t, on[:, None] * f_t, om, counts, M, EXACT_M, PRECISION)
+        p = dot_over(above, fk, tl.zeros([ot.shape[0], on.shape[0]], tl.float32), PRECISION)
+        fk = load_parts(phi_k + j * f_t + M, on[:, None] * f_t, om, counts, M, EXACT_M, PRECISION)
+        p = dot_over(below, fk, p, PRECISION)
+        vv = load_parts(v + j * v_t, on[:, None] * v_t, ov, counts, V, EXACT_V, PRECISION)
         p = tl.where((c - j).to(tl.int32) + ot[:, None] >= on[None, :], p, 0.0)
-        acc = dot(operand(p, vv.dtype, PRECISION), vv, acc, PRECISION)
+        acc = dot_into(operand(p, vv[0].dtype, PRECISION), vv, acc, PRECISION)
         total += tl.sum(p, 1)
     total += eps
-    return acc * (1.0 / total)[:, None], total
+    over = 1.0 / total
+    return [part * over[:, None] for part in acc], total
 
 
 @triton.jit(
@@ -97,6 +104,7 @@ def prefill_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, f_b, f_h, f_t, o_b, o_h, o_t,
     phi_q_b, phi_q_h, phi_q_t, far_b, far_h, far_t, t_b, c_b, m_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    REST_D: tl.constexpr, REST_M: tl.constexpr, REST_V: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, BS: tl.constexpr, BLOCK: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr, HALVES: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr,
@@ -104,8 +112,9 @@ def prefill_kernel(
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of BT queries, and where gradients are asked for what these are computed from."""
-    EXACT_D: tl.constexpr = D == BD
-    EXACT_V: tl.constexpr = V == BV
+    EXACT_D: tl.constexpr = D == BD + REST_D
+    EXACT_M: tl.constexpr = M == BM + REST_M
+    EXACT_V: tl.constexpr = V == BV + REST_V
     kind: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float16 else q.dtype.element_ty
     pid = tl.program_id(0)
     i_h = pid % H
@@ -116,9 +125,9 @@ def prefill_kernel(
     if c >= end:
         return
     i_hk = i_h // G
-    od = tl.arange(0, BD)
-    om = tl.arange(0, BM)
-    ov = tl.arange(0, BV)
+    od = column_parts(BD, REST_D)
+    om = column_parts(BM, REST_M)
+    ov = column_parts(BV, REST_V)
     ot = tl.arange(0, BT)
     on = tl.arange(0, BN)
     rows = rows_before(end, c, ot)
@@ -139,42 +148,41 @@ def prefill_kernel(
         if MASKED:
             mask -= delay
     weight += i_h.to(tl.int64) * w_h
-    # [BT, BM]
+    # [BT, M]
+    y = zeros(BT, om)
     if HALVES:
-        # [BT, HALF] and [HALF, BM] twice
+        # [BT, HALF] twice
         HALF: tl.constexpr = D // 2
         oh = tl.arange(0, HALF)
-        qa, qb = load_halves(q, q_t, turns, ot, rows, D, R, PRECISION, False)
-        wa, rest_a = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-        y = add_product(qa, wa, rest_a, tl.zeros([BT, BM], tl.float32), PRECISION, SPLIT)
-        wb, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-        y = factor * add_product(qb, wb, rest_b, y, PRECISION, SPLIT)
+        x = load_halves(q, q_t, turns, ot, rows, D, R, PRECISION, False)
+        y = add_projected(x, weight, w_d, (oh, HALF + oh), om, y, D, M, kind, PRECISION, SPLIT)
     else:
-        w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
-        x = load_plain(q, q_t, turns, ot, od, rows, D, R, PAIRS, AT_END, EXACT_D, PRECISION)
-        y = project(x, w, rest, factor, PRECISION, SPLIT)
+        x = [load_plain(q, q_t, turns, ot, part, rows, D, R, PAIRS, AT_END, EXACT_D, PRECISION) for part in od]
+        y = add_projected(x, weight, w_d, od, om, y, D, M, kind, PRECISION, SPLIT)
+    y = [factor * part for part in y]
     a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
-    above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, q.dtype.element_ty, PIN)
+    above, below = halves(y, a, sharpness, om, M, MAP, QUERY, q.dtype.element_ty, PIN)
     if TRAINS:
         phi_q += row * phi_q_b + i_h.to(tl.int64) * phi_q_h + c * phi_q_t
-        store_tile(phi_q, ot[:, None] * phi_q_t + om[None, :], above, rows, om < M, M == BM)
-        store_tile(phi_q, ot[:, None] * phi_q_t + M + om[None, :], below, rows, om < M, M == BM)
-    above, below = operand(above, kind, PRECISION), operand(below, kind, PRECISION)
+        store_parts(phi_q, ot[:, None] * phi_q_t, om, above, rows, M, EXACT_M)
+        store_parts(phi_q + M, ot[:, None] * phi_q_t, om, below, rows, M, EXACT_M)
+    above = [operand(part, kind, PRECISION) for part in above]
+    below = [operand(part, kind, PRECISION) for part in below]
     sh = i_s.to(tl.int64) * (H // G) + i_hk
     f, normaliser = attend_far(
         above, below, phi_k, far_v, mask, starts, parts, sh, c, start, end, first, delay, eps, ot, on, om, ov, f_t, v_t,
-        M, V, BM, EXACT_V, MASKED, DELAYED, PRECISION,
+        M, V, EXACT_M, EXACT_V, MASKED, DELAYED, PRECISION,
     )  # fmt: skip
     # As rounded as where it crosses memory, and half as many registers.
-    f = f.to(q.dtype.element_ty)
+    f = [part.to(q.dtype.element_ty) for part in f]
     at = (row * H + i_h) * T + c + ot
     if TRAINS:
         far += row * far_b + i_h.to(tl.int64) * far_h + c * far_t
-        store_tile(far, ot[:, None] * far_t + ov[None, :], f, rows, ov < V, EXACT_V)
+        store_parts(far, ot[:, None] * far_t, ov, f, rows, V, EXACT_V)
         tl.store(den + at, normaliser, mask=rows)
-    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    x = load_parts(q, ot[:, None] * q_t, od, rows, D, EXACT_D, PRECISION)
     kv_head = row * (H // G) + i_hk
     begin = first_key(c, P, W, BLOCK)
     m, mass, acc, products = attend_near(
@@ -184,20 +192,30 @@ def prefill_kernel(
     if TRAINS:
         # Read again, it takes no registers meanwhile.
         tl.debug_barrier()
-        f = load_tile(far, ot[:, None] * far_t + ov[None, :], rows, ov < V, EXACT_V)
+        f = load_parts(far, ot[:, None] * far_t, ov, rows, V, EXACT_V, "ieee")
     n = tl.load(number + row * T + c + ot, mask=rows, other=0).to(tl.float32)
     keys = prefix + (kv_head * NB + begin // BLOCK) * D
     e = own_score(x, products, n, keys, bias + i_h, direction + i_h * D, od, scaling, D)
     largest = tl.maximum(m, e)
     own = tl.exp2(e - largest)
     old = tl.exp2(m - largest)
-    acc = acc * old[:, None] + own[:, None] * f.to(tl.float32)
+    acc = joined(acc, old, f, own)
     mass = mass * old + own
     if TRAINS:
         tl.store(lse + at, largest + tl.log2(mass), mask=rows)
         tl.store(score + at, e, mask=rows)
     o += row * o_b + i_h.to(tl.int64) * o_h + c * o_t
-    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
+    store_parts(o, ot[:, None] * o_t, ov, [part / mass[:, None] for part in acc], rows, V, EXACT_V)
+
+
+def in_parts(dim: int, whole: int) -> tuple[int, int]:
+    """Return the sizes of two tiles that hold ``dim`` exactly, 64 and 16 or 32, or else that of a ``whole`` one and 0.
+
+    ptxas 12.8 (Triton 3.6 and 3.7) computes wrong addresses of the narrow one: see :func:`padded_for`.
+    """
+    if NARROW and dim in (80, 96):
+        return 64, dim - 64
+    return whole, 0
 
 
 def linear_problem(target: Target, p: Prefill) -> Problem:
@@ -292,6 +310,7 @@ def read_launches(
     starts, launches = summed(linear, sums, segments, (p.kv, p.z), states, reverse=False, stored=True)
     sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
     trains = left.lse is not None
+    of_d, of_m, of_v = in_parts(D, padded(D)), in_parts(M, padded(M)), in_parts(V, linear.padded(V))
     known: dict[str, Any] = {
         **linear.shared(segments),
         **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "f": p.features, "o": o},
@@ -302,10 +321,11 @@ def read_launches(
         **{"factor": p.factor, "sharpness": p.sharpness, "H": H, "G": linear.group},
         **{"t_b": 0 if p.turns is None or len(p.turns) == 1 else p.turns.stride(0), "c_b": S},
         **{"w_h": 0 if copies == 1 else D * M, "w_d": M, "p_h": 0 if p.power_q is None or len(p.power_q) == 1 else 1},
-        **{"D": D, "M": M, "V": V, "BD": padded(D), "BM": padded(M), "BV": linear.padded(V)},
+        **{"D": D, "M": M, "V": V, "BD": of_d[0], "BM": of_m[0], "BV": of_v[0]},
+        **{"REST_D": of_d[1], "REST_M": of_m[1], "REST_V": of_v[1]},
         **{"BT": chosen.tokens, "BN": chosen.width, "SINKS": sinks, "BS": padded(sinks) if sinks else 16},
         **{"R": 0 if p.turns is None else p.turns.shape[2], "PAIRS": p.pairs, "AT_END": p.at_end},
-        "HALVES": in_halves(D, padded(D), 0 if p.turns is None else p.turns.shape[2], p.pairs),
+        "HALVES": in_halves(D, of_d[0], 0 if p.turns is None else p.turns.shape[2], p.pairs),
         **{"MAP": p.phi, "QUERY": p.sharpness > 0, "SPLIT": p.q.dtype == torch.bfloat16, "BLOCK": BLOCK},
         **{"PRECISION": precision(target, p.q.dtype, max(2 * M, V)), "TRAINS": trains, **left._asdict()},
     }

@@ -89,9 +89,9 @@ def features_of_head(
         a = 0.0
         if MAP == "norm_preserving":
             a = tl.load(power + p).to(tl.float32)
-        above, below = halves(y, a, sharpness, (om < M)[None, :], MAP, QUERY, x.dtype.element_ty, False)
-        first = tl.where(columns > 0, tl.reshape(above, [BM]), 0.0)
-        second = tl.where(columns > 0, tl.reshape(below, [BM]), 0.0)
+        above, below = halves((y,), a, sharpness, (om,), M, MAP, QUERY, x.dtype.element_ty, False)
+        first = tl.where(columns > 0, tl.reshape(above[0], [BM]), 0.0)
+        second = tl.where(columns > 0, tl.reshape(below[0], [BM]), 0.0)
     else:
         xx = load_vector(x, om, columns, turns, t, D, R, PAIRS, AT_END)
         first = tl.where(om < columns, phi(xx, MAP), 0.0)

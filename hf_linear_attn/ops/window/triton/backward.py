@@ -129,9 +129,10 @@ def window_dq_kernel(
     if SINKS > 0 and (OF_Q or OF_SINKS):
         os = tl.arange(0, BS)
         visible, kk, vv = load_sinks(
-            sink_k, sink_v, seen, i_b * T + c + ot, rows, kv_head, os, od, ov,
+            sink_k, sink_v, seen, i_b * T + c + ot, rows, kv_head, os, (od,), (ov,),
             D, V, EXACT_D, EXACT_V, SINKS, PRECISION,
         )  # fmt: skip
+        kk, vv = kk[0], vv[0]
         p = tl.where(visible, tl.exp2(product(x, tl.trans(kk), PRECISION) * base2 - z[:, None]), 0.0)
         ds = p * (product(dd, tl.trans(vv), PRECISION) - dl[:, None]) * scaling
         ds = operand(ds, x.dtype, PRECISION)

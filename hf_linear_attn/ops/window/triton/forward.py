@@ -18,7 +18,7 @@ entered within it. Each has a first query that sees it and a first that does not
 Scores are kept in base 2. Operands have the input's dtype, accumulators are fp32, no sum crosses programs but in a
 fixed order.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,assignment,var-annotated"
 
 from typing import NamedTuple
 
@@ -28,7 +28,17 @@ from torch import Tensor
 
 from hf_linear_attn.ops.state import empty_like_tokens
 from hf_linear_attn.ops.triton.plan import Launch, planned
-from hf_linear_attn.ops.triton.primitives import LOG2E, dot, load_operand, load_tile, operand, product, store_tile
+from hf_linear_attn.ops.triton.primitives import (
+    LOG2E,
+    column_parts,
+    dot_into,
+    dot_over,
+    load_parts,
+    operand,
+    product,
+    store_parts,
+    zeros,
+)
 from hf_linear_attn.ops.window.triton.problem import WindowProblem, fp32
 from hf_linear_attn.ops.window.triton.sight import far, first_key, key_codes, load_kept, load_sinks, near
 from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
@@ -38,7 +48,7 @@ from hf_linear_attn.ops.window.triton.sums import key_sums_kernel, scan_launch
 def take_in(m, mass, acc, s, vv, BLIND: tl.constexpr, PRECISION: tl.constexpr):
     """Take scores in base 2 and their values into each row's largest score and the sums relative to it.
 
-    ``BLIND`` says that there may be rows which have seen nothing yet.
+    Values and their sums are in parts. ``BLIND`` says that there may be rows which have seen nothing yet.
     """
     largest = tl.maximum(m, tl.max(s, 1))
     origin = largest
@@ -47,7 +57,8 @@ def take_in(m, mass, acc, s, vv, BLIND: tl.constexpr, PRECISION: tl.constexpr):
     p = tl.exp2(s - origin[:, None])
     old = tl.exp2(m - origin)
     mass = mass * old + tl.sum(p, 1)
-    return largest, mass, dot(operand(p, vv.dtype, PRECISION), vv, acc * old[:, None], PRECISION)
+    acc = [part * old[:, None] for part in acc]
+    return largest, mass, dot_into(operand(p, vv[0].dtype, PRECISION), vv, acc, PRECISION)
 
 
 @triton.jit
@@ -57,28 +68,27 @@ def attend_near(
     D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr,
     SINKS: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the queries ``x [BT, BD]`` to the tiles of keys from ``start`` on, and to the sinks.
+    """Attend from the queries ``x``, in parts, to the tiles of keys from ``start`` on, and to the sinks.
 
     Returns:
-        Each row's largest score in base 2, the sums of weights and of weighted values relative to it, and where SUMS
-        the sum of products with the keys of these tiles that are out of sight and count.
+        Each row's largest score in base 2, the sums of weights and, in parts, of weighted values relative to it, and
+        where SUMS the sum of products with the keys of these tiles that are out of sight and count.
     """
-    BT: tl.constexpr = x.shape[0]
+    BT: tl.constexpr = ot.shape[0]
     BN: tl.constexpr = on.shape[0]
-    BV: tl.constexpr = ov.shape[0]
     base2 = scaling * LOG2E
     m = tl.full([BT], float("-inf"), tl.float32)
     mass = tl.zeros([BT], tl.float32)
-    acc = tl.zeros([BT, BV], tl.float32)
+    acc = zeros(BT, ov)
     products = tl.zeros([BT], tl.float32)
     for j in range(start, P + c + BT, BN):
         _, code = key_codes(codes, j, on, S, MASKED)
-        # [BN, BD] and [BN, BV]
-        kk = load_operand(k + j * k_t, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
-        vv = load_operand(v + j * v_t, on[:, None] * v_t + ov[None, :], code != 0, ov < V, EXACT_V, PRECISION)
+        # [BN, D] and [BN, V]
+        kk = load_parts(k + j * k_t, on[:, None] * k_t, od, code != 0, D, EXACT_D, PRECISION)
+        vv = load_parts(v + j * v_t, on[:, None] * v_t, ov, code != 0, V, EXACT_V, PRECISION)
         code = code[None, :]
         distance = (P + c - j).to(tl.int32) + ot[:, None] - on[None, :]
-        s = product(x, tl.trans(kk), PRECISION)
+        s = dot_over(x, kk, tl.zeros([BT, BN], tl.float32), PRECISION)
         if SUMS:
             products += tl.sum(tl.where(far(distance, code, W), s, 0.0), 1)
         s = tl.where(near(distance, code, W), s * base2, float("-inf"))
@@ -89,20 +99,33 @@ def attend_near(
             sink_k, sink_v, seen, i_b * T + c + ot, rows, kv_head, os, od, ov,
             D, V, EXACT_D, EXACT_V, SINKS, PRECISION,
         )  # fmt: skip
-        s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * base2, float("-inf"))
+        s = dot_over(x, kk, tl.zeros([BT, BS], tl.float32), PRECISION)
+        s = tl.where(visible, s * base2, float("-inf"))
         m, mass, acc = take_in(m, mass, acc, s, vv, False, PRECISION)
     return m, mass, acc, products
 
 
 @triton.jit
+def joined(acc, old, f, own):
+    """Return the weighted values ``old acc + own f``, in parts, with weights of rows."""
+    y = ()
+    for i in tl.static_range(len(acc)):
+        y += (acc[i] * old[:, None] + own[:, None] * f[i].to(tl.float32),)
+    return y
+
+
+@triton.jit
 def own_score(x, products, n, keys, bias, weight, od, scaling, D: tl.constexpr):
     """Return the scores of the queries' own keys in base 2, which stand for n keys each; -inf where n is 0."""
-    y = x.to(tl.float32)
-    u = tl.load(weight + od, mask=od < D, other=0.0).to(tl.float32)
-    before = tl.load(keys + od, mask=od < D, other=0.0)
+    direct = tl.load(bias).to(tl.float32)
+    for i in tl.static_range(len(od)):
+        y = x[i].to(tl.float32)
+        u = tl.load(weight + od[i], mask=od[i] < D, other=0.0).to(tl.float32)
+        before = tl.load(keys + od[i], mask=od[i] < D, other=0.0)
+        products += tl.sum(y * before[None, :], 1)
+        direct += tl.sum(y * u[None, :], 1)
     some = tl.maximum(n, 1.0)
-    e = (products + tl.sum(y * before[None, :], 1)) * (scaling / some) + tl.log(some)
-    e += tl.load(bias).to(tl.float32) + tl.sum(y * u[None, :], 1)
+    e = products * (scaling / some) + tl.log(some) + direct
     return tl.where(n > 0, e * LOG2E, float("-inf"))
 
 
@@ -125,8 +148,8 @@ def window_kernel(
     i_b = (pid // H // tl.cdiv(T, BT)).to(tl.int64)
     i_hk = i_h // G
     c = i_t.to(tl.int64) * BT
-    od = tl.arange(0, BD)
-    ov = tl.arange(0, BV)
+    od = column_parts(BD, 0)
+    ov = column_parts(BV, 0)
     ot = tl.arange(0, BT)
     on = tl.arange(0, BN)
     rows = ot < (T - c).to(tl.int32)
@@ -136,9 +159,9 @@ def window_kernel(
     v += i_b * v_b + i_hk.to(tl.int64) * v_h
     if MASKED:
         codes += i_b * c_b
-    # [BT, BD]
+    # [BT, D]
     q += i_b * q_b + i_h.to(tl.int64) * q_h + c * q_t
-    x = load_operand(q, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION)
+    x = load_parts(q, ot[:, None] * q_t, od, rows, D, EXACT_D, PRECISION)
     start = first_key(c, P, W, BLOCK)
     m, mass, acc, products = attend_near(
         x, k, v, codes, start, c, rows, od, ov, ot, on, T, S, P, W, scaling, k_t, v_t, kv_head, i_b,
@@ -151,12 +174,12 @@ def window_kernel(
         held += (kv_head * NQ + block) * C
         for i in range(0, C + (c - block * BLOCK).to(tl.int32) + BT, BN):
             kk, vv, begin, end = load_kept(
-                kept_k, kept_v, held, begins + i_b * K, ends + kv_head * K, i + on, C + block * BLOCK, K, od, ov,
+                kept_k, kept_v, held, begins + i_b * K, ends + kv_head * K, i + on, C + block * BLOCK, K, od[0], ov[0],
                 D, V, EXACT_D, EXACT_V, C, BLOCK, PRECISION,
             )  # fmt: skip
             visible = (begin[None, :] <= (c + ot)[:, None]) & ((c + ot)[:, None] < end[None, :])
-            s = tl.where(visible, product(x, tl.trans(kk), PRECISION) * (scaling * LOG2E), float("-inf"))
-            m, mass, acc = take_in(m, mass, acc, s, vv, False, PRECISION)
+            s = tl.where(visible, product(x[0], tl.trans(kk), PRECISION) * (scaling * LOG2E), float("-inf"))
+            m, mass, acc = take_in(m, mass, acc, s, (vv,), False, PRECISION)
     if OWN:
         if SUMS:
             n = tl.load(number + i_b * T + c + ot, mask=rows, other=0).to(tl.float32)
@@ -168,14 +191,13 @@ def window_kernel(
         w = tl.exp2(e - largest)
         old = tl.exp2(m - largest)
         mass = mass * old + w
-        # [BT, BV]
+        # [BT, V]
         f += i_b * f_b + i_h.to(tl.int64) * f_h + c * f_t
-        ff = load_tile(f, ot[:, None] * f_t + ov[None, :], rows, ov < V, EXACT_V)
-        acc = acc * old[:, None] + w[:, None] * ff.to(tl.float32)
+        acc = joined(acc, old, load_parts(f, ot[:, None] * f_t, ov, rows, V, EXACT_V, "ieee"), w)
         m = largest
         tl.store(score + row, e, mask=rows)
     o += i_b * o_b + i_h.to(tl.int64) * o_h + c * o_t
-    store_tile(o, ot[:, None] * o_t + ov[None, :], acc / mass[:, None], rows, ov < V, EXACT_V)
+    store_parts(o, ot[:, None] * o_t, ov, [part / mass[:, None] for part in acc], rows, V, EXACT_V)
     tl.store(lse + row, m + tl.log2(mass), mask=rows)
 
 

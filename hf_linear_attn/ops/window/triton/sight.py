@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from hf_linear_attn.ops.triton.primitives import load_operand
+from hf_linear_attn.ops.triton.primitives import load_operand, load_parts
 from hf_linear_attn.ops.window.problem import NOWHERE
 
 NEVER = tl.constexpr(NOWHERE)
@@ -47,18 +47,14 @@ def load_sinks(
     D: tl.constexpr, V: tl.constexpr, EXACT_D: tl.constexpr, EXACT_V: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return which query of a tile sees which sink, and the sinks' keys and values."""
+    """Return which query of a tile sees which sink, and the sinks' keys and values, in parts."""
     there = rows[:, None] & (os < SINKS)[None, :]
     visible = tl.load(seen + queries[:, None] * SINKS + os[None, :], mask=there, other=0) != 0
     # Nothing else is read, since 0 times a NaN is one.
     seen_here = tl.max(visible.to(tl.int32), 0) != 0
-    # [BS, BD] and [BS, BV]
-    kk = load_operand(
-        sink_k + kv_head * SINKS * D, os[:, None] * D + od[None, :], seen_here, od < D, EXACT_D, PRECISION
-    )
-    vv = load_operand(
-        sink_v + kv_head * SINKS * V, os[:, None] * V + ov[None, :], seen_here, ov < V, EXACT_V, PRECISION
-    )
+    # [BS, D] and [BS, V]
+    kk = load_parts(sink_k + kv_head * SINKS * D, os[:, None] * D, od, seen_here, D, EXACT_D, PRECISION)
+    vv = load_parts(sink_v + kv_head * SINKS * V, os[:, None] * V, ov, seen_here, V, EXACT_V, PRECISION)
     return visible, kk, vv
 
 
