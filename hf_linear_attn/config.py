@@ -127,6 +127,11 @@ class LinearAttentionConfig:
         check_types(self)
         object.__setattr__(self, "per_layer", _by_layer(self.per_layer))
         object.__setattr__(self, "feature_map_options", dict(self.feature_map_options))
+        try:
+            json.dumps(self.feature_map_options, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            rule, remedy = "be what JSON can say", "Give finite numbers, texts, and lists or mappings of them."
+            raise ArgumentError("feature_map_options", rule, self.feature_map_options, remedy) from error
         object.__setattr__(self, "update_rule", ALIASES.get(self.update_rule, self.update_rule))
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))

@@ -107,6 +107,9 @@ def test_types_are_checked_in_code_and_in_files(settings, message):
         ({"rotary": "drop"}, r"`rotary` must be a known choice, got 'drop'.*: auto, keep, undo"),
         ({"trained_length": 0}, r"`trained_length` must be at least 1 token"),
         ({"window": 8, "per_layer": {"first": {"window": 2}}}, r"`per_layer` must hold indices of layers, got 'first'"),
+        # As JSON it would be no text that others read, and it is not even itself.
+        ({"feature_map_options": {"a": float("nan")}}, r"`feature_map_options` must be what JSON can say, got .*nan"),
+        ({"feature_map_options": {"a": {1}}}, r"`feature_map_options` must be what JSON can say, got"),
         ({"retention_units": 0}, r"`retention_units` must be 1 to 4096, got 0"),
         ({"retention_units": 4097}, r"`retention_units` must be 1 to 4096, got 4097"),
         ({"window": 8, "per_layer": {1: {"sinks": 2}}}, r"`per_layer` must hold some of window and kept for layer 1"),
