@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_KIB = 765
-"""A wheel that grows beyond has to say why: docs/results/wheel.md says what is in it, and why it has 752 KiB."""
+MOST_KIB = 780
+"""A wheel that grows beyond has to say why: docs/results/wheel.md says what is in it, and why it has 766 KiB."""
 CARRIED = (
     "hf_linear_attn/py.typed",
     "hf_linear_attn/evaluation/results.schema.json",
