@@ -41,13 +41,8 @@ class ApproximationSettings:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("window", 1),
-            ("sinks", 1),
-            ("queries", 1),
-            ("ranked_queries", 1),
-            ("matrix_tokens", 2),
-        ):
+        smallest = {"window": 1, "sinks": 1, "queries": 1, "ranked_queries": 1, "matrix_tokens": 2}
+        for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ArgumentError(name, f"be at least {least}", getattr(self, name), "Leave it out for the default.")
         for name in ("block_mib", "eps"):

@@ -7,6 +7,7 @@ window with sinks and a key of each query's own, the step of generation) and wha
 """
 
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -68,18 +69,14 @@ class Outcome:
         if self.failure is not None:
             found = self.failure
         else:
-            worst = max(self.errors, key=lambda name: _order(self.errors[name]))
+            # NaN is the largest.
+            worst = max(self.errors, key=lambda name: (math.isnan(self.errors[name]), self.errors[name]))
             found = f"worst error {self.errors[worst]:.1e} ({worst}), at most {TOLERANCE[self.dtype]:.1e}"
             if self.wrong:
                 found += f"; beyond it: {', '.join(self.wrong)}"
             if self.unsteady:
                 found += f"; other bits the second time: {', '.join(self.unsteady)}"
         return f"{'right' if self.right else 'WRONG'}  {self.part}, {dtype}: {found} [{self.seconds:.1f} s]"
-
-
-def _order(error: float) -> float:
-    """Return an error such that NaN is the largest."""
-    return error if error == error else float("inf")
 
 
 def check(part: Part, backend: str) -> Outcome:

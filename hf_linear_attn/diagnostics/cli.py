@@ -15,13 +15,7 @@ from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, renamed
 from hf_linear_attn.feature_maps import available_feature_maps
 from hf_linear_attn.files import output_folder, paths_read
-from hf_linear_attn.loading import (
-    find_device,
-    load_model,
-    load_tokenizer,
-    load_users_maps,
-    read_text,
-)
+from hf_linear_attn.loading import find_device, load_model, load_tokenizer, load_users_maps, read_text
 from hf_linear_attn.patching import is_patched
 from hf_linear_attn.shell import command, next_step
 

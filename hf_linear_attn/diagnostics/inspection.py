@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings, Attention, first_matrices, measure_layer
 from hf_linear_attn.diagnostics.branches import branch_usage
 from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
-from hf_linear_attn.diagnostics.report import EXACT, Pictures, summary_table, write_report
+from hf_linear_attn.diagnostics.report import EXACT, PICTURED_TOKENS, Matrices, summary_table, write_report
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
@@ -27,7 +27,6 @@ from hf_linear_attn.patching import attention_layers, is_patched
 logger = logging.getLogger(__name__)
 
 PICTURED_LAYERS = 4
-PICTURED_TOKENS = 64
 TENTHS = 10
 MOST_KEPT = 20
 """Kept tokens that a report lists."""
@@ -96,17 +95,20 @@ def inspect_model(
             _check_finite(math.isfinite(results["branches"]["loss_nats"]), type(model).__name__)
             if "kept_at" in results["branches"]:
                 results["kept"] = summarise_kept(results["branches"]["kept_at"], ids[0].tolist(), tokenizer)
-            pictures = Pictures({}, PICTURED_TOKENS)
+            matrices: Matrices = {}
         else:
             settings = settings or ApproximationSettings()
             results["settings"] = asdict(settings)
-            layers, pictures = _compare(model, ids.to(device), _options(maps), settings)
-            results["layers"] = layers
-            results["summary"] = summarise(layers)
+            results["layers"], matrices = _compare(model, ids.to(device), _options(maps), settings)
+            results["summary"] = summarise(results["layers"])
     finally:
         model.train(training)
     if output_dir is not None:
-        _write(results, pictures, Path(output_dir))
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
+        write_atomic(folder / "table.md", summary_table(results))
+        write_report(results, matrices, folder / "report.html")
     return results
 
 
@@ -135,13 +137,6 @@ def _check_finite(finite: bool, where: str) -> None:
         raise ArgumentError("model", "compute finite numbers", "NaN or infinity", remedy, where=where)
 
 
-def _write(results: Mapping[str, Any], pictures: Pictures, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "inspection.json", json.dumps(results, indent=1) + "\n")
-    write_atomic(folder / "table.md", summary_table(results))
-    write_report(results, pictures, folder / "report.html")
-
-
 def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
     if maps is None:
         maps = available_feature_maps()
@@ -160,12 +155,12 @@ def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> di
 @torch.no_grad()
 def _compare(
     model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Mapping[str, Any]], settings: ApproximationSettings
-) -> tuple[list[dict[str, Any]], Pictures]:
+) -> tuple[list[dict[str, Any]], Matrices]:
     found = [layer.index for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0]
     step = max(1, -(-len(found) // PICTURED_LAYERS))
     pictured = set(found[::step])
     layers: list[dict[str, Any]] = []
-    pictures = Pictures({}, PICTURED_TOKENS)
+    matrices: Matrices = {}
 
     def measure(inputs: AttentionInputs) -> None:
         _check_finite(all(bool(x.isfinite().all()) for x in (inputs.q, inputs.k, inputs.v)), inputs.name)
@@ -181,14 +176,14 @@ def _compare(
         if inputs.index in pictured:
             entropies = layers[-1]["exact"]["entropy_nats"]
             head = min(range(heads), key=entropies.__getitem__)
-            pictures.matrices[inputs.index, head] = {
+            matrices[inputs.index, head] = {
                 name: list(first_matrices(Attention(inputs, phi, settings), PICTURED_TOKENS))[head].cpu()
                 for name, phi in [(EXACT, None), *maps.items()]
             }
 
     with observe_attention(model, measure):
         model(input_ids=ids, use_cache=False)
-    return layers, pictures
+    return layers, matrices
 
 
 def summarise(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -124,56 +124,28 @@ def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool 
     yield linear("values wider than heads, squared_relu", qkv(D, 2 * D), feature_map="squared_relu")
     gates = {name: tensor(2, count, 2).transpose(1, 2) for name in ("beta", "decay")}
     delta = qkv(D) | gates | {"kv0": state(D, D)["kv0"]}
-    yield Part(f"gated delta rule of {D}, masked, delayed, from a state", delta, partial(_delta, key_mask=mask))
+    rule = partial(_delta, key_mask=mask, delay=WINDOW)
+    yield Part(f"gated delta rule of {D}, masked, delayed, from a state", delta, rule)
     # A step at a time from the same state.
     delta = {name: x if name == "kv0" else x[:, :, :3] for name, x in delta.items()}
     yield Part("steps of the gated delta rule", delta, _delta_steps, backward=False)
 
 
-def _linear(
-    x: Tensors,
-    backend: str,
-    *,
-    feature_map: str | None = "elu",
-    causal: bool = True,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    delay: int = 0,
-) -> Tensors:
+def _linear(x: Tensors, backend: str, **settings: Any) -> Tensors:
     state = LinearAttentionState(x["kv0"], x["z0"]) if "kv0" in x else None
-    o, final = linear_attention(
-        x["q"],
-        x["k"],
-        x["v"],
-        feature_map=feature_map,
-        causal=causal,
-        key_mask=key_mask,
-        cu_seqlens=cu_seqlens,
-        state=state,
-        delay=delay,
-        backend=backend,
-    )
+    o, final = linear_attention(x["q"], x["k"], x["v"], state=state, backend=backend, **settings)
     return {"o": o, "kv": final.kv, "z": final.z}
 
 
-def _delta(x: Tensors, backend: str, *, key_mask: Tensor | None, delay: int = WINDOW) -> Tensors:
-    o, final = delta_rule(
-        x["q"],
-        x["k"],
-        x["v"],
-        x["beta"].sigmoid(),
-        -softplus(x["decay"]),
-        key_mask=key_mask,
-        state=DeltaRuleState(x["kv0"]),
-        delay=delay,
-        backend=backend,
-    )
+def _delta(x: Tensors, backend: str, **settings: Any) -> Tensors:
+    gates, state = (x["beta"].sigmoid(), -softplus(x["decay"])), DeltaRuleState(x["kv0"])
+    o, final = delta_rule(x["q"], x["k"], x["v"], *gates, state=state, backend=backend, **settings)
     return {"o": o, "kv": final.kv}
 
 
 def _delta_steps(x: Tensors, backend: str) -> Tensors:
     if backend == "reference":
-        return _delta(x, backend, key_mask=None, delay=0)
+        return _delta(x, backend)
     held, steps = DeltaRuleState(x["kv0"].clone()), []
     for piece in (slice(0, 1), slice(1, 3)):
         q, k, v, beta, decay = (x[name][:, :, piece] for name in ("q", "k", "v", "beta", "decay"))

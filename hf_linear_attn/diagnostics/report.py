@@ -5,7 +5,6 @@ import html
 import importlib.util
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURED_MAPS = 6
+PICTURED_TOKENS = 64
 
 LARGEST_ERROR = 1.5
 """End of the scale of errors; 1 is the error of an output of zeros."""
@@ -53,17 +53,8 @@ figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; border-radiu
 """
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Attention matrices to show.
-
-    Attributes:
-        matrices: ``[n, n]`` weights of the first tokens, by (layer, head), then by map.
-        tokens: Number of tokens they were cut to.
-    """
-
-    matrices: dict[tuple[int, int], dict[str, Tensor]]
-    tokens: int
+Matrices = dict[tuple[int, int], dict[str, Tensor]]
+"""Attention matrices to show: ``[n, n]`` weights of the first tokens, by (layer, head), then by map."""
 
 
 def can_draw() -> bool:
@@ -116,15 +107,15 @@ def _figure(figure: "Figure", text: str) -> str:
     return f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"><figcaption>{alt}</figcaption></figure>'
 
 
-def write_report(results: Mapping[str, Any], pictures: Pictures, path: Path) -> None:
+def write_report(results: Mapping[str, Any], matrices: Matrices, path: Path) -> None:
     """Write an inspection as one HTML file.
 
     Args:
         results: As from :func:`inspect_model`.
-        pictures: Attention matrices to show.
+        matrices: Attention matrices to show.
         path: The file.
     """
-    parts = _branch_parts(results) if "branches" in results else _approximation_parts(results, pictures)
+    parts = _branch_parts(results) if "branches" in results else _approximation_parts(results, matrices)
     title = f"Attention of {html.escape(str(results['model']))}"
     facts = f"{html.escape(results['architecture'])}, {results['tokens']} tokens."
     write_atomic(
@@ -166,7 +157,7 @@ def _kept_parts(kept: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list[str]:
+def _approximation_parts(results: Mapping[str, Any], matrices: Matrices) -> list[str]:
     settings = results["settings"]
     notes = "; ".join(f"{title}: {text}" for title, text in COLUMNS.values())
     parts = [
@@ -174,17 +165,15 @@ def _approximation_parts(results: Mapping[str, Any], pictures: Pictures) -> list
         f"<p>{html.escape(notes)}. Window {settings['window']}, first tokens {settings['sinks']}. "
         "Learned maps as they start, before training.</p>",
         _html_table(*_rows(results)),
-        *(_drawn(results, pictures) if can_draw() else ()),
+        *(_drawn(results, matrices) if can_draw() else ()),
     ]
-    head = ["layer", *(title for key, (title, _) in COLUMNS.items() if key in results["layers"][0]["exact"])]
-    rows = [
-        [layer["name"], *(_number(fmean(values)) for key, values in _ordered(layer["exact"]))]
-        for layer in results["layers"]
-    ]
+    measured = [key for key in COLUMNS if key in results["layers"][0]["exact"]]
+    head = ["layer", *(COLUMNS[key][0] for key in measured)]
+    rows = [[layer["name"], *(_number(fmean(layer["exact"][key])) for key in measured)] for layer in results["layers"]]
     return [*parts, "<h2>Softmax by layer, mean over heads</h2>", _html_table(head, rows)]
 
 
-def _drawn(results: Mapping[str, Any], pictures: Pictures) -> list[str]:
+def _drawn(results: Mapping[str, Any], matrices: Matrices) -> list[str]:
     """Return the parts that are pictures."""
     parts = [
         "<h2>Error by layer and head</h2>",
@@ -200,24 +189,16 @@ def _drawn(results: Mapping[str, Any], pictures: Pictures) -> list[str]:
             "heads. A line that rises accumulates error.",
         ),
     ]
-    if pictures.matrices:
+    if matrices:
         parts += [
             "<h2>Attention matrices</h2>",
             _figure(
-                _heat_maps(results, pictures),
-                f"Weights among the first {pictures.tokens} tokens: exact softmax attention and the maps nearest "
+                _heat_maps(results, matrices),
+                f"Weights among the first {PICTURED_TOKENS} tokens: exact softmax attention and the maps nearest "
                 "to it, in the spikiest head of some layers; every row is scaled by softmax's largest weight there.",
             ),
         ]
     return parts
-
-
-def _ordered(statistics: Mapping[str, list[float]]) -> list[tuple[str, list[float]]]:
-    return [(key, statistics[key]) for key in COLUMNS if key in statistics]
-
-
-def _map_names(results: Mapping[str, Any]) -> list[str]:
-    return list(results["summary"]["maps"])
 
 
 def _lines(title: str, rows: Mapping[str, Sequence[float]], ticks: Sequence[int]) -> "Figure":
@@ -236,8 +217,8 @@ def _lines(title: str, rows: Mapping[str, Sequence[float]], ticks: Sequence[int]
 
 
 def _by_layer(results: Mapping[str, Any]) -> "Figure":
-    layers = results["layers"]
-    rows = {name: [fmean(layer["maps"][name]["output_error"]) for layer in layers] for name in _map_names(results)}
+    layers, maps = results["layers"], results["summary"]["maps"]
+    rows = {name: [fmean(layer["maps"][name]["output_error"]) for layer in layers] for name in maps}
     return _lines("layer", rows, [layer["index"] for layer in layers])
 
 
@@ -245,7 +226,7 @@ def _by_length(results: Mapping[str, Any]) -> "Figure":
     layers = results["layers"]
     edges = layers[0]["length_edges"]
     rows = {}
-    for name in _map_names(results):
+    for name in results["summary"]["maps"]:
         columns = zip(
             *(head for layer in layers for head in layer["maps"][name]["output_error_by_length"]), strict=True
         )
@@ -258,7 +239,7 @@ def _by_length(results: Mapping[str, Any]) -> "Figure":
 def _by_head(results: Mapping[str, Any]) -> "Figure":
     from matplotlib.figure import Figure
 
-    names = _map_names(results)
+    names = list(results["summary"]["maps"])
     columns = min(6, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(9, 1.6 * rows + 0.6), layout="constrained")
@@ -279,20 +260,19 @@ def _by_head(results: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def _heat_maps(results: Mapping[str, Any], pictures: Pictures) -> "Figure":
+def _heat_maps(results: Mapping[str, Any], matrices: Matrices) -> "Figure":
     from matplotlib.figure import Figure
 
-    names = [EXACT, *_map_names(results)[:PICTURED_MAPS]]
-    figure = Figure(figsize=(9, 1.45 * len(pictures.matrices) + 0.3), layout="constrained")
-    every = figure.subplots(len(pictures.matrices), len(names), squeeze=False)
-    for row, ((layer, head), matrices) in enumerate(pictures.matrices.items()):
-        line = every[row]
-        largest = matrices[EXACT].amax(-1, keepdim=True)
+    names = [EXACT, *list(results["summary"]["maps"])[:PICTURED_MAPS]]
+    figure = Figure(figsize=(9, 1.45 * len(matrices) + 0.3), layout="constrained")
+    every = figure.subplots(len(matrices), len(names), squeeze=False)
+    for axes, name in zip(every[0], names, strict=True):
+        axes.set_title("softmax" if name == EXACT else name, fontsize="small")
+    for line, ((layer, head), weights) in zip(every, matrices.items(), strict=True):
+        largest = weights[EXACT].amax(-1, keepdim=True)
         for axes, name in zip(line, names, strict=True):
-            axes.imshow((matrices[name] / largest).numpy(), vmin=0, vmax=1, cmap="magma", interpolation="nearest")
+            axes.imshow((weights[name] / largest).numpy(), vmin=0, vmax=1, cmap="magma", interpolation="nearest")
             axes.set_xticks([])
             axes.set_yticks([])
-            if row == 0:
-                axes.set_title("softmax" if name == EXACT else name, fontsize="small")
         line[0].set_ylabel(f"layer {layer}\nhead {head}", fontsize="x-small")
     return figure
