@@ -4,10 +4,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
@@ -105,14 +106,11 @@ def watched_caches(*models: PreTrainedModel) -> Iterator[list[int]]:
     """Yield the most bytes that each model's cache has held since the ``with`` block began, counted after forwards."""
     most = [0] * len(models)
 
-    def look(at: int, output: Any) -> None:
+    def look(at: int, model: nn.Module, args: Any, output: Any) -> None:
         cache = returned_cache(output)
         most[at] = max(most[at], 0 if cache is None else cache_bytes(cache))
 
-    handles = [
-        model.register_forward_hook(lambda module, args, output, at=at: look(at, output))  # type: ignore[misc]
-        for at, model in enumerate(models)
-    ]
+    handles = [model.register_forward_hook(partial(look, at)) for at, model in enumerate(models)]
     try:
         yield most
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_linear_attn.encoders import Frame, Pooling, embed
 
@@ -34,10 +35,9 @@ def embed_all(
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        rows = [frame.around(texts[n]) for n in chosen]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[n < len(row) for n in range(width)] for row in rows], device=device)
+        rows = [torch.tensor(frame.around(texts[n]), device=device) for n in chosen]
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
         for number, x in zip(chosen, F.normalize(embed(model, ids, mask, pooling), dim=-1).cpu(), strict=True):
             found[number] = x
     return torch.stack(found)

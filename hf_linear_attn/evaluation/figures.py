@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 440, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 42
 _DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 4", "12 4")
 COLOURS = 6
+
+Point = tuple[float, float, float | None, float | None]
+"""`(x, y, low, high)`, low and high None where there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,12 @@ class Series:
     Args:
         name: What the legend calls it.
         number: Which of the colours, dashes and markers it wears; the same for a model in every picture.
-        points: `(x, y, low, high)`, low and high None where there is no interval.
+        points: The points that it joins.
     """
 
     name: str
     number: int
-    points: Sequence[tuple[float, float, float | None, float | None]]
+    points: Sequence[Point]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Axes:
     y_range: tuple[float, float] | None = None
     percent: bool = False
     threshold: float | None = None
-    marks: Sequence[tuple[float, str]] = field(default_factory=tuple)
+    marks: Sequence[tuple[float, str]] = ()
 
 
 def short_number(value: float) -> str:
@@ -231,10 +234,9 @@ def heat_map(
     wide = (WIDTH - left - 6) / len(columns)
     bottom = top + height_of_row * len(rows)
     parts = []
-    for i, row in enumerate(rows):
+    for i, (row, fields) in enumerate(zip(rows, cells, strict=True)):
         parts.append(_text(left - 6, top + height_of_row * (i + 0.5) + 4, row, "end"))
-        for j in range(len(columns)):
-            cell = cells[i][j]
+        for j, cell in enumerate(fields):
             corner = f'x="{left + wide * j + 1:.1f}" y="{top + height_of_row * i + 1}"'
             box = f'{corner} width="{wide - 2:.1f}" height="{height_of_row - 2}" rx="3"'
             fill = '<rect class="void" ' + box + "/>"

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_linear_attn.errors import UnsupportedError
@@ -87,20 +88,14 @@ def prefill(
     model: PreTrainedModel, input_ids: Tensor, cache: Any, chunk: int, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """Read `[B, T]` tokens `chunk` at a time and return the logits of the last, `[B, 1, vocabulary]`, and the cache."""
-    position_ids = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    logits = None
-    for start in range(0, input_ids.shape[1], chunk):
-        stop = min(start + chunk, input_ids.shape[1])
-        logits, cache = forward(
-            model,
-            input_ids[:, start:stop],
-            cache,
-            all_logits=False,
-            attention_mask=None if attention_mask is None else attention_mask[:, :stop],
-            position_ids=None if position_ids is None else position_ids[:, start:stop],
-        )
-    if logits is None:
-        raise UnsupportedError("input_ids", "hold a token", tuple(input_ids.shape), "Pass a longer prompt.")
+    stop = 0
+    padding: dict[str, Tensor] = {}
+    for ids in torch.split(input_ids, chunk, dim=1):
+        start, stop = stop, stop + ids.shape[1]
+        if attention_mask is not None:
+            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+            padding = {"attention_mask": attention_mask[:, :stop], "position_ids": position_ids[:, start:stop]}
+        logits, cache = forward(model, ids, cache, all_logits=False, **padding)
     return logits, cache
 
 
@@ -175,22 +170,17 @@ def continue_rows(
     return rows
 
 
-def common_prefix(prompts: Sequence[Tensor]) -> int:
-    """Return how many leading tokens 1-D prompts share, at most the shortest's length less one."""
-    shortest = min(len(prompt) for prompt in prompts) - 1
-    stack = torch.stack([prompt[:shortest] for prompt in prompts])
-    differs = (stack != stack[:1]).any(0).nonzero()
-    return int(differs[0]) if len(differs) else shortest
-
-
 def shared_prefix(prompts: Sequence[Tensor]) -> int:
     """Return how many leading tokens of 1-D prompts are worth reading once for all: at least half of them, or none.
 
     After a cached prefix softmax attention needs an explicit mask, which takes more than twice as long as the causal
-    kernel: what a short prefix saves, the rest of the prompt pays for.
+    kernel: what a short prefix saves, the rest of the prompt pays for. The last token stays, to predict from.
     """
-    shared = common_prefix(prompts)
-    return shared if 2 * shared >= min(len(prompt) for prompt in prompts) else 0
+    shortest = min(len(prompt) for prompt in prompts)
+    stack = torch.stack([prompt[: shortest - 1] for prompt in prompts])
+    differs = (stack != stack[:1]).any(0).nonzero()
+    shared = int(differs[0]) if len(differs) else shortest - 1
+    return shared if 2 * shared >= shortest else 0
 
 
 class PrefixReader:
@@ -248,13 +238,10 @@ class PrefixReader:
         if not accepts(self._model, "position_ids"):
             rule, remedy = "be 1 for a model that takes no position_ids", "Prompts of unequal length need left padding."
             raise UnsupportedError("batch_size", rule, len(batch), remedy, where=type(self._model).__name__)
-        longest = max(len(prompt) for prompt in batch)
-        ids = torch.full((len(batch), longest), self._pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(batch):
-            ids[row, longest - len(prompt) :] = prompt
-            mask[row, longest - len(prompt) :] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
+        prompts = [prompt.to(self._device) for prompt in batch]
+        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence(prompts, **left, padding_value=self._pad_id)
+        mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left)
         return *prefill(self._model, ids, None, self._chunk, mask), mask
 
     def _row(self, ids: Tensor) -> Tensor:

@@ -103,39 +103,26 @@ def evaluate(
         if settings.progress and rank == 0:
             tqdm.write(cost.describe(), file=sys.stderr)
         _run_suites(settings, suites, store, state, cost)
-        return _report(settings, subjects, suites, store, cost, extras, begin)
-
-
-def _report(
-    settings: EvaluationSettings,
-    subjects: Sequence[Subject],
-    suites: Sequence[Suite],
-    store: SampleStore,
-    cost: Cost,
-    extras: Mapping[str, float | str] | None,
-    begin: float,
-) -> dict[str, Any]:
-    """Return what a run that began at a time has found, and write it where there is a folder."""
-    results: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "environment": environment(subjects[0].device),
-        "model": subjects[0].facts(),
-        "references": [subject.facts() for subject in subjects[1:]],
-        "args": settings.identity(),
-    }
-    for suite in suites:
-        results |= suite.collect(store)
-    results = add_comparisons({**results, "extras": dict(extras or {})})
-    results["timing"] = {
-        "command": shlex.join(sys.argv),
-        "commit": source_commit(),
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "estimated_s": cost.seconds,
-        "wall_s": time.perf_counter() - begin,
-    }
-    if settings.output_dir is not None and process_state().is_main_process:
-        write_results(results, Path(settings.output_dir))
-    return results
+        results: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "environment": environment(subjects[0].device),
+            "model": subjects[0].facts(),
+            "references": [subject.facts() for subject in subjects[1:]],
+            "args": settings.identity(),
+        }
+        for suite in suites:
+            results |= suite.collect(store)
+        results = add_comparisons({**results, "extras": dict(extras or {})})
+        results["timing"] = {
+            "command": shlex.join(sys.argv),
+            "commit": source_commit(),
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "estimated_s": cost.seconds,
+            "wall_s": time.perf_counter() - begin,
+        }
+        if folder is not None:
+            write_results(results, folder)
+        return results
 
 
 def check_evaluation(
@@ -225,16 +212,10 @@ def kind_of(suites: Sequence[type[Suite]]) -> Kind:
 def _open_store(settings: EvaluationSettings, subjects: Sequence[Subject], state: PartialState) -> SampleStore:
     folder = Path(settings.output_dir) if settings.output_dir is not None else None
     prints = {subject.name: subject.fingerprint for subject in subjects}
-
-    def make(*, resume: bool, overwrite: bool) -> SampleStore:
-        return SampleStore(
-            folder, settings.identity(), prints, resume=resume, overwrite=overwrite, rank=state.process_index
-        )
-
-    # The first process checks and clears the folder before the others look into it.
-    store = make(resume=settings.resume, overwrite=settings.overwrite) if state.is_main_process else None
-    state.wait_for_everyone()
-    return store or make(resume=True, overwrite=False)
+    options = {"resume": settings.resume, "overwrite": settings.overwrite, "rank": state.process_index}
+    # It checks and clears the folder before the others look into it.
+    with state.main_process_first():
+        return SampleStore(folder, settings.identity(), prints, **options)
 
 
 def _run_suites(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_linear_attn.evaluation.generation import forward, prefill, unless_out_of_memory
 from hf_linear_attn.evaluation.subjects import Subject
@@ -135,9 +136,7 @@ def score_windows(
         For each window `tokens` by bucket of position, and `models`: by name the sums of each figure by bucket.
     """
     rows = window_ids(corpus, windows)
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.tensor(row)
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     firsts = [max(1, window.score_from - window.start + len(corpus.bos)) for window in windows]
     scores = score_tokens(subjects, ids, min(firsts), chunk, advance)
     found = []

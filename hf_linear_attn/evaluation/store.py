@@ -32,7 +32,7 @@ class SampleStore:
         resume: Use the records in the folder even where that run has finished; those of one that was cut off are used
             anyway.
         overwrite: Delete what an earlier run left in the folder.
-        rank: Number of this process.
+        rank: Number of this process; the first one alone looks at what an earlier run left.
 
     Raises:
         CheckpointError: If the folder holds a finished run and neither `resume` nor `overwrite` is set, or a run of

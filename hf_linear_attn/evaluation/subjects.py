@@ -16,7 +16,7 @@ from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state
+from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state, trained_positions
 from hf_linear_attn.patching import unpatch_model
 
 
@@ -44,8 +44,7 @@ class Subject:
     @property
     def linear_attention(self) -> Mapping[str, Any] | None:
         """Return the patch settings the model carries, or None if no layer is patched."""
-        settings = getattr(self.model.config, "linear_attention", None)
-        return settings if settings else None
+        return getattr(self.model.config, "linear_attention", None) or None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -56,15 +55,6 @@ class Subject:
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
-
-    @cached_property
-    def patched_layers(self) -> list[str]:
-        """Return the names of the attention modules that were converted."""
-        return [
-            name.removesuffix(".linear_attention")
-            for name, _ in self.model.named_modules()
-            if name.endswith(".linear_attention")
-        ]
 
     @cached_property
     def vocabulary(self) -> int:
@@ -78,15 +68,6 @@ class Subject:
     def position_limit(self) -> int | None:
         """Return the number of positions a table of the model holds, or None where positions do not run out."""
         return position_limit(self.model)
-
-    @property
-    def trained_length(self) -> int | None:
-        """Return the length the patched layers were trained at, else the length the configuration declares."""
-        settings = self.linear_attention or {}
-        length = settings.get("trained_length") or getattr(
-            self.model.config.get_text_config(), "max_position_embeddings", None
-        )
-        return int(length) if length else None
 
     def refusal(self, length: int) -> str | None:
         """Say why the model cannot read `length` tokens, or None if it can."""
@@ -102,8 +83,9 @@ class Subject:
 
     def facts(self) -> dict[str, Any]:
         """Return the provenance of the model, ready for JSON."""
-        settings = self.linear_attention
+        settings = self.linear_attention or {}
         config = self.model.config
+        names = [name for name, _ in self.model.named_modules() if name.endswith(".linear_attention")]
         return {
             "name": self.name,
             "role": self.role,
@@ -116,11 +98,12 @@ class Subject:
             "layers": getattr(config.get_text_config(), "num_hidden_layers", None),
             "attention": "linear" if settings else "softmax",
             "attention_backend": getattr(config, "_attn_implementation", None),
-            "patched_layers": self.patched_layers,
-            "feature_map": settings.get("feature_map") if settings and settings.get("mix") != "window" else None,
-            "window": settings.get("window") if settings else None,
+            "patched_layers": [name.removesuffix(".linear_attention") for name in names],
+            "feature_map": None if settings.get("mix") == "window" else settings.get("feature_map"),
+            "window": settings.get("window"),
             "linear_attention": json.loads(json.dumps(settings, default=str)) if settings else None,
-            "trained_length": self.trained_length,
+            # Of the patched layers, else what the configuration declares.
+            "trained_length": settings.get("trained_length") or trained_positions(self.model),
             "position_limit": self.position_limit,
         }
 

@@ -1,14 +1,13 @@
 """What a suite shows of results: figures in large, pictures, tables, and the words and numbers in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
+from hf_linear_attn.evaluation.figures import Axes, Point, Series, line_chart
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
-Point = tuple[float, float, float | None, float | None]
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 """By its heading the key of each column in a row, and what writes its values."""
 
@@ -90,7 +89,7 @@ class Section:
 
     title: str
     text: str
-    pictures: Sequence[Picture] = field(default_factory=tuple)
+    pictures: Sequence[Picture]
     legend: bool = True
 
 
@@ -127,6 +126,11 @@ def numbers_of(results: Results) -> dict[str, int]:
     return {model["name"]: number for number, model in enumerate(models_of(results))}
 
 
+def measured(rows: Iterable[Row], model: str | None) -> list[Row]:
+    """Return a model's rows that have figures."""
+    return [row for row in rows if row["model"] == model and row.get("status", "ok") == "ok"]
+
+
 def point(column: str, *, x: str = "length", scale: float = 1.0) -> Callable[[Row], Point | None]:
     """Return what makes a point of a row: a column with its interval, if it has one, over another column."""
 
@@ -143,8 +147,8 @@ def lines(results: Results, rows: Sequence[Row], point: Callable[[Row], Point | 
     """Make a line for each model from its rows that have a figure."""
     series = []
     for model, number in numbers_of(results).items():
-        points = [point(row) for row in rows if row["model"] == model and row.get("status", "ok") == "ok"]
-        series.append(Series(model, number, [p for p in points if p is not None]))
+        points = [found for row in measured(rows, model) if (found := point(row)) is not None]
+        series.append(Series(model, number, points))
     return series
 
 

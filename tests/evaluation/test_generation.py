@@ -6,7 +6,6 @@ import torch
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.evaluation.generation import (
     PrefixReader,
-    common_prefix,
     continue_rows,
     end_tokens,
     forward,
@@ -102,13 +101,13 @@ def test_a_short_prefix_is_not_read_apart():
         assert seen == forwards
 
 
-def test_common_prefix_leaves_a_token_to_predict_from():
+def test_a_shared_prefix_leaves_a_token_to_predict_from():
     same = tokens(20)
-    assert common_prefix([same, same.clone()]) == 19
+    assert shared_prefix([same, same.clone()]) == 19
     other = same.clone()
-    other[7] += 1
-    assert common_prefix([same, other]) == 7
-    assert common_prefix([same, same[:5]]) == 4
+    other[12] += 1
+    assert shared_prefix([same, other]) == 12
+    assert shared_prefix([same, same[:5]]) == 4
 
 
 def test_rows_end_at_their_end_token_and_at_the_budget():

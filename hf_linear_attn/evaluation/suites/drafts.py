@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -187,9 +188,10 @@ class Drafts(Suite):
     @classmethod
     def headlines(cls, results: Results) -> list[view.Headline]:
         """Say how much faster answers come with drafts at the longest length."""
-        row = _best(results)
-        if row is None:
+        best = _best(results)
+        if not best:
             return []
+        row = best[-1]
         figure, word = view.compared(row["tokens_per_s"] / row["teacher_tokens_per_s"], "faster", "slower")
         at = f"answers with drafts at {view.tokens(row['length'])} tokens"
         detail = f"{row['accepted_per_round']:.2g} of {row['drafted']} drafted tokens accepted in a round; "
@@ -213,12 +215,11 @@ class Drafts(Suite):
     @classmethod
     def speed(cls, results: Results) -> list[str]:
         """Compare tokens per second at every length, each with the best number of drafted tokens."""
-        rows = _rows(results)
-        listed = []
-        for length in sorted({row["length"] for row in rows}):
-            best = max((row for row in rows if row["length"] == length), key=lambda row: row["tokens_per_s"])
-            ratio = best["tokens_per_s"] / best["teacher_tokens_per_s"]
-            listed.append(f"{ratio:.2f} times at {view.tokens(length)} with {best['drafted']} drafted")
+        listed = [
+            f"{row['tokens_per_s'] / row['teacher_tokens_per_s']:.2f} times at {view.tokens(row['length'])} with "
+            f"{row['drafted']} drafted"
+            for row in _best(results)
+        ]
         what = "After the first round, answers with drafts come at these rates beside the teacher alone"
         return [f"{what}: {', '.join(listed)}."] if listed else []
 
@@ -277,8 +278,8 @@ def _figures(record: Row | None, drafted: int, reason: str | None) -> dict[str, 
         "accepted_per_round": sum(accepted) / sum(rounds),
         "accepted_per_round_ci95": list(bootstrap_ratio_interval(accepted, rounds)),
         "identical": sum(one.tokens == other.tokens for one, other in zip(alone, drafts, strict=True)),
-        "first_ms": sum(one.first_ms for one in drafts) / len(drafts),
-        "teacher_first_ms": sum(one.first_ms for one in alone) / len(alone),
+        "first_ms": fmean(one.first_ms for one in drafts),
+        "teacher_first_ms": fmean(one.first_ms for one in alone),
         "tokens_per_s": _per_second(drafts),
         "teacher_tokens_per_s": _per_second(alone),
         "draft_cache_bytes": record["draft_cache_bytes"][str(drafted)],
@@ -294,14 +295,14 @@ def _per_second(answers: Sequence[Answer]) -> float | None:
 
 def _rows(results: Results) -> list[Row]:
     """Return the measured rows of the model under test."""
-    first = results["model"]["name"]
-    rows = [row for row in results["drafts"] if row["model"] == first and row["status"] == "ok"]
+    rows = view.measured(results["drafts"], results["model"]["name"])
     return [row for row in rows if row["tokens_per_s"] and row["teacher_tokens_per_s"]]
 
 
-def _best(results: Results) -> Row | None:
-    """Return the fastest row at the longest length."""
-    return max(_rows(results), key=lambda row: (row["length"], row["tokens_per_s"]), default=None)
+def _best(results: Results) -> list[Row]:
+    """Return the fastest of them at each length, ascending."""
+    rows = sorted(_rows(results), key=lambda row: (row["length"], row["tokens_per_s"]))
+    return list({row["length"]: row for row in rows}.values())
 
 
 def _of_teachers(results: Results, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -168,10 +168,10 @@ class Generation(Suite):
     @classmethod
     def quality(cls, results: Results) -> list[str]:
         """Say what the model under test writes at its longest length, beside its teacher."""
-        rows = [row for row in results["generation"] if row["status"] == "ok"]
-        mine = [row for row in rows if row["model"] == results["model"]["name"]]
+        mine = view.measured(results["generation"], results["model"]["name"])
+        longest = max((row["length"] for row in mine), default=0)
         said = []
-        for row in (row for row in mine if row["length"] == max(row["length"] for row in mine)):
+        for row in (row for row in mine if row["length"] == longest):
             parts = [f"{row['distinct']:.0%} of 4-grams distinct"]
             if row["nats"] is not None:
                 parts.insert(0, f"{row['nats']:.2f} nats per token by the {row['judge']}")
@@ -198,22 +198,27 @@ class Generation(Suite):
     @classmethod
     def tables(cls, results: Results) -> list[view.Table]:
         """Return the rows, and examples at the longest length side by side."""
-        columns: view.Columns = {name: (name, str) for name in ("model", "mode")}
-        columns = {**columns, "length": ("length", view.tokens), "texts": ("texts", str)}
-        columns |= {title: (name, str) for name, title in _FIGURES.items()}
+        columns: view.Columns = {
+            "model": ("model", str),
+            "mode": ("mode", str),
+            "length": ("length", view.tokens),
+            "texts": ("texts", str),
+            **{title: (name, str) for name, title in _FIGURES.items()},
+            "nats of": ("judge", str),
+        }
         rows: list[Row] = results["generation"]
         shown = [{**row, **{name: _with_interval(row, name) for name in _FIGURES}} for row in rows]
-        far = [row for row in rows if row["length"] == max(row["length"] for row in rows)]
+        longest = max((row["length"] for row in rows), default=0)
         listed = [
-            [row["mode"], _quoted(one["after"]), row["model"], _quoted(one["text"])]
+            [mode, _quoted(one["after"]), row["model"], _quoted(one["text"])]
             for mode in _MODES
             for at in range(_EXAMPLES)
-            for row in far
+            for row in rows
+            if (row["mode"], row["length"]) == (mode, longest)
             for one in row["examples"][at : at + 1]
-            if row["mode"] == mode
         ]
         examples = view.Table("Examples of what is written", ("mode", "after", "model", "written"), listed)
-        return [view.table("What it writes", shown, {**columns, "nats of": ("judge", str)}, status="texts"), examples]
+        return [view.table("What it writes", shown, columns, status="texts"), examples]
 
 
 def _figures(record: Row | None, beside: Row | None, reason: str | None) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """The lm-eval suite: tasks of EleutherAI's lm-evaluation-harness on any model of a run, in memory or from a path."""
 
 import hashlib
-import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from accelerate.utils import patch_environment
 
 from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.evaluation.cost import Pace
@@ -21,10 +21,12 @@ from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
 from hf_linear_attn.evaluation.tasks.base import bos_ids
-from hf_linear_attn.evaluation.view import Columns, Results, Table, interval, number, table, tokens
+from hf_linear_attn.evaluation.view import Columns, Results, Table, interval, measured, number, table, tokens
 
 # These make their own data; every other task of the harness downloads some.
-OFFLINE_TASKS = ("niah_single_1", "ruler_cwe", "ruler_fwe", "ruler_vt")
+OFFLINE_TASKS = ("niah_single_1", "ruler_vt", "ruler_cwe", "ruler_fwe")
+# They keep the harness and its libraries off the network.
+_OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), 1)
 _RULER_PREFIXES = ("niah_", "ruler_")
 # RULER's generators make this many samples per length and put the lengths one after another.
 _RULER_SAMPLES = 500
@@ -46,7 +48,7 @@ class LmEvalSettings:
         lm_eval_samples: Samples per lm-eval task and length.
     """
 
-    lm_eval_tasks: tuple[str, ...] = ("niah_single_1", "ruler_vt", "ruler_cwe", "ruler_fwe")
+    lm_eval_tasks: tuple[str, ...] = OFFLINE_TASKS
     lm_eval_samples: int = 50
 
     def __post_init__(self) -> None:
@@ -56,23 +58,6 @@ class LmEvalSettings:
 def is_ruler(task: str) -> bool:
     """Tell whether a harness task is one of RULER's, whose length is a setting."""
     return task.startswith(_RULER_PREFIXES)
-
-
-@contextmanager
-def _offline(active: bool) -> Iterator[None]:
-    """Keep the harness and its libraries off the network."""
-    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
-    before = {name: os.environ.get(name) for name in names}
-    if active:
-        os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @register_suite
@@ -140,6 +125,10 @@ class LmEval(Suite):
         """Return the lengths that a task is run at one by one; None where it has all in one, or those of its data."""
         return self.settings.lengths if name in _BABILONG else (None,)
 
+    def _network(self) -> AbstractContextManager[None]:
+        """Keep the harness off the network within a block, if that is asked for."""
+        return patch_environment(**_OFFLINE) if self.settings.offline else nullcontext()
+
     def build(self, name: str, length: int | None = None) -> tuple[Any, Any]:
         """Build a task of the harness, with its data of one length or of all, and return it and its manager.
 
@@ -153,7 +142,7 @@ class LmEval(Suite):
         random.seed(self.settings.seed)
         np.random.seed(self.settings.seed)
         try:
-            with tempfile.TemporaryDirectory() as folder, _offline(self.settings.offline):
+            with tempfile.TemporaryDirectory() as folder, self._network():
                 self.tokenizer.save_pretrained(folder)
                 babilong = name.startswith("babilong")
                 lengths = f"{(length or 0) // 1024}k" if babilong else list(self.settings.lengths)
@@ -177,18 +166,11 @@ class LmEval(Suite):
         from lm_eval.models.huggingface import HFLM
 
         ruler = is_ruler(name)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"limit": self.own.lm_eval_samples}
         if ruler:
             # `limit` would take samples of the first length alone.
-            options["samples"] = {
-                name: [
-                    place * _RULER_SAMPLES + index
-                    for place in range(len(self.settings.lengths))
-                    for index in range(self.own.lm_eval_samples)
-                ]
-            }
-        else:
-            options["limit"] = self.own.lm_eval_samples
+            firsts = [place * _RULER_SAMPLES for place in range(len(self.settings.lengths))]
+            options = {"samples": {name: [first + n for first in firsts for n in range(self.own.lm_eval_samples)]}}
         model = HFLM(
             pretrained=subject.model,
             tokenizer=self.tokenizer,
@@ -197,7 +179,7 @@ class LmEval(Suite):
             add_bos_token=bool(bos_ids(self.tokenizer)),
             max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else length and _UNCUT,
         )
-        with _offline(self.settings.offline):
+        with self._network():
             found = simple_evaluate(
                 model=model,
                 tasks=[task],
@@ -253,7 +235,7 @@ class LmEval(Suite):
     def quality(cls, results: Results) -> list[str]:
         """List the scores of the model under test."""
         first = results["model"]["name"]
-        rows = [row for row in results["lm_eval"] if row["model"] == first and row["status"] == "ok"]
+        rows = measured(results["lm_eval"], first)
         listed = ", ".join(f"{row['task']}{_at(row)}: {row['value']:.0%}" for row in rows if 0 <= row["value"] <= 1)
         return [f"lm-evaluation-harness on {first}: {listed}."] if listed else []
 
