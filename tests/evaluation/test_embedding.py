@@ -12,6 +12,7 @@ from hf_linear_attn.errors import ArgumentError, CheckpointError
 from hf_linear_attn.evaluation import EvaluationSettings, evaluate, schema
 from hf_linear_attn.evaluation.embedding import compare_embeddings, embed_all, likeness, retrieval
 from hf_linear_attn.evaluation.report import write_report
+from hf_linear_attn.evaluation.suites.embedding import Embedding
 from tests.distill.tiny_encoders import framing_tokenizer, tiny_bert
 
 FRAME = Frame((2,), (3,))
@@ -119,3 +120,16 @@ def test_lengths_without_texts_are_refused(texts):
     )
     with pytest.raises(ArgumentError, match="`embedding_lengths` must leave two texts at least, got 100000"):
         evaluate(settings, model=tiny_bert(), tokenizer=framing_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("ms", "said"), [(2.0, "2.0x faster than"), (0.5, "2.0x slower than"), (1.0, "about as fast as")]
+)
+def test_speed_is_a_sentence_whichever_is_faster(ms, said):
+    rows = [
+        {"model": name, "length": 64, "status": "ok", "ms_per_text": t} for name, t in (("model", 1.0), ("teacher", ms))
+    ]
+    results = {
+        "model": {"name": "model"}, "references": [{"name": "teacher", "role": "teacher"}], "embedding": rows,
+    }  # fmt: skip
+    assert Embedding.speed(results) == [f"A text of 64 tokens is embedded {said} by teacher."]

@@ -8,8 +8,7 @@ from hf_linear_attn.evaluation.generation import prefill
 from hf_linear_attn.evaluation.meters import PeakTensorBytes, cache_bytes
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
-from hf_linear_attn.evaluation.suites.latency import Latency, LatencySettings, break_even
-from hf_linear_attn.evaluation.suites.latency import measure as measure_cell
+from hf_linear_attn.evaluation.suites.latency import Latency, break_even
 from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
 
 
@@ -28,7 +27,7 @@ def settings(**options):
 
 
 def measure(one, length, chosen):
-    return measure_cell(one, length, chosen.of(LatencySettings), chosen.batch_size, chosen)
+    return Latency(chosen, [one], byte_tokenizer()).measure(one, length)
 
 
 def test_peak_counts_what_is_alive_at_once():

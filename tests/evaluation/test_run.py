@@ -194,7 +194,7 @@ def test_a_finished_run_resumes_without_computing_anything(uninterrupted, tmp_pa
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     monkeypatch.setattr("hf_linear_attn.evaluation.answering.continue_rows", None)
     monkeypatch.setattr("hf_linear_attn.evaluation.scoring.score_tokens", None)
-    monkeypatch.setattr("hf_linear_attn.evaluation.suites.latency.measure", None)
+    monkeypatch.setattr("hf_linear_attn.evaluation.suites.latency.Latency.measure", None)
     run(tmp_path, resume=True)
     assert comparable(tmp_path) == comparable(folder)
 

@@ -100,9 +100,9 @@ class Embedding(Suite):
 
     def plan(self, paces: Mapping[str, Pace]) -> Plan:
         """Count the texts that are read: whole and in halves, and again to time them."""
-        count = sum(2 * len(self.texts(n)) + self.own.embedding_repeats for n in self.own.embedding_lengths)
-        read = sum(n * (2 * len(self.texts(n)) + self.own.embedding_repeats) for n in self.own.embedding_lengths)
-        return Plan(count * len(self.subjects), read * len(self.subjects))
+        counts = {n: 2 * len(self.texts(n)) + self.own.embedding_repeats for n in self.own.embedding_lengths}
+        read = sum(length * count for length, count in counts.items())
+        return Plan(sum(counts.values()) * len(self.subjects), read * len(self.subjects))
 
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
         """Measure every length that the store does not hold yet."""
@@ -137,11 +137,9 @@ class Embedding(Suite):
         for subject in self.subjects:
             for length in self.own.embedding_lengths:
                 record = self.record(store, subject, length)
-                figures = dict.fromkeys(_FIGURES) | ({} if record is None else record["figures"])
-                status = {"status": "ok", "reason": None}
-                if record is None:
-                    status = {"status": "unsupported", "reason": subject.refusal(length)}
-                rows.append({"model": subject.name, "length": length, **status, **figures})
+                unread = {"status": "unsupported", "reason": subject.refusal(length)}
+                row = {"model": subject.name, "length": length, "status": "ok", "reason": None}
+                rows.append(row | dict.fromkeys(_FIGURES) | (unread if record is None else record["figures"]))
         return {"embedding": rows}
 
     @classmethod
@@ -154,7 +152,7 @@ class Embedding(Suite):
     @classmethod
     def headlines(cls, results: Results) -> list[view.Headline]:
         """Say how near the embeddings are."""
-        mine = _longest(results)
+        mine, _ = _longest(results)
         if mine is None or mine["cosine_mean"] is None:
             return []
         label = f"mean cosine to the teacher at {view.tokens(mine['length'])} tokens"
@@ -164,7 +162,7 @@ class Embedding(Suite):
     @classmethod
     def quality(cls, results: Results) -> list[str]:
         """Compare retrieval with the teacher's at the longest length."""
-        mine, theirs = _longest(results), _beside(results)
+        mine, theirs = _longest(results)
         if mine is None or theirs is None:
             return []
         return [
@@ -175,13 +173,12 @@ class Embedding(Suite):
     @classmethod
     def speed(cls, results: Results) -> list[str]:
         """Compare the time of a text with the teacher's at the longest length."""
-        mine, theirs = _longest(results), _beside(results)
+        mine, theirs = _longest(results)
         if mine is None or theirs is None:
             return []
         figure, word = view.compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
-        return [
-            f"A text of {view.tokens(mine['length'])} tokens is embedded {figure} {word} than by {theirs['model']}."
-        ]
+        how = "about as fast as" if word == "about the same" else f"{figure} {word} than"
+        return [f"A text of {view.tokens(mine['length'])} tokens is embedded {how} by {theirs['model']}."]
 
     @classmethod
     def pictures(cls, results: Results) -> list[view.Section]:
@@ -208,16 +205,11 @@ class Embedding(Suite):
         return [view.table("Embeddings", results["embedding"], columns, status="texts")]
 
 
-def _longest(results: Results) -> Row | None:
-    """Return the figures of the model under test at its longest length, if there are any."""
-    return max(_of(results, results["model"]["name"]), key=lambda row: row["length"], default=None)
-
-
-def _beside(results: Results) -> Row | None:
-    """Return the figures of the model that it is compared with, at the same length."""
-    mine, theirs = _longest(results), _of(results, view.other_of(results))
-    return next((row for row in theirs if mine is not None and row["length"] == mine["length"]), None)
-
-
-def _of(results: Results, model: str | None) -> list[Row]:
-    return [row for row in results["embedding"] if row["model"] == model and row["status"] == "ok"]
+def _longest(results: Results) -> tuple[Row | None, Row | None]:
+    """Return the row of the model under test at its longest length, and the other model's at the same length."""
+    mine, theirs = (
+        {row["length"]: row for row in view.measured(results["embedding"], name)}
+        for name in (results["model"]["name"], view.other_of(results))
+    )
+    longest = max(mine, default=0)
+    return mine.get(longest), theirs.get(longest)

@@ -15,7 +15,7 @@ from hf_linear_attn.evaluation.cost import Pace
 from hf_linear_attn.evaluation.figures import Axes
 from hf_linear_attn.evaluation.generation import forward, prefill, unless_out_of_memory
 from hf_linear_attn.evaluation.meters import cache_bytes, peak_memory_mib, timed
-from hf_linear_attn.evaluation.settings import EvaluationSettings, check_settings
+from hf_linear_attn.evaluation.settings import check_settings
 from hf_linear_attn.evaluation.statistics import crossing
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
@@ -116,8 +116,7 @@ class Latency(Suite):
         for length in self.lengths:
             for subject in self.subjects:
                 if self.record(store, subject, length) is None and subject.refusal(length) is None:
-                    cell = (subject, length, self.own, self.batch_size, self.settings)
-                    found = unless_out_of_memory(measure, *cell)
+                    found = unless_out_of_memory(self.measure, subject, length)
                     figures = {"status": "ok", "reason": None, **(found or _OUT_OF_MEMORY)}
                     self.keep(store, subject, length, figures=figures)
                 advance(length)
@@ -132,6 +131,57 @@ class Latency(Suite):
                 figures = unread if record is None else record["figures"]
                 cells.append({"model": subject.name, "length": length, **figures})
         return {"latency": cells}
+
+    @torch.inference_mode()
+    def measure(self, subject: Subject, length: int) -> dict[str, Any]:
+        """Measure one cell: reading `length - decode_tokens` tokens, then decoding `decode_tokens` forced ones.
+
+        Args:
+            subject: The model.
+            length: Tokens in the cache when the measurement ends; at least 2.
+
+        Returns:
+            Medians and quartiles of the repeats, and the memory of one more run.
+        """
+        decoded, runs = min(self.own.decode_tokens, length // 2), self.own.warmups + self.own.repeats
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        ids = torch.randint(0, subject.vocabulary, (self.batch_size, length), generator=generator).to(subject.device)
+        prompt, forced = ids[:, : length - decoded], ids[:, length - decoded :]
+
+        def decode(cache: Any) -> Any:
+            for at in range(decoded):
+                _, cache = forward(subject.model, forced[:, at : at + 1], cache, all_logits=False)
+            return cache
+
+        def fill() -> Any:
+            return prefill(subject.model, prompt, None, self.settings.prefill_chunk)[1]
+
+        reads, decodes = [], []
+        filled: list[Any] = []
+        for _ in range(runs):
+            filled.clear()
+            reads.append(timed(subject.device, lambda: filled.append(fill())))
+        for _ in range(runs):
+            cache = copy.deepcopy(filled[0])
+            decodes.append(timed(subject.device, partial(decode, cache)) / decoded)
+        filled.clear()
+        del cache
+        peak_mib, method = peak_memory_mib(subject.device, lambda: filled.append(decode(fill())))
+        read, step = _quartiles(reads[self.own.warmups :]), _quartiles(decodes[self.own.warmups :])
+        return {
+            "prompt_tokens": length - decoded,
+            "decoded_tokens": decoded,
+            "batch_size": self.batch_size,
+            "repeats": self.own.repeats,
+            "ttft_ms": read[1],
+            "ttft_ms_iqr": [read[0], read[2]],
+            "prefill_tokens_per_s": 1000 * prompt.numel() / read[1],
+            "decode_ms_per_token": step[1],
+            "decode_ms_per_token_iqr": [step[0], step[2]],
+            "peak_mib": peak_mib,
+            "peak_method": method,
+            "cache_bytes": cache_bytes(filled[0]),
+        }
 
     @classmethod
     def conclude(cls, results: Results) -> dict[str, Any]:
@@ -241,63 +291,6 @@ class Latency(Suite):
             "cache bytes": ("cache_bytes", view.tokens),
         }
         return [view.table("Latency and memory", results["latency"], columns, status="prefill tok/s")]
-
-
-def measure(
-    subject: Subject, length: int, own: LatencySettings, batch_size: int, settings: EvaluationSettings
-) -> dict[str, Any]:
-    """Measure one cell: reading `length - decode_tokens` tokens, then decoding `decode_tokens` forced ones.
-
-    Args:
-        subject: The model.
-        length: Tokens in the cache when the measurement ends; at least 2.
-        own: How often, and how many tokens are decoded.
-        batch_size: Prompts read together.
-        settings: Gives `prefill_chunk` and `seed`.
-
-    Returns:
-        Medians and quartiles of the repeats, and the memory of one more run.
-    """
-    decoded = min(own.decode_tokens, length // 2)
-    generator = torch.Generator().manual_seed(settings.seed)
-    ids = torch.randint(0, subject.vocabulary, (batch_size, length), generator=generator).to(subject.device)
-    prompt, forced = ids[:, : length - decoded], ids[:, length - decoded :]
-
-    def decode(cache: Any) -> Any:
-        for at in range(decoded):
-            _, cache = forward(subject.model, forced[:, at : at + 1], cache, all_logits=False)
-        return cache
-
-    def fill() -> Any:
-        return prefill(subject.model, prompt, None, settings.prefill_chunk)[1]
-
-    with torch.inference_mode():
-        reads, decodes = [], []
-        filled: list[Any] = []
-        for _ in range(own.warmups + own.repeats):
-            filled.clear()
-            reads.append(timed(subject.device, lambda: filled.append(fill())))
-        for _ in range(own.warmups + own.repeats):
-            cache = copy.deepcopy(filled[0])
-            decodes.append(timed(subject.device, lambda c=cache: decode(c)) / decoded)  # type: ignore[misc]
-        filled.clear()
-        del cache
-        peak_mib, method = peak_memory_mib(subject.device, lambda: filled.append(decode(fill())))
-    read, step = _quartiles(reads[own.warmups :]), _quartiles(decodes[own.warmups :])
-    return {
-        "prompt_tokens": length - decoded,
-        "decoded_tokens": decoded,
-        "batch_size": batch_size,
-        "repeats": own.repeats,
-        "ttft_ms": read[1],
-        "ttft_ms_iqr": [read[0], read[2]],
-        "prefill_tokens_per_s": 1000 * prompt.numel() / read[1],
-        "decode_ms_per_token": step[1],
-        "decode_ms_per_token_iqr": [step[0], step[2]],
-        "peak_mib": peak_mib,
-        "peak_method": method,
-        "cache_bytes": cache_bytes(filled[0]),
-    }
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
