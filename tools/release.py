@@ -24,6 +24,7 @@ CARRIED = (
     "hf_linear_attn/py.typed",
     "hf_linear_attn/evaluation/results.schema.json",
     "hf_linear_attn/evaluation/report.css",
+    "hf_linear_attn/evaluation/report.html",
     "hf_linear_attn/ops/triton/tiles.json",
     "data/share/hf_linear_attn/recipes/small-cpu.yaml",
 )

@@ -1,10 +1,11 @@
 """`report.html`, self-contained, and `report.md`, from `results.json` alone: what the suites show, laid out."""
 
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Template
 
 from hf_linear_attn.evaluation.figures import legend_swatch
 from hf_linear_attn.evaluation.suite import suites, with_parts
@@ -43,7 +44,6 @@ def write_report(results: Results, output_dir: str | Path, *, plots: bool = True
     folder.mkdir(parents=True, exist_ok=True)
     results = with_parts(results)
     sections = _sections(results) if plots else []
-    css = _css()
     if plots:
         figures = folder / "figures"
         if figures.is_symlink():
@@ -54,19 +54,19 @@ def write_report(results: Results, output_dir: str | Path, *, plots: bool = True
             write_atomic(figures / f"{picture.name}.svg", standalone(picture.svg) + "\n")
     write_atomic(folder / "report.md", _markdown(results, sections))
     path = folder / "report.html"
-    write_atomic(path, _html(results, sections, css))
+    write_atomic(path, _html(results, sections))
     return path
 
 
-def _css() -> str:
-    return files("hf_linear_attn.evaluation").joinpath("report.css").read_text(encoding="utf-8")
+def _file(name: str) -> str:
+    return files("hf_linear_attn.evaluation").joinpath(name).read_text(encoding="utf-8")
 
 
 def standalone(svg: str) -> str:
     """Return an SVG that carries its colours and a background."""
     head, _, rest = svg.partition(">")
     background = '<rect width="100%" height="100%" style="fill:var(--card)"/>'
-    return f'{head} font-family="system-ui, sans-serif"><style>{_css()}</style>{background}{rest}'
+    return f'{head} font-family="system-ui, sans-serif"><style>{_file("report.css")}</style>{background}{rest}'
 
 
 def headlines(results: Results) -> list[Headline]:
@@ -134,74 +134,30 @@ def _title(results: Results) -> tuple[str, str]:
     return "Long-context evaluation", f"{name}: {kind}, {model['parameters']:,} parameters{beside}"
 
 
-def _html_table(table: Table, *, wrap: bool = False) -> str:
-    def is_number(text: str) -> bool:
-        return bool(text) and (text[0].isdigit() or text[0] in "+-")
-
-    def cell(tag: str, column: int, text: str) -> str:
-        cls = "wrap" if wrap and column else "" if is_number(text) and column else "text"
-        return f'<{tag} class="{cls}">{escape(text)}</{tag}>' if cls else f"<{tag}>{escape(text)}</{tag}>"
-
-    columns = range(len(table.header))
-    numeric = {c for c in columns if c and not wrap and is_number(table.rows[0][c])}
-    head = "".join(
-        f"<th{'' if c in numeric else ' class=text'}>{escape(text)}</th>" for c, text in enumerate(table.header)
-    )
-    body = "".join("<tr>" + "".join(cell("td", c, row[c]) for c in columns) + "</tr>" for row in table.rows)
-    shown = f"<thead><tr>{head}</tr></thead>" if any(table.header) else ""
-    return f'<div class="scroll" tabindex="0"><table>{shown}<tbody>{body}</tbody></table></div>'
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text.startswith(("+", "-"))
 
 
-def _folded(table: Table, *, opened: bool, wrap: bool = False) -> str:
-    state = " open" if opened else ""
-    return f"<details{state}><summary>{escape(table.title)}</summary>{_html_table(table, wrap=wrap)}</details>"
-
-
-def _html_headlines(results: Results) -> str:
-    cards = [
-        f'<div class="card"><p class="figure">{escape(one.figure)}</p><p class="label">{escape(one.label)}</p>'
-        f'<p class="soft">{escape(one.detail)}</p></div>'
-        for one in headlines(results)
-    ]
-    return f'<div class="headlines">{"".join(cards)}</div>' if cards else ""
-
-
-def _html_section(section: Section, legend: str) -> str:
-    figures = "".join(
-        f'<figure id="{one.name}"><figcaption>{escape(one.title)}<span>{escape(one.subtitle)}</span></figcaption>'
-        f"{one.svg}</figure>"
-        for one in section.pictures
-    )
-    key = f'<ul class="legend">{legend}</ul>' if section.legend else ""
-    return (
-        f'<h2>{escape(section.title)}</h2><p class="soft">{escape(section.text)}</p>{key}'
-        f'<div class="grid">{figures}</div>'
-    )
-
-
-def _html(results: Results, sections: Sequence[Section], css: str) -> str:
+def _html(results: Results, sections: Sequence[Section]) -> str:
     title, subtitle = _title(results)
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in _sentences(results))
-    legend = "".join(
-        f"<li>{legend_swatch(at)}<span>{escape(name)}</span></li>" for name, at in numbers_of(results).items()
+    template = Template(
+        _file("report.html"), autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    body = [f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>', _html_headlines(results)]
-    if sentences:
-        body.append(f'<details><summary>In words</summary><ul class="summary">{sentences}</ul></details>')
-    body += [_html_section(section, legend) for section in sections]
-    tables = _tables(results)
-    body += ["<h2>Tables</h2>"] if tables else []
-    body += [_folded(table, opened=len(table.rows) <= _OPEN_ROWS) for table in tables]
-    body.append("<h2>Provenance</h2>")
-    body += [_folded(table, opened=table.title == "Models", wrap=True) for table in _provenance(results)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<link rel="icon" href="data:,">'
-        f"<title>{escape(title)}: {escape(subtitle)}</title><style>\n{css}</style></head>\n<body><main>"
-        + "\n".join(body)
-        + "</main></body></html>\n"
+    page: str = template.render(
+        title=title,
+        subtitle=subtitle,
+        css=_file("report.css"),
+        headlines=headlines(results),
+        sentences=_sentences(results),
+        sections=sections,
+        legend=numbers_of(results),
+        swatch=legend_swatch,
+        tables=_tables(results),
+        provenance=_provenance(results),
+        open_rows=_OPEN_ROWS,
+        is_number=_is_number,
     )
+    return page
 
 
 def _markdown(results: Results, sections: Sequence[Section]) -> str:
