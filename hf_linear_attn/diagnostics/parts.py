@@ -92,9 +92,9 @@ def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool 
         # As those of the recommended map they are not negative, so that the normaliser does not vanish.
         return x | {name: x[name].abs() for name in ("q", "k")}
 
-    def state(D: int, V: int, rows: int = 2, heads: int = 2) -> Tensors:
-        kv = tensor(rows, heads, D, V, dtype=torch.float32)
-        return {"kv0": kv, "z0": 1 + tensor(rows, heads, D, dtype=torch.float32).abs()}
+    def state(D: int, V: int) -> Tensors:
+        kv = tensor(2, 2, D, V, dtype=torch.float32)
+        return {"kv0": kv, "z0": 1 + tensor(2, 2, D, dtype=torch.float32).abs()}
 
     def linear(name: str, inputs: Tensors, **settings: Any) -> Part:
         return Part(name, inputs, partial(_linear, **settings))

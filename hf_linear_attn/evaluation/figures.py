@@ -71,11 +71,9 @@ def short_number(value: float) -> str:
     return f"{value:.2g}" if size < 10 else f"{value:.3g}"
 
 
-def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round values that cover a linear range."""
-    if high <= low:
-        return [low]
-    raw = (high - low) / count
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round values that cover a linear range."""
+    raw = (high - low) / 5
     magnitude = 10 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw)
     first = math.ceil(low / step - 1e-9)

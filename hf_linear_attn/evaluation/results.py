@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -130,21 +131,17 @@ def combine(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     return add_comparisons(combined)
 
 
-def _rename(
-    label: str, run: Mapping[str, Any], known: dict[str, str], models: list[dict[str, Any]]
-) -> dict[str, str | None]:
-    """Name a run's models among those of all runs: None for one whose name stays as another run gave it."""
-    names: dict[str, str | None] = {}
+def _rename(label: str, run: Mapping[str, Any], known: dict[str, str], models: list[dict[str, Any]]) -> dict[str, str]:
+    """Name a run's models among those of all runs, each as the first run that had it."""
+    names: dict[str, str] = {}
     for model in models_of(run):
         shared = known.get(model["fingerprint"])
         if shared is None:
             taken = {other["name"] for other in models}
             wanted = label if model["role"] == "model" else model["name"]
             wanted = wanted if wanted not in taken else f"{label} {model['name']}"
-            n = 2
-            name = wanted
-            while name in taken:
-                name, n = f"{wanted} ({n})", n + 1
+            numbered = (f"{wanted} ({n})" for n in count(2))
+            name = next(name for name in chain([wanted], numbered) if name not in taken)
             role = "baseline" if models and model["role"] == "model" else model["role"]
             models.append({**model, "name": name, "role": role})
             known[model["fingerprint"]] = shared = name
@@ -152,7 +149,7 @@ def _rename(
     return names
 
 
-def _renamed(results: Results, names: Mapping[str, str | None]) -> dict[str, Any]:
+def _renamed(results: Results, names: Mapping[str, str]) -> dict[str, Any]:
     """Return results in which every row bears its model's new name."""
 
     def rename(value: Any) -> Any:

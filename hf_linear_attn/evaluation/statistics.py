@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # RULER (Hsieh et al., 2024) calls a length effective where the score beats Llama-2-7B's at 4k tokens.
 EFFECTIVE_THRESHOLD = 0.856
@@ -37,13 +38,12 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     return (0.0 if successes == 0 else max(0.0, centre - half)), (1.0 if successes == n else min(1.0, centre + half))
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> dict[str, Any]:
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     """Compare two models' scores on the same samples.
 
     Args:
         first: Scores of the first model.
         second: Scores of the second, in the same order.
-        seed: Seed of the bootstrap; default 0.
 
     Returns:
         `n`, the number of pairs; `difference`, the mean of first minus second, and `ci95`, its bootstrap 95% interval;
@@ -51,12 +51,10 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     """
     difference = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    rng = np.random.default_rng(seed)
-    means = difference[rng.integers(0, len(difference), (_RESAMPLES, len(difference)))].mean(axis=1)
     return {
         "n": len(difference),
         "difference": float(difference.mean()),
-        "ci95": [float(bound) for bound in np.quantile(means, [0.025, 0.975])],
+        "ci95": list(bootstrap_ratio_interval(difference, np.ones_like(difference))),
         "wins": wins,
         "losses": losses,
         "p_value": _sign_test(wins, losses),
@@ -70,12 +68,10 @@ def _sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def bootstrap_ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
-) -> tuple[float, float]:
+def bootstrap_ratio_interval(numerators: ArrayLike, denominators: ArrayLike) -> tuple[float, float]:
     """Return the bootstrap 95% interval of `sum(numerators) / sum(denominators)` over units that hang together."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(top), (_RESAMPLES, len(top)))
+    picks = np.random.default_rng(0).integers(0, len(top), (_RESAMPLES, len(top)))
     low, high = np.quantile(top[picks].sum(axis=1) / bottom[picks].sum(axis=1), [0.025, 0.975])
     return float(low), float(high)
 

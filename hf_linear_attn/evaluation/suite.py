@@ -90,6 +90,10 @@ class Suite(ABC):
         """The softmax model that stands beside the one under test, if one does."""
         return next((subject for subject in self.subjects if subject.role == "teacher"), None)
 
+    def able(self, length: int) -> list[Subject]:
+        """Return the models that can read so many tokens."""
+        return [subject for subject in self.subjects if subject.refusal(length) is None]
+
     def record(self, store: SampleStore, subject: Subject, what: object) -> dict[str, Any] | None:
         """Return what :meth:`keep` put into a store, if it did."""
         return store.get(store.key(subject.fingerprint, f"{self.name}/{subject.name}/{what}"))

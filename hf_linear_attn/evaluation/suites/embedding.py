@@ -107,7 +107,7 @@ class Embedding(Suite):
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
         """Measure every length that the store does not hold yet."""
         for length in self.own.embedding_lengths:
-            able = [subject for subject in self.subjects if subject.refusal(length) is None]
+            able = self.able(length)
             if any(self.record(store, subject, length) is None for subject in able):
                 texts = self.texts(length)
                 models = {subject.name: subject.model for subject in able}

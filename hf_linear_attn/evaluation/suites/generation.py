@@ -98,16 +98,14 @@ class Generation(Suite):
 
     def plan(self, paces: Mapping[str, Pace]) -> Plan:
         """Count the tokens: each model reads and writes in both modes, and one reads what was written."""
-        texts, seconds, able = len(_MODES) * self.own.continuations, 0.0, 0
-        for subject in self.subjects:
-            judge = self.judge(subject)
-            for length in self.settings.lengths:
-                if subject.refusal(length) is None:
-                    able += length
-                    seconds += texts * paces[subject.name].read_s(length)
-                    seconds += texts * self.new_tokens * paces[subject.name].step_s(length) / self.settings.batch_size
-                    seconds += texts * paces[judge.name].read_s(length) if judge.name in paces else 0.0
-        return Plan(len(self.subjects) * sum(self.settings.lengths), 2 * texts * able, seconds)
+        texts, read, seconds = len(_MODES) * self.own.continuations, 0, 0.0
+        for length in self.settings.lengths:
+            for subject in self.able(length):
+                pace, judging = paces[subject.name], paces.get(self.judge(subject).name)
+                read += 2 * texts * length
+                seconds += texts * (pace.read_s(length) + (judging.read_s(length) if judging else 0.0))
+                seconds += texts * self.new_tokens * pace.step_s(length) / self.settings.batch_size
+        return Plan(len(self.subjects) * sum(self.settings.lengths), read, seconds)
 
     def judge(self, subject: Subject) -> Subject:
         """Return the model whose nats are asked of what a model wrote: the teacher, or where none is, its own."""

@@ -101,13 +101,12 @@ class Latency(Suite):
         read, seconds = 0, 0.0
         # One more run is watched for its memory.
         runs = self.own.warmups + self.own.repeats + 1
-        for subject in self.subjects:
-            for length in self.lengths if subject.name in paces else ():
-                if subject.refusal(length) is None:
-                    pace, decoded = paces[subject.name], min(self.own.decode_tokens, length // 2)
-                    read += runs * self.batch_size * length
-                    # A step of one row takes hardly less than one of a batch.
-                    seconds += runs * (self.batch_size * pace.read_s(length - decoded) + decoded * pace.step_s(length))
+        for length in self.lengths:
+            for pace in (paces[subject.name] for subject in self.able(length) if subject.name in paces):
+                decoded = min(self.own.decode_tokens, length // 2)
+                read += runs * self.batch_size * length
+                # A step of one row takes hardly less than one of a batch.
+                seconds += runs * (self.batch_size * pace.read_s(length - decoded) + decoded * pace.step_s(length))
         return Plan(sum(self.lengths) * len(self.subjects), read, seconds)
 
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:

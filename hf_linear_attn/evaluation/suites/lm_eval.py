@@ -20,6 +20,7 @@ from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.subjects import Subject
 from hf_linear_attn.evaluation.suite import Plan, Suite, register_suite
+from hf_linear_attn.evaluation.tasks import Sample, score
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 from hf_linear_attn.evaluation.view import Columns, Results, Table, interval, measured, number, table, tokens
 
@@ -204,11 +205,8 @@ class LmEval(Suite):
         rows = []
         for length in self.settings.lengths:
             here = [sample for sample in samples if sample["doc"]["max_length"] == length]
-            scores = [
-                sum(reference.lower() in answer.lower() for reference in references) / len(references)
-                for sample in here
-                for answer, references in [(sample["filtered_resps"][0], sample["doc"]["outputs"])]
-            ]
+            asked = [Sample((), tuple(sample["doc"]["outputs"]), 0) for sample in here]
+            scores = [score(one, sample["filtered_resps"][0]) for one, sample in zip(asked, here, strict=True)]
             prompts = "".join(sample["doc"]["input"] for sample in here)
             rows.append(
                 {

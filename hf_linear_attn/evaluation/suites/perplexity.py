@@ -121,23 +121,19 @@ class Perplexity(Suite):
         for reading in self.readings:
             sizes = [window.stop - window.start for window in reading.windows]
             read += sum(sizes)
-            for subject in self._able(reading.length):
+            for subject in self.able(reading.length):
                 seconds += sum(paces[subject.name].read_s(size) for size in sizes)
         return Plan(read, read, seconds)
 
-    def _able(self, length: int) -> list[Subject]:
-        return [subject for subject in self.subjects if subject.refusal(length) is None]
-
     def _key(self, store: SampleStore, reading: Reading, at: int) -> str:
-        able = self._able(reading.length)
-        prints = "/".join(f"{subject.name}={subject.fingerprint}" for subject in able)
+        prints = "/".join(f"{subject.name}={subject.fingerprint}" for subject in self.able(reading.length))
         return store.key(prints, f"perplexity/{self._text['sha256']}/{reading.kind}/{reading.length}/{at}")
 
     def run(self, store: SampleStore, advance: Callable[[int], Any], *, rank: int = 0, world: int = 1) -> None:
         """Score every window that the store does not hold yet."""
         size = self.settings.batch_size
         for reading in self.readings:
-            able = self._able(reading.length)
+            able = self.able(reading.length)
             keys = [self._key(store, reading, at) for at in range(len(reading.windows))] if able else []
             for b, start in enumerate(range(0, len(keys), size)):
                 windows, batch = reading.windows[start : start + size], keys[start : start + size]
