@@ -1,7 +1,8 @@
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.evaluation.helpers import SYMBOLS, byte_level
 
 
 @pytest.fixture
@@ -22,8 +23,4 @@ def llama() -> LlamaForCausalLM:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte_level = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=byte_level)
+    return byte_level({symbol: i for i, symbol in enumerate(SYMBOLS)})

@@ -1,4 +1,3 @@
-import builtins
 import importlib.util
 import json
 import re
@@ -148,15 +147,3 @@ def test_what_lies_beyond_the_models_positions_is_named_or_left_out(tokenizer, t
     with pytest.raises(ArgumentError, match=r"`max_tokens` must be at most 40, .*got 41 \(GPT2LMHeadModel\)"):
         inspect_model(model, tokenizer, TEXT, maps=["elu"], max_tokens=41, settings=FAST)
     assert inspect_model(model, tokenizer, "A cat", maps=["elu"], max_tokens=41, settings=FAST)["tokens"] == 5
-
-
-def test_measuring_needs_no_matplotlib(llama, tokenizer, monkeypatch):
-    load = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return load(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    inspect_model(llama, tokenizer, TEXT, maps=["elu"], max_tokens=10, settings=FAST)

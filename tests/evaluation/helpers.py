@@ -21,6 +21,7 @@ from transformers import (
 from hf_linear_attn import patch_model
 from hf_linear_attn.evaluation.subjects import Subject
 
+SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
 BOS, EOS, PAD = 256, 257, 258
 VOCABULARY = 259
 QUESTION = re.compile(
@@ -30,18 +31,21 @@ QUESTION = re.compile(
 )
 
 
-def byte_tokenizer(*, bos=True, chat=False):
-    """Make a tokenizer of bytes with EOS and padding tokens, and a BOS it puts before every text."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate(symbols)} | {"<bos>": BOS, "<eos>": EOS, "<pad>": PAD}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def byte_level(vocab, merges=(), *, bos=None, **tokens):
+    """Make a tokenizer of byte-level BPE that puts the token `<bos>`, where one is given, before every text."""
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    if bos:
-        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+    if bos is not None:
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+
+
+def byte_tokenizer(*, bos=True, chat=False):
+    """Make a tokenizer of bytes with EOS and padding tokens, and a BOS it puts before every text."""
+    vocab = {symbol: i for i, symbol in enumerate(SYMBOLS)} | {"<bos>": BOS, "<eos>": EOS, "<pad>": PAD}
+    tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    tokenizer = byte_level(vocab, bos=BOS if bos else None, **tokens)
     if chat:
         tokenizer.chat_template = "<bos>User: {{ messages[0]['content'] }}\nAssistant:"
     return tokenizer
@@ -150,6 +154,28 @@ class ScriptedModel(PreTrainedModel):
         logits = torch.full((VOCABULARY,), -30.0)
         logits[found] = 30.0
         return logits
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+class SmallModel(ScriptedModel):
+    """A scripted model whose memory holds so many tokens."""
+
+    def __init__(self, script, held, error=OUT_OF_MEMORY):
+        super().__init__(script)
+        self.held, self.error = held, error
+
+    def forward(self, input_ids, past_key_values=None, logits_to_keep=0, **options):
+        read = 0 if past_key_values is None else past_key_values.ids.shape[1]
+        if read + input_ids.shape[1] > self.held:
+            raise self.error
+        return super().forward(input_ids, past_key_values, logits_to_keep=logits_to_keep, **options)
+
+
+def no_memory(*args, **options):
+    """Run out of memory, in place of a function that a test patches."""
+    raise OUT_OF_MEMORY
 
 
 def answering(tokenizer, answer):

@@ -20,7 +20,7 @@ from hf_linear_attn.evaluation import (
     write_report,
 )
 from hf_linear_attn.evaluation.drafting import answer, drafts_of, watched_caches
-from tests.evaluation.helpers import byte_tokenizer, tiny_gpt2, tiny_linear, tiny_llama
+from tests.evaluation.helpers import byte_tokenizer, no_memory, tiny_gpt2, tiny_linear, tiny_llama
 
 SMALL = {
     "suite": ("drafts",),
@@ -30,12 +30,6 @@ SMALL = {
     "draft_answer": 12,
     "progress": False,
 }
-
-
-@pytest.fixture
-def text(tmp_path):
-    (tmp_path / "your.txt").write_text("one two three four five six seven " * 9)
-    return str(tmp_path / "your.txt")
 
 
 def run(text, model=None, teacher=None, **options):
@@ -158,22 +152,16 @@ def test_lengths_beyond_the_positions_and_the_memory_are_marked(text, monkeypatc
     assert "`lengths` must stay within the 40 learned positions" in rows[1]["reason"]
     assert rows[1]["accepted_per_round"] is None
 
-    def no_memory(*args, **options):
-        raise torch.OutOfMemoryError("no")
-
     monkeypatch.setattr("hf_linear_attn.evaluation.suites.drafts.answer", no_memory)
     rows = run(text, drafted=(2,))["drafts"]
     assert {row["status"] for row in rows} == {"out-of-memory"}
 
 
-def test_the_command_writes_table_pictures_and_sentences(text, tmp_path, capsys):
-    tiny_linear().save_pretrained(tmp_path / "student")
-    tiny_llama().save_pretrained(tmp_path / "teacher")
-    byte_tokenizer().save_pretrained(tmp_path / "student")
+def test_the_command_writes_table_pictures_and_sentences(models, text, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["evaluate", "--model", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    words += ["--suite", "drafts", "--drafted", "1,3", "--draft-lengths", "32,64", "--draft-prompts", "2"]
-    words += ["--draft-answer", "12", "--draft-file", text, "--no-progress", "--output-dir", str(out)]
+    words = ["evaluate", *models, "--suite", "drafts", "--drafted", "1,3", "--draft-lengths", "32,64"]
+    words += ["--draft-prompts", "2", "--draft-answer", "12", "--draft-file", text, "--no-progress"]
+    words += ["--output-dir", str(out)]
     main(words)
     assert "answers with drafts at 64 tokens" in capsys.readouterr().out
     results = read_results(out)

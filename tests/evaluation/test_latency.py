@@ -9,21 +9,20 @@ from hf_linear_attn.evaluation.meters import PeakTensorBytes, cache_bytes
 from hf_linear_attn.evaluation.settings import EvaluationSettings
 from hf_linear_attn.evaluation.store import SampleStore
 from hf_linear_attn.evaluation.suites.latency import Latency, break_even
-from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
+from tests.evaluation.helpers import (
+    ScriptedModel,
+    SmallModel,
+    byte_tokenizer,
+    subject,
+    tiny_gpt2,
+    tiny_linear,
+    tiny_llama,
+)
 
 
 def settings(**options):
-    return EvaluationSettings(
-        **{
-            "suite": ("latency",),
-            "lengths": (32, 64),
-            "warmups": 1,
-            "repeats": 3,
-            "decode_tokens": 4,
-            "progress": False,
-            **options,
-        }
-    )
+    given = {"suite": ("latency",), "lengths": (32, 64), "warmups": 1, "repeats": 3, "decode_tokens": 4}
+    return EvaluationSettings(**given | {"progress": False} | options)
 
 
 def measure(one, length, chosen):
@@ -99,13 +98,9 @@ def test_peak_memory_and_cache_repeat_exactly():
 
 
 def test_cells_beyond_the_positions_or_the_memory_are_marked():
-    class Small(ScriptedModel):
-        def forward(self, input_ids, past_key_values=None, **options):
-            if input_ids.shape[1] > 40:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-            return super().forward(input_ids, past_key_values, **options)
-
-    subjects = [subject(tiny_gpt2(positions=40)), subject(Small(lambda ids: 1), "small", "baseline")]
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    small = SmallModel(lambda ids: 1, 40, error)
+    subjects = [subject(tiny_gpt2(positions=40)), subject(small, "small", "baseline")]
     chosen = settings()
     store = SampleStore(None, chosen.identity(), {})
     suite = Latency(chosen, subjects, byte_tokenizer())

@@ -20,17 +20,8 @@ needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs l
 
 
 def settings(**options):
-    return EvaluationSettings(
-        **{
-            "suite": ("lm-eval",),
-            "lengths": (700, 800),
-            "lm_eval_tasks": ("niah_single_1",),
-            "lm_eval_samples": 2,
-            "offline": True,
-            "progress": False,
-            **options,
-        }
-    )
+    given = {"suite": ("lm-eval",), "lengths": (700, 800), "lm_eval_tasks": ("niah_single_1",), "lm_eval_samples": 2}
+    return EvaluationSettings(**given | {"offline": True, "progress": False} | options)
 
 
 def answering(tokenizer, answer):

@@ -26,6 +26,7 @@ from tests.evaluation.helpers import (
     BOS,
     VOCABULARY,
     ScriptedModel,
+    SmallModel,
     byte_tokenizer,
     subject,
     tiny_gpt2,
@@ -234,17 +235,10 @@ def test_other_vocabularies_share_no_distance_but_bits_per_byte():
 
 
 def test_models_that_cannot_read_a_length_are_marked_and_the_others_are_measured():
-    class Small(ScriptedModel):
-        def forward(self, input_ids, past_key_values=None, **options):
-            read = 0 if past_key_values is None else past_key_values.ids.shape[1]
-            if read + input_ids.shape[1] > 40:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(input_ids, past_key_values=past_key_values, **options)
-
     subjects = [
         subject(tiny_llama(), "model"),
         subject(tiny_gpt2(positions=50), "positions", "baseline"),
-        subject(Small(lambda ids: torch.zeros(VOCABULARY)), "memory", "baseline"),
+        subject(SmallModel(lambda ids: torch.zeros(VOCABULARY), 40), "memory", "baseline"),
     ]
     found = run(subjects, corpus_of(90), settings(lengths=(32, 64, 128), prefill_chunk=16))
     status = {(row["model"], row["length"]): row["status"] for row in found["windows"]}

@@ -4,7 +4,6 @@ import random
 import re
 
 import pytest
-import torch
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import retrieval_view
@@ -17,6 +16,7 @@ from hf_linear_attn.evaluation.tasks.base import parse_task
 from tests.evaluation.helpers import (
     BOS,
     ScriptedModel,
+    SmallModel,
     answering,
     byte_tokenizer,
     subject,
@@ -158,15 +158,8 @@ def test_a_length_beyond_learned_positions_is_unsupported_not_zero():
 
 
 def test_running_out_of_memory_marks_the_cell_and_goes_on():
-    class Small(ScriptedModel):
-        def forward(self, input_ids, past_key_values=None, logits_to_keep=0, **options):
-            read = 0 if past_key_values is None else past_key_values.ids.shape[1]
-            if read + input_ids.shape[1] > 450:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(input_ids, past_key_values, logits_to_keep=logits_to_keep, **options)
-
     chosen = settings(tasks=("passkey",), lengths=(400, 700), depths=(50,))
-    cells, _, _ = run([subject(Small(lambda ids: 1))], chosen)
+    cells, _, _ = run([subject(SmallModel(lambda ids: 1, 450))], chosen)
     assert [cell["status"] for cell in cells] == ["ok", "out-of-memory"]
     assert cells[1]["score"] is None
 

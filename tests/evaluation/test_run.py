@@ -366,19 +366,16 @@ def test_one_special_token_is_enough(kept):
     assert results["perplexity"]["windows"][0]["tokens"] == 399
 
 
-def test_models_and_tokenizer_load_from_folders(tmp_path, capsys):
-    tiny_linear().save_pretrained(tmp_path / "student")
-    tiny_llama().save_pretrained(tmp_path / "teacher")
-    byte_tokenizer().save_pretrained(tmp_path / "student")
+def test_models_and_tokenizer_load_from_folders(models, tmp_path, capsys):
     flags = "--suite retrieval --tasks passkey --lengths 320 --depths 50 --num-samples 1 --progress false --no-plots"
-    arguments = [*flags.split(), "--teacher", str(tmp_path / "teacher"), "--output_dir", str(tmp_path / "out")]
-    results = main(["--model", str(tmp_path / "student"), "--attn", "linear", *arguments])
+    arguments = [*models, *flags.split(), "--output_dir", str(tmp_path / "out")]
+    results = main(["--attn", "linear", *arguments])
     assert results["model"]["feature_map"] == "elu"
     assert results["model"]["fingerprint"] == subject(tiny_linear()).fingerprint
     shown = capsys.readouterr()
     assert shown.out.endswith(f"Report: {tmp_path / 'out' / 'report.html'}\n")
     assert shown.err.splitlines()[-1].startswith("Next: open the report")
-    undone = main(["--model", str(tmp_path / "student"), "--attn", "softmax", "--overwrite", *arguments])
+    undone = main(["--attn", "softmax", "--overwrite", *arguments])
     assert undone["model"]["attention"] == "softmax"
     assert undone["model"]["fingerprint"] == undone["references"][0]["fingerprint"]
 

@@ -9,7 +9,6 @@ import pytest
 from hf_linear_attn.cli import main
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import EvaluationSettings, read_results, schema, settings, suite
-from tests.evaluation.helpers import byte_tokenizer, tiny_linear, tiny_llama
 
 COUNTING = '''
 """How many tokens does a text have, and how often was it counted?"""
@@ -101,14 +100,6 @@ def registry():
     for name in set(sys.modules) - modules:
         if name.startswith("suites_of_"):
             del sys.modules[name]
-
-
-@pytest.fixture
-def models(tmp_path):
-    tiny_linear().save_pretrained(tmp_path / "student")
-    tiny_llama().save_pretrained(tmp_path / "teacher")
-    byte_tokenizer().save_pretrained(tmp_path / "student")
-    return ["--model", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
 
 
 def test_a_suite_of_ones_own_is_one_file_and_works_from_its_settings_to_the_report(registry, models, tmp_path, capsys):

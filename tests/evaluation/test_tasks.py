@@ -7,7 +7,6 @@ import re
 from collections import Counter
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hf_linear_attn.errors import ArgumentError
@@ -23,6 +22,7 @@ from hf_linear_attn.evaluation.tasks import (
     score,
 )
 from hf_linear_attn.evaluation.tasks.words import ADJECTIVES, COMMON, MADE_UP_KEYS, MADE_UP_VALUES, NOUNS
+from tests.evaluation.helpers import SYMBOLS, byte_level
 
 HELD_OUT = ("assignment", "capital", "default_argument", "json_record")
 ALL_TASKS = (
@@ -49,32 +49,18 @@ NEEDLE = re.compile(r"numbers for (\S+) is: (\d+)\.")
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer of bytes (no BOS), of whole words, digits and bytes (with BOS), or of bytes and indentation."""
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if kind == "bytes":
-        backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=backend)
-    if kind == "indents":
-        merges = [("Ċ", "Ġ"), ("ĊĠ", "Ġ"), ("ĊĠĠ", "Ġ")]
-        vocab = {symbol: i for i, symbol in enumerate([*symbols, *("".join(pair) for pair in merges)])}
-        backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=backend)
+    if kind != "words":
+        merges = [("Ċ", "Ġ"), ("ĊĠ", "Ġ"), ("ĊĠĠ", "Ġ")] if kind == "indents" else []
+        return byte_level({symbol: i for i, symbol in enumerate([*SYMBOLS, *map("".join, merges)])}, merges)
     words = [f"Ġ{word}" for word in NOUNS + ADJECTIVES] + [f"Ġ{word}" for word in ["the", "is", "of", "grass", "sky"]]
-    vocab = {"<bos>": 0} | {symbol: i for i, symbol in enumerate(symbols, 1)}
+    vocab = {"<bos>": 0} | {symbol: i for i, symbol in enumerate(SYMBOLS, 1)}
     merges = []
     for word in words:
         for i in range(1, len(word)):
             if word[: i + 1] not in vocab:
                 vocab[word[: i + 1]] = len(vocab)
                 merges.append((word[:i], word[i]))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
+    return byte_level(vocab, merges, bos=0, bos_token="<bos>")
 
 
 @pytest.fixture(scope="module", params=["bytes", "words"])

@@ -13,7 +13,15 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation import EvaluationSettings, compare, evaluate, read_results, schema
 from hf_linear_attn.evaluation.generation import drawn
 from hf_linear_attn.evaluation.suites.generation import Generation
-from tests.evaluation.helpers import ScriptedModel, byte_tokenizer, subject, tiny_gpt2, tiny_linear, tiny_llama
+from tests.evaluation.helpers import (
+    ScriptedModel,
+    byte_tokenizer,
+    no_memory,
+    subject,
+    tiny_gpt2,
+    tiny_linear,
+    tiny_llama,
+)
 
 SMALL = {
     "suite": ("generation",),
@@ -22,12 +30,6 @@ SMALL = {
     "continuation_tokens": 12,
     "progress": False,
 }
-
-
-@pytest.fixture
-def text(tmp_path):
-    (tmp_path / "your.txt").write_text("one two three four five six seven " * 9)
-    return str(tmp_path / "your.txt")
 
 
 def run(text, model=None, teacher=None, **options):
@@ -139,21 +141,14 @@ def test_lengths_beyond_positions_and_memory_are_marked(text, monkeypatch):
     assert rows["model", 64, "greedy"]["nats"] is rows["model", 64, "greedy"]["agreement"] is None
     assert rows["model", 32, "greedy"]["nats"] > 0
 
-    def no_memory(*args, **options):
-        raise torch.OutOfMemoryError("no")
-
     monkeypatch.setattr("hf_linear_attn.evaluation.suites.generation.continue_rows", no_memory)
     assert {row["status"] for row in run(text).values()} == {"out-of-memory"}
 
 
-def test_the_command_writes_tables_pictures_and_examples_and_keeps_what_was_written(text, tmp_path):
-    tiny_linear().save_pretrained(tmp_path / "student")
-    tiny_llama().save_pretrained(tmp_path / "teacher")
-    byte_tokenizer().save_pretrained(tmp_path / "student")
+def test_the_command_writes_tables_pictures_and_examples_and_keeps_what_was_written(models, text, tmp_path):
     out = tmp_path / "out"
-    words = ["evaluate", "--model", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher")]
-    words += ["--suite", "generation", "--lengths", "32,64", "--continuations", "3", "--continuation-tokens", "12"]
-    words += ["--continuation-file", text, "--no-progress", "--output-dir", str(out)]
+    words = ["evaluate", *models, "--suite", "generation", "--lengths", "32,64", "--continuations", "3"]
+    words += ["--continuation-tokens", "12", "--continuation-file", text, "--no-progress", "--output-dir", str(out)]
     main(words)
     results = read_results(out)
     said = results["summary"]["quality"]
