@@ -1,6 +1,6 @@
 """How well a feature map stands in for softmax, on the queries, keys and values of one attention layer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,12 +176,7 @@ def measure_layer(
 
 
 def describe(attention: Attention, rows: Tensor, settings: ApproximationSettings) -> dict[str, list[float]]:
-    """Return statistics of attention weights by head.
-
-    Args:
-        attention: Softmax's attention or that of a map.
-        rows: The queries that count.
-        settings: What is measured.
+    """Return statistics of attention weights by head, over some queries.
 
     Returns:
         ``entropy_nats`` (mean over queries; negative weights count as 0), ``mass_beyond_window``,
@@ -204,15 +199,15 @@ def describe(attention: Attention, rows: Tensor, settings: ApproximationSettings
         "entropy_nats": means[0].tolist(),
         "mass_beyond_window": means[1].tolist(),
         "mass_on_first_tokens": means[2].tolist(),
-        "effective_rank": [effective_rank(matrix) for matrix in first_matrices(attention, settings.matrix_tokens)],
+        "effective_rank": list(map(effective_rank, first_matrices(attention, settings.matrix_tokens))),
     }
 
 
-def first_matrices(attention: Attention, tokens: int) -> Iterator[Tensor]:
-    """Yield each head's weights among the first tokens, ``[n, n]``, n = min(tokens, T)."""
+def first_matrices(attention: Attention, tokens: int) -> Tensor:
+    """Return each head's weights among the first tokens, ``[H, n, n]``, n = min(tokens, T)."""
     rows = attention.positions[:tokens]
     blocks = torch.split(rows, attention.query_block)
-    yield from torch.cat([attention.weights(block)[..., : len(rows)] for block in blocks], dim=1)
+    return torch.cat([attention.weights(block)[..., : len(rows)] for block in blocks], dim=1)
 
 
 def effective_rank(matrix: Tensor) -> float:

@@ -80,12 +80,7 @@ class Outcome:
 
 
 def check(part: Part, backend: str) -> Outcome:
-    """Compute a part and compare it with float64.
-
-    Args:
-        part: The part.
-        backend: ``"triton"``, ``"numba"`` or ``"torch"``.
-    """
+    """Compute a part by ``"triton"``, ``"numba"`` or ``"torch"``, and compare it with float64."""
     started = time.perf_counter()
     dtype = next(iter(part.inputs.values())).dtype
     errors: dict[str, float] = {}

@@ -164,20 +164,18 @@ def _compare(
 
     def measure(inputs: AttentionInputs) -> None:
         _check_finite(all(bool(x.isfinite().all()) for x in (inputs.q, inputs.k, inputs.v)), inputs.name)
-        head_dim, heads, kv_heads = inputs.q.shape[-1], inputs.q.shape[1], inputs.k.shape[1]
+        sizes = inputs.q.shape[-1], inputs.q.shape[1], inputs.k.shape[1]
         maps: dict[str, FeatureMap] = {
-            name: get_feature_map(name, head_dim, heads, kv_heads, scaling=inputs.scaling, **settings_of).to(
-                inputs.q.device
-            )
-            for name, settings_of in options.items()
+            name: get_feature_map(name, *sizes, scaling=inputs.scaling, **given).to(inputs.q.device)
+            for name, given in options.items()
         }
         layers.append(measure_layer(inputs, maps, settings))
         logger.info("measured %d maps on %s", len(maps), inputs.name)
         if inputs.index in pictured:
             entropies = layers[-1]["exact"]["entropy_nats"]
-            head = min(range(heads), key=entropies.__getitem__)
+            head = entropies.index(min(entropies))
             matrices[inputs.index, head] = {
-                name: list(first_matrices(Attention(inputs, phi, settings), PICTURED_TOKENS))[head].cpu()
+                name: first_matrices(Attention(inputs, phi, settings), PICTURED_TOKENS)[head].cpu()
                 for name, phi in [(EXACT, None), *maps.items()]
             }
 

@@ -108,13 +108,7 @@ def _figure(figure: "Figure", text: str) -> str:
 
 
 def write_report(results: Mapping[str, Any], matrices: Matrices, path: Path) -> None:
-    """Write an inspection as one HTML file.
-
-    Args:
-        results: As from :func:`inspect_model`.
-        matrices: Attention matrices to show.
-        path: The file.
-    """
+    """Write what :func:`inspect_model` found, and pictures of attention matrices, as one HTML file."""
     parts = _branch_parts(results) if "branches" in results else _approximation_parts(results, matrices)
     title = f"Attention of {html.escape(str(results['model']))}"
     facts = f"{html.escape(results['architecture'])}, {results['tokens']} tokens."

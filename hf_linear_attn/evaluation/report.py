@@ -43,8 +43,9 @@ def write_report(results: Results, output_dir: str | Path, *, plots: bool = True
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     results = with_parts(results)
-    sections = _sections(results) if plots else []
+    sections: list[Section] = []
     if plots:
+        sections = [section for suite in suites() for section in suite.pictures(results) if section.pictures]
         figures = folder / "figures"
         if figures.is_symlink():
             # What it leads to may be anybody's.
@@ -73,11 +74,6 @@ def headlines(results: Results) -> list[Headline]:
     """Return the figures of the first screen: what was kept, and what was gained."""
     filled = with_parts(results)
     return [headline for suite in suites() for headline in suite.headlines(filled)]
-
-
-def _sections(results: Results) -> list[Section]:
-    """Return every section there is a picture in."""
-    return [section for suite in suites() for section in suite.pictures(results) if section.pictures]
 
 
 def _tables(results: Results) -> list[Table]:
