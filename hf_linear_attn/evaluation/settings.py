@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from hf_linear_attn.arguments import CommandLine, settings_of
 from hf_linear_attn.checks import check_type, choices_of
@@ -127,6 +127,8 @@ class EvaluationSettings:
         for suite in SUITES.values():
             names = [field.name for field in dataclasses.fields(suite.Settings)]
             own.append(suite.Settings(**{name: values.pop(name) for name in names if name in values}))
+            for name in names:
+                object.__setattr__(self, name, getattr(own[-1], name))
         object.__setattr__(self, "own", tuple(own))
         for name in values:
             raise ArgumentError("settings", "be known", name, "Use one of those", available=_names())
@@ -138,14 +140,6 @@ class EvaluationSettings:
             raise ArgumentError("resume", "not be combined with `overwrite`", True, "Choose one of the two.")
         object.__setattr__(self, "suite", suites)
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            for own in vars(self).get("own", ()):
-                if name in {field.name for field in dataclasses.fields(own)}:
-                    return getattr(own, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def of(self, settings: type[_Own]) -> _Own:
         """Return the settings of a suite's own, by their class."""

@@ -199,8 +199,10 @@ def register_suite(cls: _SuiteType) -> _SuiteType:
     if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ArgumentError("name", "be new", cls.name, "Choose another one.", where=cls.__qualname__)
     others = [suite for suite in suites() if suite.name != cls.name]
-    for name, settings in [("all suites", EvaluationSettings), *((suite.name, suite.Settings) for suite in others)]:
-        clash = sorted(_names(cls.Settings) & _names(settings))
+    # They become attributes beside those of all suites.
+    of_all = {"own", *dir(EvaluationSettings)}
+    for name, taken in [("all suites", of_all), *((suite.name, _names(suite.Settings)) for suite in others)]:
+        clash = sorted(_names(cls.Settings) & taken)
         if clash:
             remedy = f"They belong to {name}."
             raise ArgumentError("Settings", "have names of their own", clash, remedy, where=cls.name)

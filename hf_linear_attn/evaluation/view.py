@@ -131,23 +131,16 @@ def measured(rows: Iterable[Row], model: str | None) -> list[Row]:
     return [row for row in rows if row["model"] == model and row.get("status", "ok") == "ok"]
 
 
-def point(column: str, *, x: str = "length", scale: float = 1.0) -> Callable[[Row], Point | None]:
-    """Return what makes a point of a row: a column with its interval, if it has one, over another column."""
-
-    def make(row: Row) -> Point | None:
-        if row[column] is None:
-            return None
-        low, high = row.get(f"{column}_ci95") or row.get(f"{column}_iqr") or (None, None)
-        return row[x], scale * row[column], low if low is None else scale * low, high if high is None else scale * high
-
-    return make
-
-
-def lines(results: Results, rows: Sequence[Row], point: Callable[[Row], Point | None]) -> list[Series]:
-    """Make a line for each model from its rows that have a figure."""
+def lines(results: Results, rows: Sequence[Row], column: str, *, x: str = "length", scale: float = 1.0) -> list[Series]:
+    """Make a line for each model: its figures in a column, with their intervals, if they have some, over another."""
     series = []
     for model, number in numbers_of(results).items():
-        points = [found for row in measured(rows, model) if (found := point(row)) is not None]
+        points: list[Point] = []
+        for row in measured(rows, model):
+            if row[column] is not None:
+                ends = row.get(f"{column}_ci95") or row.get(f"{column}_iqr") or (None, None)
+                low, high = (None if end is None else scale * end for end in ends)
+                points.append((row[x], scale * row[column], low, high))
         series.append(Series(model, number, points))
     return series
 

@@ -80,7 +80,7 @@ class Counting(Suite):
 
     @classmethod
     def pictures(cls, results):
-        series = lines(results, results["counts"], lambda row: (row["length"], row["count"], None, None))
+        series = lines(results, results["counts"], "count")
         return [Section("Counts", "Counted.", chart("counts", "Counts", "by length", series, Axes("n", "tokens")))]
 
     @classmethod

@@ -230,11 +230,11 @@ class Drafts(Suite):
         for drafted in sorted({row["drafted"] for row in results["drafts"]}):
             rows = [row for row in results["drafts"] if row["drafted"] == drafted]
             axes = Axes("context length in tokens", "tokens in a round", y_range=(0.0, float(drafted)))
-            series = view.lines(results, rows, view.point("accepted_per_round"))
+            series = view.lines(results, rows, "accepted_per_round")
             subtitle = f"accepted in a round, {drafted} drafted"
             found += view.chart(f"drafts-accepted-{drafted}", "Accepted drafts", subtitle, series, axes)
             axes = Axes("context length in tokens", "tokens per second", log_y=True)
-            series = view.lines(results, [*rows, *_of_teachers(results, rows)], view.point("tokens_per_s"))
+            series = view.lines(results, [*rows, *_of_teachers(results, rows)], "tokens_per_s")
             subtitle = f"greedy, after the first round, {drafted} drafted"
             found += view.chart(f"drafts-speed-{drafted}", "Answers with drafts", subtitle, series, axes)
         text = "A model's line is the teacher with its drafts. Whiskers are bootstrap 95% intervals over prompts."

@@ -183,7 +183,7 @@ class Embedding(Suite):
     @classmethod
     def pictures(cls, results: Results) -> list[view.Section]:
         """Draw the time of a text by its length."""
-        series = view.lines(results, results["embedding"], view.point("ms_per_text"))
+        series = view.lines(results, results["embedding"], "ms_per_text")
         axes = Axes("tokens of a text", "ms per text", log_y=True)
         drawn = view.chart("embedding-time", "Embedding", "one text at a time", series, axes)
         return [view.Section("Embeddings", "Both axes are logarithmic, lower is better.", drawn)]

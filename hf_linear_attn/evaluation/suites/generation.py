@@ -187,7 +187,7 @@ class Generation(Suite):
             rows = [row for row in results["generation"] if row["mode"] == mode]
             for name, title in _FIGURES.items():
                 axes = Axes("context length in tokens", title, percent=name == "distinct")
-                series = view.lines(results, rows, view.point(name))
+                series = view.lines(results, rows, name)
                 found += view.chart(f"generation-{name}-{mode}", title.capitalize(), mode, series, axes)
         text = "Tokens as the teacher's are those until the first that differs. Nats are the teacher's, or without one "
         text += "the model's own. Sampled texts of all models are drawn by the same numbers. "

@@ -269,7 +269,7 @@ class Latency(Suite):
             marks = [
                 (row[name], f"= {row['other']} at {row[name]:,.0f}") for row in results["break_even"] if row.get(name)
             ]
-            series = view.lines(results, results["latency"], view.point(column, scale=scale))
+            series = view.lines(results, results["latency"], column, scale=scale)
             axes = Axes("context length in tokens", unit, log_y=True, marks=marks)
             found += view.chart(f"latency-{name}", title, f"{subtitle}{batch}", series, axes)
         text = "Both axes are logarithmic, lower is better. Dotted verticals mark the break-even length."

@@ -275,9 +275,9 @@ class Perplexity(Suite):
         share = Axes(place.x_label, "share of tokens", percent=True)
 
         columns = ("nll_nats", "kl_nats", "agreement")
-        by_place = {name: view.lines(results, positions, view.point(name, x="stop")) for name in columns}
+        by_place = {name: view.lines(results, positions, name, x="stop") for name in columns}
         of_context, of_windows = (
-            view.lines(results, found[part], view.point("perplexity")) for part in ("growing_context", "windows")
+            view.lines(results, found[part], "perplexity") for part in ("growing_context", "windows")
         )
         context = Axes("context length in tokens", "perplexity")
         window = Axes("window length in tokens", "perplexity")
