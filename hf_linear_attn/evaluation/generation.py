@@ -211,24 +211,21 @@ class PrefixReader:
         shared = shared_prefix([*batch, *(following or ())])
         while self._trunks and self._trunks[-1][0] > shared:
             self._trunks.pop()
-        at, cache = self._copy_trunk()
-        if shared > at:
-            _, cache = prefill(self._model, self._row(batch[0][at:shared]), cache, self._chunk)
-            self._trunks = [*self._trunks[-1:], (shared, cache)]
+        if shared > (self._trunks[-1][0] if self._trunks else 0):
+            self._trunks = [*self._trunks[-1:], self._grown(batch[0], shared)]
 
-    def _copy_trunk(self) -> tuple[int, Any]:
-        at, cache = self._trunks[-1] if self._trunks else (0, None)
-        return at, copy.deepcopy(cache)
+    def _grown(self, prompt: Tensor, shared: int) -> tuple[int, Any]:
+        """Return a copy of the trunk that goes on to a prompt's first `shared` tokens, if it has fewer."""
+        at, cache = copy.deepcopy(self._trunks[-1]) if self._trunks else (0, None)
+        if shared > at:
+            _, cache = prefill(self._model, prompt[None, at:shared].to(self._device), cache, self._chunk)
+        return max(at, shared), cache
 
     def read(self, batch: Sequence[Tensor]) -> tuple[Tensor, Any, Tensor | None]:
         """Read the prompts of a batch and return their last logits, their cache and, if they are padded, the mask."""
         if len({len(prompt) for prompt in batch}) > 1:
             return self._read_padded(batch)
-        at, cache = self._copy_trunk()
-        shared = shared_prefix(batch)
-        if len(batch) > 1 and shared > at:
-            _, cache = prefill(self._model, self._row(batch[0][at:shared]), cache, self._chunk)
-            at = shared
+        at, cache = self._grown(batch[0], shared_prefix(batch) if len(batch) > 1 else 0)
         if len(batch) > 1 and cache is not None:
             cache.reorder_cache(torch.zeros(len(batch), dtype=torch.long, device=self._device))
         rest = torch.stack([prompt[at:] for prompt in batch]).to(self._device)
@@ -243,6 +240,3 @@ class PrefixReader:
         ids = pad_sequence(prompts, **left, padding_value=self._pad_id)
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **left)
         return *prefill(self._model, ids, None, self._chunk, mask), mask
-
-    def _row(self, ids: Tensor) -> Tensor:
-        return ids[None].to(self._device)
