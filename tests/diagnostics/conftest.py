@@ -1,23 +1,14 @@
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.evaluation.helpers import SYMBOLS, byte_level
+from tests.evaluation.helpers import SYMBOLS, byte_level, tiny_llama
 
 
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    """A Llama of two layers and four heads, over bytes."""
+    sizes = {"vocab_size": 256, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny_llama(**sizes, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
 
 
 @pytest.fixture

@@ -16,6 +16,14 @@ def patched(llama, **options):
     return patch_model(llama, **({"feature_map": "elu", "window": WINDOW, "sinks": SINKS} | options))
 
 
+def uniform(model, bias):
+    """Let softmax weigh all keys alike, and the linear branch count as much as a bias says."""
+    for layer in model.model.layers:
+        layer.self_attn.linear_attention.mix_bias.data.fill_(bias)
+        layer.self_attn.q_proj.weight.data.zero_()
+    return model
+
+
 def test_the_linear_share_is_the_gate(llama):
     model = patched(llama, mix="gate")
     for layer in model.model.layers:
@@ -31,11 +39,7 @@ def test_the_linear_share_is_the_gate(llama):
 
 
 def test_the_share_of_sinks_is_their_weight(llama):
-    model = patched(llama)
-    for layer in model.model.layers:
-        attention = layer.self_attn.linear_attention
-        attention.mix_bias.data.fill_(-100.0)
-        layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
+    model = uniform(patched(llama), -100.0)
     seen = [max(0, min(SINKS, i - WINDOW + 1)) for i in range(T)]
     expected = sum(s / (s + min(i + 1, WINDOW)) for i, s in enumerate(seen)) / T
     for layer in branch_usage(model, IDS)["layers"]:
@@ -49,11 +53,7 @@ def test_the_share_of_sinks_is_their_weight(llama):
     ids=str,
 )
 def test_gates_and_choices_are_those_of_the_model_s_own_values(llama, options):
-    model = patched(llama, **options)
-    for layer in model.model.layers:
-        attention = layer.self_attn.linear_attention
-        attention.mix_bias.data.fill_(-100.0 if options.get("mix") != "shared" else 100.0)
-        layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
+    model = uniform(patched(llama, **options), -100.0 if options.get("mix") != "shared" else 100.0)
     report = branch_usage(model, IDS)
     for layer in report["layers"]:
         for shares in zip(*(layer[name] for name in layer if name != "name"), strict=True):
@@ -63,11 +63,7 @@ def test_gates_and_choices_are_those_of_the_model_s_own_values(llama, options):
 
 @pytest.mark.parametrize("kept", [5, 20])
 def test_the_share_of_kept_keys_is_their_weight(llama, kept):
-    model = patched(llama, kept=kept)
-    for layer in model.model.layers:
-        attention = layer.self_attn.linear_attention
-        attention.mix_bias.data.fill_(-100.0)
-        layer.self_attn.q_proj.weight.data.zero_()  # uniform weights
+    model = uniform(patched(llama, kept=kept), -100.0)
     seen = [max(0, min(kept, i - WINDOW - SINKS + 1)) for i in range(T)]
     expected = sum(s / (s + min(i + 1, WINDOW + SINKS)) for i, s in enumerate(seen)) / T
     report = branch_usage(model, IDS)

@@ -25,6 +25,12 @@ def saved(llama, tokenizer, tmp_path):
     return folder
 
 
+@pytest.fixture
+def flags(saved, tmp_path):
+    """Return what every inspection by command is told besides its model."""
+    return ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out")]
+
+
 def test_the_report_shows_every_map_and_needs_nothing_else(llama, tokenizer, tmp_path):
     results = inspect_model(llama, tokenizer, TEXT, tmp_path, max_tokens=40, settings=FAST)
     assert set(results["summary"]["maps"]) == set(available_feature_maps())
@@ -72,20 +78,19 @@ def test_a_model_that_keeps_keys_shows_which(llama, tokenizer, tmp_path):
     assert "0% to 10%" in page
 
 
-def test_the_command_inspects_softmax_and_patched_models(saved, llama, tokenizer, tmp_path, capsys):
-    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
-    main(["inspect", str(saved), *arguments, "--maps", "elu", "hedgehog"])
+def test_the_command_inspects_softmax_and_patched_models(saved, flags, llama, tokenizer, tmp_path, capsys):
+    flags += ["--max-tokens", "30"]
+    main(["inspect", str(saved), *flags, "--maps", "elu", "hedgehog"])
     assert "| hedgehog |" in capsys.readouterr().out
     patch_model(llama, window=8).save_pretrained(tmp_path / "patched")
     tokenizer.save_pretrained(tmp_path / "patched")
-    main(["inspect", str(tmp_path / "patched"), *arguments, "--overwrite"])
+    main(["inspect", str(tmp_path / "patched"), *flags, "--overwrite"])
     assert "| linear |" in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, users_map):
-    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "20"]
-    main(["inspect", str(saved), *arguments, "--feature-map-file", str(users_map)])
+def test_the_command_finds_a_map_in_a_file_of_the_user(saved, flags, capsys, users_map):
+    main(["inspect", str(saved), *flags, "--max-tokens", "20", "--feature-map-file", str(users_map)])
     assert "| cubed |" in capsys.readouterr().out
 
 
@@ -99,12 +104,11 @@ def test_the_command_finds_a_map_in_a_file_of_the_user(saved, tmp_path, capsys, 
         (["--feature-map-file", "no.py"], "`feature_map_file` must be a Python file, got 'no.py'"),
     ],
 )
-def test_the_command_names_what_does_not_fit(saved, tmp_path, capsys, change, message):
-    out = tmp_path / "out"
+def test_the_command_names_what_does_not_fit(saved, flags, tmp_path, capsys, change, message):
     with pytest.raises(SystemExit, match="2"):
-        main(["inspect", str(saved), "--text-file", str(tmp_path / "text.txt"), "--output-dir", str(out), *change])
+        main(["inspect", str(saved), *flags, *change])
     assert message in capsys.readouterr().err
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_arguments_that_do_not_fit_are_named(llama, tokenizer):
@@ -127,12 +131,11 @@ def test_a_model_of_nan_is_named_with_its_layer(llama, tokenizer):
         inspect_model(patch_model(llama), tokenizer, TEXT, max_tokens=16)
 
 
-def test_without_matplotlib_the_tables_are_written_all_the_same(saved, tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_tables_are_written_all_the_same(saved, flags, tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    arguments = ["--text-file", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "out"), "--max-tokens", "30"]
-    main(["inspect", str(saved), *arguments, "--maps", "elu,hedgehog"])
+    main(["inspect", str(saved), *flags, "--max-tokens", "30", "--maps", "elu,hedgehog"])
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<td>hedgehog</td>" in page
     assert "<img" not in page
