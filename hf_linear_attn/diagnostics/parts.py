@@ -66,6 +66,29 @@ ON_CPU = Sizes(300, 2_100, 64, 40)
 INTERPRETED = Sizes(90, 1_100, 16, 24)
 
 
+class _Draw:
+    """Draws tensors of one device and dtype, one after the other, from a fixed seed; most have so many tokens."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
+        self.device, self.dtype, self.count = device, dtype, count
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype or self.dtype)
+
+    def tokens(self, heads: int, dim: int, count: int | None = None, batch: int = 2) -> Tensor:
+        # Laid out as projections leave them.
+        return self.tensor(batch, count or self.count, heads, dim).transpose(1, 2)
+
+    def qkv(self, D: int, V: int | None = None, count: int | None = None, batch: int = 2, heads: int = 4) -> Tensors:
+        shapes = {"q": (heads, D), "k": (heads // 2, D), "v": (heads // 2, V or D)}
+        return {name: self.tokens(*shape, count, batch) for name, shape in shapes.items()}
+
+    def state(self, D: int, V: int) -> Tensors:
+        kv = self.tensor(2, 2, D, V, dtype=torch.float32)
+        return {"kv0": kv, "z0": 1 + self.tensor(2, 2, D, dtype=torch.float32).abs()}
+
+
 def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool = False) -> Iterator[Part]:
     """Draw the problems.
 
@@ -75,60 +98,46 @@ def parts(device: torch.device, dtype: torch.dtype, sizes: Sizes, *, full: bool 
         sizes: How large they are.
         full: Whether to draw more than the recommended recipe.
     """
-    g = torch.Generator(device).manual_seed(0)
-
-    def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=g, device=device).to(dtype)
-
-    def tokens(heads: int, count: int, dim: int, batch: int = 2) -> Tensor:
-        # Laid out as projections leave them.
-        return tensor(batch, count, heads, dim).transpose(1, 2)
-
-    def qkv(D: int, V: int | None = None, count: int = sizes.tokens, batch: int = 2, heads: int = 4) -> Tensors:
-        x = {"q": tokens(heads, count, D, batch), "k": tokens(heads // 2, count, D, batch)}
-        return x | {"v": tokens(heads // 2, count, D if V is None else V, batch)}
-
-    def features(x: Tensors) -> Tensors:
-        # As those of the recommended map they are not negative, so that the normaliser does not vanish.
-        return x | {name: x[name].abs() for name in ("q", "k")}
-
-    def state(D: int, V: int) -> Tensors:
-        kv = tensor(2, 2, D, V, dtype=torch.float32)
-        return {"kv0": kv, "z0": 1 + tensor(2, 2, D, dtype=torch.float32).abs()}
+    D, count = sizes.D, sizes.tokens
+    draw = _Draw(device, dtype, count)
 
     def linear(name: str, inputs: Tensors, **settings: Any) -> Part:
         return Part(name, inputs, partial(_linear, **settings))
 
-    D, count = sizes.D, sizes.tokens
-    mask = torch.rand(2, count, generator=g, device=device) > 0.2
-    yield from _feature_parts(tokens, D, count, device)
+    mask = torch.rand(2, count, generator=draw.generator, device=device) > 0.2
+    yield from _feature_parts(draw, D)
     yield linear(
         f"linear attention of {2 * D} features, masked, delayed, from a state",
-        features(qkv(2 * D, D)) | state(2 * D, D),
+        _features(draw.qkv(2 * D, D)) | draw.state(2 * D, D),
         feature_map=None,
         key_mask=mask,
         delay=WINDOW,
     )
-    yield _window_part(tokens, tensor, D, count, device)
-    yield _step_part(qkv, state, 2 * D, D)
-    yield _layer_part(qkv, tensor, D)
-    yield linear(f"one sequence of {sizes.long} tokens, elu", qkv(D, count=sizes.long, batch=1, heads=2))
+    yield _window_part(draw, D)
+    yield _step_part(draw, 2 * D, D)
+    yield _layer_part(draw, D)
+    yield linear(f"one sequence of {sizes.long} tokens, elu", draw.qkv(D, count=sizes.long, batch=1, heads=2))
     bounds = torch.tensor([0, 1, count // 3, count // 3, count], device=device)
-    yield linear("packed sequences, elu", qkv(D, batch=1), cu_seqlens=bounds)
+    yield linear("packed sequences, elu", draw.qkv(D, batch=1), cu_seqlens=bounds)
     if not full:
         return
-    yield _kept_part(tokens, D, count, device)
-    yield _layer_part(qkv, tensor, D, kept=min((count - WINDOW - SINKS) // 2, WINDOW))
-    yield linear("both directions, elu", qkv(D), causal=False)
-    yield linear(f"heads of {sizes.odd}, elu, delayed", qkv(sizes.odd), delay=WINDOW)
-    yield linear("values wider than heads, squared_relu", qkv(D, 2 * D), feature_map="squared_relu")
-    gates = {name: tensor(2, count, 2).transpose(1, 2) for name in ("beta", "decay")}
-    delta = qkv(D) | gates | {"kv0": state(D, D)["kv0"]}
+    yield _kept_part(draw, D)
+    yield _layer_part(draw, D, kept=min((count - WINDOW - SINKS) // 2, WINDOW))
+    yield linear("both directions, elu", draw.qkv(D), causal=False)
+    yield linear(f"heads of {sizes.odd}, elu, delayed", draw.qkv(sizes.odd), delay=WINDOW)
+    yield linear("values wider than heads, squared_relu", draw.qkv(D, 2 * D), feature_map="squared_relu")
+    gates = {name: draw.tensor(2, count, 2).transpose(1, 2) for name in ("beta", "decay")}
+    delta = draw.qkv(D) | gates | {"kv0": draw.state(D, D)["kv0"]}
     rule = partial(_delta, key_mask=mask, delay=WINDOW)
     yield Part(f"gated delta rule of {D}, masked, delayed, from a state", delta, rule)
     # A step at a time from the same state.
     delta = {name: x if name == "kv0" else x[:, :, :3] for name, x in delta.items()}
     yield Part("steps of the gated delta rule", delta, _delta_steps, backward=False)
+
+
+def _features(x: Tensors) -> Tensors:
+    # As those of the recommended map they are not negative, so that the normaliser does not vanish.
+    return x | {name: x[name].abs() for name in ("q", "k")}
 
 
 def _linear(x: Tensors, backend: str, **settings: Any) -> Tensors:
@@ -153,31 +162,23 @@ def _delta_steps(x: Tensors, backend: str) -> Tensors:
     return {"o": torch.cat(steps, 2), "kv": held.kv}
 
 
-def _feature_parts(
-    tokens: Callable[[int, int, int], Tensor], D: int, count: int, device: torch.device
-) -> Iterator[Part]:
-    feature_map = get_feature_map("norm_preserving", D, 4, 2).to(device).requires_grad_(False)
+def _feature_parts(draw: _Draw, D: int) -> Iterator[Part]:
+    feature_map = get_feature_map("norm_preserving", D, 4, 2).to(draw.device).requires_grad_(False)
     for side, heads in (("q", 4), ("k", 2)):
 
         def compute(x: Tensors, backend: str, side: str = side) -> Tensors:
             return {"features": features_of(feature_map, x["x"], side, backend=backend)}  # type: ignore[arg-type]
 
-        yield Part(f"norm-preserving features of {side}", {"x": tokens(heads, count, D)}, compute)
+        yield Part(f"norm-preserving features of {side}", {"x": draw.tokens(heads, D)}, compute)
 
 
-def _window_part(
-    tokens: Callable[[int, int, int], Tensor],
-    tensor: Callable[..., Tensor],
-    D: int,
-    count: int,
-    device: torch.device,
-) -> Part:
-    x = {"q": tokens(4, count, D), "k": tokens(2, count, D), "v": tokens(2, count, D), "f": tokens(4, count, D)}
-    x |= {"sink_k": tensor(2, 2, SINKS, D), "sink_v": tensor(2, 2, SINKS, D)}
-    x |= {"bias": tensor(4, dtype=torch.float32), "weight": 0.1 * tensor(4, D, dtype=torch.float32)}
-    index = torch.arange(count, device=device)
+def _window_part(draw: _Draw, D: int) -> Part:
+    x = draw.qkv(D) | {"f": draw.tokens(4, D)}
+    x |= {"sink_k": draw.tensor(2, 2, SINKS, D), "sink_v": draw.tensor(2, 2, SINKS, D)}
+    x |= {"bias": draw.tensor(4, dtype=torch.float32), "weight": 0.1 * draw.tensor(4, D, dtype=torch.float32)}
+    index = torch.arange(draw.count, device=draw.device)
     # The first tokens are padding of the second row.
-    real = index >= torch.tensor([[0], [count // 5]], device=device)
+    real = index >= torch.tensor([[0], [draw.count // 5]], device=draw.device)
     number = (real.cumsum(1) - WINDOW).clamp(min=0)
     seen = (index >= WINDOW)[None, :, None].expand(2, -1, SINKS).contiguous()
 
@@ -192,12 +193,12 @@ def _window_part(
     return Part(f"a window of {WINDOW} with {SINKS} sinks and a key of each query's own", x, compute)
 
 
-def _kept_part(tokens: Callable[[int, int, int], Tensor], D: int, count: int, device: torch.device) -> Part:
-    x = {"q": tokens(4, count, D), "k": tokens(2, count, D), "v": tokens(2, count, D)}
-    x |= {"kept_k": tokens(2, WINDOW + count, D), "kept_v": tokens(2, WINDOW + count, D)}
+def _kept_part(draw: _Draw, D: int) -> Part:
+    keys = WINDOW + draw.count
+    x = draw.qkv(D) | {name: draw.tokens(2, D, keys) for name in ("kept_k", "kept_v")}
     # At every query one key enters and the oldest one goes.
-    number = torch.arange(WINDOW + count, device=device)
-    slot, ends = (number[:count] % WINDOW).expand(2, 2, -1), number.expand(2, 2, -1)
+    number = torch.arange(keys, device=draw.device)
+    slot, ends = (number[: draw.count] % WINDOW).expand(2, 2, -1), number.expand(2, 2, -1)
     begins = (number - WINDOW).expand(2, -1)
 
     def compute(x: Tensors, backend: str) -> Tensors:
@@ -208,9 +209,8 @@ def _kept_part(tokens: Callable[[int, int, int], Tensor], D: int, count: int, de
     return Part(f"a window of {WINDOW} with as many keys kept beyond it", x, compute)
 
 
-def _step_part(qkv: Callable[..., Tensors], state: Callable[[int, int], Tensors], F: int, V: int) -> Part:
-    x = qkv(F, V, count=3)
-    x |= {name: x[name].abs() for name in ("q", "k")} | state(F, V)
+def _step_part(draw: _Draw, F: int, V: int) -> Part:
+    x = _features(draw.qkv(F, V, count=3)) | draw.state(F, V)
 
     def compute(x: Tensors, backend: str) -> Tensors:
         if backend == "reference":
@@ -227,10 +227,9 @@ def _step_part(qkv: Callable[..., Tensors], state: Callable[[int, int], Tensors]
     return Part(f"steps of generation, {F} features", x, compute, backward=False)
 
 
-def _layer_part(qkv: Callable[..., Tensors], tensor: Callable[..., Tensor], D: int, kept: int = 0) -> Part:
-    x = qkv(D)
-    count = x["q"].shape[2]
-    angles = tensor(1, count, D // 2, dtype=torch.float32)
+def _layer_part(draw: _Draw, D: int, kept: int = 0) -> Part:
+    x, count = draw.qkv(D), draw.count
+    angles = draw.tensor(1, count, D // 2, dtype=torch.float32)
     x |= {"turns": torch.cat([angles.cos(), angles.sin()], -1)}
 
     def compute(x: Tensors, backend: str) -> Tensors:

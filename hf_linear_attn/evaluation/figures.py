@@ -110,14 +110,13 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", cls: str = "tic
 
 
 def _marker(x: float, y: float, number: int) -> str:
-    shape = number % 4
-    if shape == 0:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6"/>'
-    if shape == 1:
-        return f'<rect x="{x - 3.3:.1f}" y="{y - 3.3:.1f}" width="6.6" height="6.6"/>'
-    if shape == 2:
-        return f'<path d="M{x:.1f} {y - 4.4:.1f} l4.2 7.6 h-8.4 z"/>'
-    return f'<path d="M{x:.1f} {y - 4.6:.1f} l4.6 4.6 l-4.6 4.6 l-4.6 -4.6 z"/>'
+    shapes = (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6"/>',
+        f'<rect x="{x - 3.3:.1f}" y="{y - 3.3:.1f}" width="6.6" height="6.6"/>',
+        f'<path d="M{x:.1f} {y - 4.4:.1f} l4.2 7.6 h-8.4 z"/>',
+        f'<path d="M{x:.1f} {y - 4.6:.1f} l4.6 4.6 l-4.6 4.6 l-4.6 -4.6 z"/>',
+    )
+    return shapes[number % len(shapes)]
 
 
 def line_chart(title: str, series: Sequence[Series], axes: Axes) -> str:
