@@ -58,7 +58,7 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
         UnsupportedError: If no layer can be observed, or the model cannot use
             ``scaled_dot_product_attention``.
     """
-    layers = _observable(model)
+    layers = observable_layers(model)
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -95,8 +95,8 @@ def observe_attention(model: PreTrainedModel, callback: Callable[[AttentionInput
             config._attn_implementation_internal = before[key]
 
 
-def _observable(model: PreTrainedModel) -> dict[int, AttentionLayer]:
-    """Return the layers to observe, by the identity of their modules."""
+def observable_layers(model: PreTrainedModel) -> dict[int, AttentionLayer]:
+    """Return the layers that :func:`observe_attention` observes, by the identity of their modules."""
     if is_patched(model):
         raise ArgumentError(
             "model", "be a softmax model", f"a patched {type(model).__name__}", "Call unpatch_model first."

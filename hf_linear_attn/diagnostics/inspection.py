@@ -15,14 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linear_attn.diagnostics.approximation import ApproximationSettings, Attention, first_matrices, measure_layer
 from hf_linear_attn.diagnostics.branches import branch_usage
-from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
+from hf_linear_attn.diagnostics.capture import AttentionInputs, observable_layers, observe_attention
 from hf_linear_attn.diagnostics.report import EXACT, PICTURED_TOKENS, Matrices, summary_table, write_report
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
 from hf_linear_attn.files import output_folder, paths_read, write_atomic
 from hf_linear_attn.loading import position_limit
-from hf_linear_attn.patching import attention_layers, is_patched
+from hf_linear_attn.patching import is_patched
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _options(maps: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> di
 def _compare(
     model: PreTrainedModel, ids: torch.Tensor, options: Mapping[str, Mapping[str, Any]], settings: ApproximationSettings
 ) -> tuple[list[dict[str, Any]], Matrices]:
-    found = [layer.index for layer in attention_layers(model) if layer.kind == "full" and layer.index >= 0]
+    found = [layer.index for layer in observable_layers(model).values()]
     step = max(1, -(-len(found) // PICTURED_LAYERS))
     pictured = set(found[::step])
     layers: list[dict[str, Any]] = []
