@@ -1,7 +1,7 @@
 """What each branch of a patched model contributes: window, sinks, kept keys, and linear attention."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 import torch
@@ -56,12 +56,10 @@ def branch_usage(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
         if chosen is not None:
             kept_at[str(module.name)] = chosen.kept_at()[0]
 
-    handles = [m.register_forward_hook(watch) for m in modules.values()]
-    try:
+    with ExitStack() as hooks:
+        for module in modules.values():
+            hooks.enter_context(module.register_forward_hook(watch))
         losses = _losses(model, input_ids)
-    finally:
-        for handle in handles:
-            handle.remove()
     report: dict[str, Any] = {"tokens": input_ids.shape[1], "layers": layers, "loss_nats": losses.mean().item()}
     if kept_at:
         report["kept_at"] = kept_at

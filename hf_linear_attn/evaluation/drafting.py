@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,9 +110,7 @@ def watched_caches(*models: PreTrainedModel) -> Iterator[list[int]]:
         cache = returned_cache(output)
         most[at] = max(most[at], 0 if cache is None else cache_bytes(cache))
 
-    handles = [model.register_forward_hook(partial(look, at)) for at, model in enumerate(models)]
-    try:
+    with ExitStack() as hooks:
+        for at, model in enumerate(models):
+            hooks.enter_context(model.register_forward_hook(partial(look, at)))
         yield most
-    finally:
-        for handle in handles:
-            handle.remove()
