@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -179,5 +180,4 @@ def _drop_torn_line(path: Path) -> None:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) != len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+        os.truncate(path, len(whole))
