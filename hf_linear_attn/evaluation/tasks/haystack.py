@@ -5,11 +5,11 @@ import math
 import random
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import cycle
+from itertools import accumulate, chain, cycle
 from pathlib import Path
 from typing import ClassVar
 
@@ -126,21 +126,13 @@ class Noise(Haystack):
             missing -= len(line)
         if missing < 0:
             filler.insert(0, filler.pop()[-missing:])
-        ids: list[int] = []
-        starts = [0] * len(needles)
-        position = 0
-        for index in _by_depth(needles):
-            needle, depth = needles[index]
-            target = depth / 100 * (total - len(needle))
+        ends = [0, *accumulate(map(len, filler))]
+
+        def place(target: float) -> int:
             # A line goes before the needle while that brings the needle's start nearer to its target.
-            while position < len(filler) and len(ids) + len(filler[position]) / 2 <= target:
-                ids.extend(filler[position])
-                position += 1
-            starts[index] = len(ids)
-            ids.extend(needle)
-        for line in filler[position:]:
-            ids.extend(line)
-        return Buried(tuple(ids), tuple(starts))
+            return ends[bisect_right(range(len(filler)), target, key=lambda line: (ends[line] + ends[line + 1]) / 2)]
+
+        return _laid(needles, list(chain.from_iterable(filler)), total, place)
 
 
 class RealText(Haystack):
@@ -171,22 +163,14 @@ class RealText(Haystack):
         stream, breaks = self.stream(tokenizer)
         room = total - sum(len(ids) for ids, _ in needles)
         first = rng.randrange(len(stream) - room + 1)
-        ids: list[int] = []
-        starts = [0] * len(needles)
-        at, said = first, 0
-        for index in _by_depth(needles):
-            needle, depth = needles[index]
-            target = first + depth / 100 * (total - len(needle)) - said
-            place = bisect_left(breaks, target)
-            near = min(breaks[max(0, place - 1) : place + 1], key=lambda found: abs(found - target), default=-total)
-            wanted = near if abs(near - target) <= _COARSEST_DEPTH * total else round(target)
-            end = min(max(at, wanted), first + room)
-            ids.extend(stream[at:end])
-            starts[index] = len(ids)
-            ids.extend(needle)
-            at, said = end, said + len(needle)
-        ids.extend(stream[at : first + room])
-        return Buried(tuple(ids), tuple(starts))
+
+        def place(target: float) -> int:
+            target += first
+            at = bisect_left(breaks, target)
+            near = min(breaks[max(0, at - 1) : at + 1], key=lambda found: abs(found - target), default=-total)
+            return (near if abs(near - target) <= _COARSEST_DEPTH * total else round(target)) - first
+
+        return _laid(needles, stream[first : first + room], total, place)
 
 
 @dataclass(frozen=True)
@@ -225,9 +209,20 @@ class Text(RealText):
         return _stream(self, tokenizer)
 
 
-def _by_depth(needles: Sequence[Needle]) -> list[int]:
-    """Return the needles' numbers in the order in which they stand."""
-    return sorted(range(len(needles)), key=lambda index: needles[index][1])
+def _laid(needles: Sequence[Needle], filler: Sequence[int], total: int, place: Callable[[float], int]) -> Buried:
+    """Lay needles into filler, by depth; `place` tells after how many of its tokens, where so many are wanted."""
+    ids: list[int] = []
+    starts = [0] * len(needles)
+    at = said = 0
+    for index in sorted(range(len(needles)), key=lambda index: needles[index][1]):
+        needle, depth = needles[index]
+        end = min(max(at, place(depth / 100 * (total - len(needle)) - said)), len(filler))
+        ids.extend(filler[at:end])
+        starts[index] = len(ids)
+        ids.extend(needle)
+        at, said = end, said + len(needle)
+    ids.extend(filler[at:])
+    return Buried(tuple(ids), tuple(starts))
 
 
 @lru_cache(maxsize=8)
