@@ -166,10 +166,10 @@ def times(ratio: float) -> str:
     return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
 
 
-def compared(ratio: float, better: str, worse: str) -> tuple[str, str]:
-    """Write a ratio and what it is: `("2.0x", better)`, `("1.5x", worse)` or `("1.0x", "about the same")`."""
+def compared(ratio: float, better: str, worse: str) -> tuple[str, str | None]:
+    """Write a ratio and what it is: `("2.0x", better)`, `("1.5x", worse)` or, of what is alike, `("1.0x", None)`."""
     if times(max(ratio, 1 / ratio)) == times(1):
-        return times(1), "about the same"
+        return times(1), None
     return (times(ratio), better) if ratio >= 1 else (times(1 / ratio), worse)
 
 

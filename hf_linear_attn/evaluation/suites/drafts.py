@@ -196,7 +196,7 @@ class Drafts(Suite):
         at = f"answers with drafts at {view.tokens(row['length'])} tokens"
         detail = f"{row['accepted_per_round']:.2g} of {row['drafted']} drafted tokens accepted in a round; "
         detail += f"{row['identical']} of {row['prompts']} greedy answers identical"
-        return [view.Headline(figure, f"{word} {at}" if word != "about the same" else f"{at} about as fast", detail)]
+        return [view.Headline(figure, f"{word} {at}" if word else f"{at} about as fast", detail)]
 
     @classmethod
     def quality(cls, results: Results) -> list[str]:

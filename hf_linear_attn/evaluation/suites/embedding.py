@@ -177,7 +177,7 @@ class Embedding(Suite):
         if mine is None or theirs is None:
             return []
         figure, word = view.compared(theirs["ms_per_text"] / mine["ms_per_text"], "faster", "slower")
-        how = "about as fast as" if word == "about the same" else f"{figure} {word} than"
+        how = f"{figure} {word} than" if word else "about as fast as"
         return [f"A text of {view.tokens(mine['length'])} tokens is embedded {how} by {theirs['model']}."]
 
     @classmethod

@@ -213,21 +213,21 @@ class Latency(Suite):
             return []
         mine, theirs, other = pair
         at = f"at {view.tokens(mine['length'])} tokens"
-        step, read = (theirs[name] / mine[name] for name in ("decode_ms_per_token", "ttft_ms"))
+        step, read, held = (theirs[name] / mine[name] for name in ("decode_ms_per_token", "ttft_ms", "cache_bytes"))
         figure, word = view.compared(step, "faster", "slower")
         read_figure, read_word = view.compared(read, "faster", "slower")
-        cache, cache_word = view.compared(theirs["cache_bytes"] / mine["cache_bytes"], "smaller", "larger")
-        prefill_text = f"prefill {read_figure} {read_word}" if read_word != "about the same" else "prefill as fast"
+        cache, cache_word = view.compared(held, "smaller", "larger")
+        prefill_text = f"prefill {read_figure} {read_word}" if read_word else "prefill as fast"
         return [
             view.Headline(
                 figure,
-                f"{word} decode {at}" if word != "about the same" else f"decode about as fast {at}",
+                f"{word} decode {at}" if word else f"decode about as fast {at}",
                 f"{mine['decode_ms_per_token']:.3g} ms a token, {other} {theirs['decode_ms_per_token']:.3g}; "
                 f"{prefill_text}, batch of {mine['batch_size']}",
             ),
             view.Headline(
                 cache,
-                f"{cache_word} cache {at}" if cache_word != "about the same" else f"cache about as large {at}",
+                f"{cache_word} cache {at}" if cache_word else f"cache about as large {at}",
                 f"{view.size(mine['cache_bytes'])}, {other} {view.size(theirs['cache_bytes'])}",
             ),
         ]
@@ -329,4 +329,4 @@ def _longest_pair(results: Results) -> tuple[Row, Row, str] | None:
 
 def _ratio(what: str, ratio: float, better: str, worse: str) -> str:
     figure, word = view.compared(ratio, better, worse)
-    return f"{what} {word}" if word == "about the same" else f"{what} {figure} {word}"
+    return f"{what} {figure} {word}" if word else f"{what} about the same"
