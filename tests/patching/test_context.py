@@ -53,6 +53,18 @@ def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, ch
         assert torch.equal(answer(subject, question, cache=loaded.copy()), read)
 
 
+@pytest.mark.parametrize("architecture", ["bart", "hunyuan_v1_moe"])
+def test_other_modules_of_a_layers_number_do_not_hide_its_state(architecture, tmp_path):
+    """Cross-attention has the number of the self-attention before it, and so has a router."""
+    subject = Subject(patch_model(tiny_model("causal", architecture), "elu", window=3), "causal")
+    text, question = subject.tokens(13), subject.tokens(4, seed=1)
+    context = encode_context(subject.model, text)
+    context.save(tmp_path / "text.safetensors")
+    loaded = load_context(tmp_path / "text.safetensors", subject.model)
+    assert loaded.nbytes == context.nbytes
+    assert torch.equal(answer(subject, question, cache=loaded.copy()), answer(subject, question, cache=context.copy()))
+
+
 def test_a_mask_is_of_the_question_or_of_text_and_question(subject):
     text, question = subject.tokens(13), subject.tokens(4, seed=1)
     mask, own = torch.ones_like(text), torch.ones_like(question)
