@@ -1,7 +1,9 @@
 """A long document, read once and kept as a file: linear attention's state has the same size whatever its length."""
 
 import copy
+import hashlib
 import inspect
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -19,10 +21,12 @@ from hf_linear_attn.layers import LinearAttention, State
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument
 from hf_linear_attn.patching.context_file import in_ring_buffers, read_context_file, write_context_file
-from hf_linear_attn.patching.fingerprint import model_fingerprint
 from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.inputs import check_ids, check_tensor, left_padded
-from hf_linear_attn.patching.scope import part_of
+from hf_linear_attn.patching.scope import is_patched, part_of
+
+SAMPLES = 64
+"""Values of each weight that enter a model's fingerprint."""
 
 
 class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
@@ -184,6 +188,23 @@ class Context:
         # Texts are padded on the left.
         cache.context_mask = (torch.arange(length) >= length - seen[:, None]).long().to(model.device)
         return cls(cache, fingerprint)
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Return a hash of a patched model's settings and of values of each of its weights.
+
+    Raises:
+        ArgumentError: If the model is not patched.
+    """
+    settings = getattr(getattr(model, "config", None), "linear_attention", None)
+    if settings is None or not is_patched(model):
+        raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
+    text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double().cpu()
+        text.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+    return text.hexdigest()
 
 
 @torch.no_grad()
