@@ -14,7 +14,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.discover import shares_keys
-from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, source_of, with_angles
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, with_angles
 
 
 @dataclass(eq=False)
@@ -139,7 +139,8 @@ def _rotation(
         layout = part.layout = _layout_of(module, part, layer, told, args, kwargs)
     if layout is None or layout.pairs == "none":
         return None
-    rotation = Rotation.of(cos, sin, layout, source_of(told))
+    # What tells it from others: its cosines, or both.
+    rotation = Rotation.of(cos, sin, layout, told if isinstance(told, Tensor) else told[0])
     if known is not None:
         known[id(told), layout] = told, rotation
     return rotation
