@@ -7,7 +7,8 @@ be asked of the patched one.
 import copy
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
+from hf_linear_attn.evaluation.meters import cache_bytes
 from hf_linear_attn.patching import LinearAttention, is_patched
-from hf_linear_attn.patching.call_cache import NAME, returned_cache
+from hf_linear_attn.patching.call_cache import NAME, cache_of, returned_cache
 
 from .zoo import VOCAB, Task
 
@@ -51,6 +53,13 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 def prompt(tokens: int, seed: int = 0, rows: int = 1) -> Tensor:
     """Draw token ids that are no special tokens."""
     return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding(ids: Tensor, tokens: int) -> Tensor:
+    """Return the mask of texts of which the second begins with so many tokens of padding."""
+    mask = torch.ones_like(ids)
+    mask[1, :tokens] = 0
+    return mask
 
 
 @dataclass
@@ -96,6 +105,17 @@ def close(a: Tensor, b: Tensor, what: str) -> None:
     """Assert that two tensors of logits agree."""
     error = (a - b).abs().max() / b.abs().max()
     assert error < TOLERANCE, f"{what}: relative error {error:.1e}"
+
+
+@contextmanager
+def cache_sizes(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Collect the bytes that a model's cache holds after the first layer of each forward."""
+    held: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(
+        lambda module, args, kwargs, output: held.append(cache_bytes(cache_of(kwargs, args))), with_kwargs=True
+    )
+    yield held
+    hook.remove()
 
 
 class Graphs(list[Any]):

@@ -14,8 +14,8 @@ from hf_linear_attn.patching import encode_context, load_context
 from hf_linear_attn.patching.call_cache import NAME
 from tests.distill.tiny import tiny_teacher
 
-from .checks import close
-from .zoo import VOCAB, tiny_model
+from .checks import close, prompt
+from .zoo import tiny_model
 
 SETTINGS = {"feature_map": "norm_preserving", "window": 3, "sinks": 2, "rotary": "undo"}
 
@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture
 def ids():
-    return torch.randint(5, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    return prompt(20, rows=2)
 
 
 def circles(cache):

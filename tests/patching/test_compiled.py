@@ -10,9 +10,10 @@ from transformers import DynamicCache, StaticCache
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.patching.call_cache import NAME
 
-from .checks import Graphs, close, patched, prompt
+from .checks import Graphs, close, left_padding, patched, prompt
 from .zoo import tiny_model
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SLOW = pytest.mark.slow
 LENGTHS = (9, 70, 14, 23, 12, 40, 17, 31, 55, 26)
 """Shorter than the window and longer, than a block of queries too; a graph of the first one's own may be one of two."""
@@ -36,8 +37,7 @@ def texts(masked):
     """Yield what a model is called with, for each length."""
     for length in LENGTHS:
         ids = prompt(length, seed=length, rows=2)
-        mask = torch.ones_like(ids)
-        mask[1, :3] = 0
+        mask = left_padding(ids, 3)
         yield {"input_ids": ids} | ({"attention_mask": mask} if masked else {})
 
 
@@ -51,13 +51,6 @@ def build(setting):
 
 def shown(logits, text):
     return logits[text["attention_mask"].bool()] if "attention_mask" in text else logits
-
-
-@pytest.fixture(autouse=True)
-def _forgotten():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(

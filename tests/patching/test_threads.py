@@ -63,12 +63,12 @@ def test_a_model_that_drafts_for_itself_in_threads(setting):
     check_all_alike(lambda ids: model.generate(ids, **options), prompts(12))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.slow
 def test_compiled_steps_in_threads():
     # While one thread compiles, torch tells every thread so (`torch.compiler.is_compiling()` is of the process), and a
     # call beyond its limit of recompilations runs uncompiled: then loops take the place of PyTorch's operations, or the
     # reverse, and add in another order. Answers of two prompts are 1 and more apart.
-    torch.compiler.reset()
     model = build("window")
     compiled = torch.compile(model, backend="aot_eager")
 
@@ -81,4 +81,3 @@ def test_compiled_steps_in_threads():
         return logits
 
     check_all_alike(answer, prompts(12), atol=1e-5)
-    torch.compiler.reset()

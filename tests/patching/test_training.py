@@ -17,7 +17,7 @@ from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
-from .checks import Graphs, Subject, close, patched
+from .checks import Graphs, Subject, close, left_padding, patched
 from .zoo import tiny_model
 
 SLOW = pytest.mark.slow
@@ -98,6 +98,7 @@ def test_half_precision_weights_train(setting, dtype, error):
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "setting", "masked", "cached"),
     [
@@ -107,22 +108,20 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
     ],
 )
 def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
-    torch.compiler.reset()
     model = build(setting, name)
     ids = Subject(model, "causal").tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 3)
     more = {"use_cache": cached} | ({"attention_mask": mask} if masked else {})
     expected = loss_and_gradients(model, ids, **more)
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
     model.zero_grad(set_to_none=True)
     compiled(input_ids=ids, labels=ids, **more).loss.backward()
-    torch.compiler.reset()
     assert len(graphs) == 1
     assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("setting", "cache", "masked"),
     [
@@ -131,13 +130,10 @@ def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, m
     ],
 )
 def test_compiled_steps_have_no_break(setting, cache, masked):
-    torch.compiler.reset()
     model = build(setting)
     subject = Subject(model, "causal")
     ids = subject.tokens()
-    mask = torch.ones_like(ids)
-    if masked:
-        mask[1, :3] = 0
+    mask = left_padding(ids, 3 if masked else 0)
     expected = subject.logits(ids, attention_mask=mask, use_cache=False)
     options = {} if cache is DynamicCache else {"max_cache_len": 16}
     past = cache(config=model.config, **options)
@@ -147,14 +143,13 @@ def test_compiled_steps_have_no_break(setting, cache, masked):
         more = {"attention_mask": mask[:, :end]} if masked else {}
         with torch.no_grad():
             found.append(compiled(input_ids=ids[:, start:end], **{NAME: past}, **more).logits)
-    torch.compiler.reset()
     close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @SLOW
 @pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
 def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
-    torch.compiler.reset()
     model = build(setting)
     ids = Subject(model, "causal").tokens(8, rows=1)
     positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
@@ -163,7 +158,6 @@ def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
         compiled = torch.compile(model, backend=Graphs())
         compiled(input_ids=ids, use_cache=False)
         found = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
-    torch.compiler.reset()
     close(found, expected, "compiled")
 
 
@@ -175,17 +169,15 @@ def two_documents(row, head, i, j):
     return (j <= i) & ((i < 3) == (j < 3))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("pattern", [sees_ahead, two_documents])
 def test_a_graph_of_one_sequence_refuses_other_patterns_when_it_runs(pattern):
-    torch.compiler.reset()
-
     def mask():
         enter_model(torch.nn.Identity(), (), {})
         return linear_attention_mask(2, 6, 6, mask_function=pattern)
 
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .* got 'another pa"):
         torch.compile(mask, backend=Graphs(), fullgraph=True)()
-    torch.compiler.reset()
 
 
 def test_trainer_trains_and_saves(tmp_path):
