@@ -107,6 +107,11 @@ def close(a: Tensor, b: Tensor, what: str) -> None:
     assert error < TOLERANCE, f"{what}: relative error {error:.1e}"
 
 
+def grads_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients that a model has, by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 @contextmanager
 def cache_sizes(model: PreTrainedModel) -> Iterator[list[int]]:
     """Collect the bytes that a model's cache holds after the first layer of each forward."""

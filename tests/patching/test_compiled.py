@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.patching.call_cache import NAME
 
-from .checks import Graphs, close, left_padding, patched, prompt
+from .checks import Graphs, close, grads_of, left_padding, patched, prompt
 from .zoo import tiny_model
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -101,7 +101,7 @@ def test_training_steps_of_all_lengths_share_a_graph(setting, masked, dynamic):
         for called in (model, compiled):
             model.zero_grad(set_to_none=True)
             called(**text, labels=text["input_ids"], use_cache=False).loss.backward()
-            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            gradients.append(grads_of(model))
         assert gradients[0].keys() == gradients[1].keys()
         for name, wanted in gradients[0].items():
             torch.testing.assert_close(gradients[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
@@ -123,7 +123,7 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph(setting, recomputed):
                 layer.compile(backend=graphs, fullgraph=True)
         model.zero_grad(set_to_none=True)
         model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(grads_of(model))
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
     assert len(graphs) == 1
 

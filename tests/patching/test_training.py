@@ -17,16 +17,11 @@ from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
-from .checks import Graphs, Subject, close, left_padding, patched
+from .checks import Graphs, Subject, close, grads_of, left_padding, patched, some
 from .zoo import tiny_model
 
 SLOW = pytest.mark.slow
-SETTINGS = {
-    "learned": {"feature_map": "hedgehog"},
-    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
-    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
-    "mixed": {"feature_map": "hedgehog", "layers": [1]},
-}
+SETTINGS = some("learned", "window", "kept") | {"mixed": {"feature_map": "hedgehog", "layers": [1]}}
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
 KERNELS = {"kernels": {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}}
 RULED = SETTINGS | {"gated_delta": SETTINGS["window"] | {"update_rule": "gated_delta"}}
@@ -40,7 +35,7 @@ def loss_and_gradients(model, ids, **kwargs):
     model.zero_grad(set_to_none=True)
     loss = model(input_ids=ids, labels=ids, **kwargs).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), copy.deepcopy(grads_of(model))
 
 
 def assert_same_gradients(a, b):
@@ -118,7 +113,7 @@ def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, m
     model.zero_grad(set_to_none=True)
     compiled(input_ids=ids, labels=ids, **more).loss.backward()
     assert len(graphs) == 1
-    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
+    assert_same_gradients(grads_of(model), expected[1])
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -294,12 +289,12 @@ def test_packed_documents_train_as_separate_ones():
     weights = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
     separate = torch.cat([model(input_ids=d[None]).logits for d in documents], dim=1)
     (separate * weights).sum().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    expected = copy.deepcopy(grads_of(model))
     model.zero_grad()
     positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
     packed = model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False).logits
     (packed * weights).sum().backward()
-    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
+    assert_same_gradients(grads_of(model), expected)
 
 
 def _free_port():
@@ -321,8 +316,7 @@ def _two_processes(rank, port, expected, ids):
     model = build("window")
     parallel = accelerator.prepare(model)
     accelerator.backward(parallel(input_ids=mine, labels=mine).loss)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_same_gradients(found, expected)
+    assert_same_gradients(grads_of(model), expected)
 
     model = build("window")
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
