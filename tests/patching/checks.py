@@ -250,19 +250,19 @@ def checks_for(task: Task) -> tuple[Callable[[Subject], None], ...]:
 
 def differs_and_unpatches(build: Callable[[], PreTrainedModel], task: Task, **settings: Any) -> None:
     """Patching changes the logits to other finite ones; unpatching restores bits; a second model is left alone."""
-    model, second = build(), build()
-    before = Subject(model, task).logits(Subject(model, task).tokens())
+    subject, beside = Subject(build(), task), Subject(build(), task)
+    model, ids = subject.model, subject.tokens()
+    before = subject.logits(ids)
     names, cls = {k: v.clone() for k, v in model.state_dict().items()}, type(model)
     config = copy.deepcopy(model.config).to_dict()
     patch_model(model, **settings)
     signatures(type(model), cls)
-    after = Subject(model, task).logits(Subject(model, task).tokens())
+    after = subject.logits(ids)
     assert after.isfinite().all(), "logits are not finite"
     assert (after - before).abs().max() > 1e-3 * before.abs().max(), "patching changes nothing"
-    beside = Subject(second, task).logits(Subject(second, task).tokens())
-    assert torch.equal(beside, before), "patching changed another model of the class"
+    assert torch.equal(beside.logits(ids), before), "patching changed another model of the class"
     unpatch_model(model)
-    assert torch.equal(Subject(model, task).logits(Subject(model, task).tokens()), before), "logits are not restored"
+    assert torch.equal(subject.logits(ids), before), "logits are not restored"
     restored = model.state_dict()
     assert list(restored) == list(names), "names of weights are not restored"
     assert all(torch.equal(restored[k], names[k]) for k in names), "weights are not restored"

@@ -146,8 +146,7 @@ def test_a_rollback_parts_and_goes_on(model, ids, otherwise):
         turn_otherwise(model)
     cache = DynamicCache(config=model.config)
     read(model, cache, ids[:, :6], [6])
-    for layer in cache.layers:
-        layer.activate_past_recording()
+    cache.activate_past_recording()
     # Of what is drafted, two tokens are kept and read again.
     read(model, cache, torch.cat([ids[:, 6:8], ids[:, 3:5]], 1), [1, 3])
     for layer in cache.layers:
@@ -159,8 +158,7 @@ def test_a_rollback_parts_and_goes_on(model, ids, otherwise):
 def test_what_differed_in_what_is_read_again_stays_apart(model, ids):
     cache = DynamicCache(config=model.config)
     read(model, cache, ids, [6])
-    for layer in cache.layers:
-        layer.activate_past_recording()
+    cache.activate_past_recording()
     hook = turn_otherwise(model)
     read(model, cache, ids[:, 6:], [3])
     hook.remove()

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, spans
+from hf_linear_attn.ops.hybrid import Tokens, hybrid_reference
 from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, part_of
 from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from hf_linear_attn.patching.hook import linear_attention_forward
 from hf_linear_attn.patching.scope import current
+from tests.ops.hybrid import params_of
 from tests.patching.checks import Subject, checks_for, close, gradients, prompt, save_and_load
 from tests.patching.test_sweep import NOT_BUILT
 from tests.patching.zoo import MAPPINGS, VOCAB, randomise, registered, tiny_model
@@ -96,7 +99,7 @@ def without_positions(model):
 
 @pytest.mark.parametrize("kind", [*EXPECTED, "yarn"])
 def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
-    """Computed from the unrotated projections directly, with the same window and sinks on rotated ones."""
+    """That is what a module projects that is told of no angles; window and sinks read rotated tokens."""
     ids = prompt(14, rows=2)
     model = model_of(kind, **SETTINGS)
     part, q, k, v, call = seen_by_layers(model, ids)[0]
@@ -108,32 +111,13 @@ def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
         assert (call.rotation.do(plain) - x).abs().max() < 1e-5 * x.abs().max()
     with torch.no_grad():
         o = part.forward(q, k, v, call)
-    assert (o - by_hand(part, (q, k, v), (plain_q, plain_k), part.scaling(call))).abs().max() < 1e-4
+        assert (o - by_definition(part, q, k, v, call)).abs().max() < 1e-4
 
 
-def by_hand(part, tokens, plain, scaling):
-    """Attend by the formulas, row by row: softmax over window, sinks and the own key, whose value is the branch's."""
-    groups = tokens[0].shape[1] // tokens[1].shape[1]
-    q, k, v = tokens[0], *(x.repeat_interleave(groups, 1) for x in tokens[1:])
-    window, sinks = part.settings.window, part.settings.sinks
-    with torch.no_grad():
-        phi_q = part.feature_map.phi_q(plain[0])
-        phi_k = part.feature_map.phi_k(plain[1]).repeat_interleave(groups, 1)
-    out = torch.zeros(*q.shape[:3], v.shape[3])
-    for i in range(q.shape[2]):
-        near = [j for j in range(i + 1) if j > i - window or j < sinks]
-        far = [j for j in range(i + 1) if j not in near]
-        scores = scaling * (q[:, :, i : i + 1] * k[:, :, near]).sum(-1)
-        values = v[:, :, near]
-        if far:
-            weights = (phi_q[:, :, i : i + 1] * phi_k[:, :, far]).sum(-1)
-            own = (weights[..., None] * v[:, :, far]).sum(2) / (weights.sum(-1, keepdim=True) + part.settings.eps)
-            # The own key's score is of rotated queries and keys.
-            mean = scaling * (q[:, :, i] * k[:, :, far].mean(2)).sum(-1) + torch.tensor(float(len(far))).log()
-            scores = torch.cat([scores, mean[..., None]], -1)
-            values = torch.cat([values, own[:, :, None]], 2)
-        out[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
-    return out
+def by_definition(part, q, k, v, call):
+    """Return what the definition of a layer gives where the linear branch reads tokens that are turned back."""
+    params = replace(params_of(part), scaling=part.scaling(call))
+    return hybrid_reference(Tokens(q=q, k=k, v=v, rotation=call.rotation), params)[0]
 
 
 @pytest.mark.parametrize(
@@ -167,10 +151,10 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
     angles = torch.rand(1, 300, q.shape[3] // 2) * 6
     angles = torch.cat([angles, angles], -1)
     call = Call(rotation=Rotation.of(angles.cos(), angles.sin(), Layout("half")))
-    plain = call.rotation.undo(q), call.rotation.undo(k)
     q.requires_grad_()
     o = part(q, k, v, call)
-    assert (o - by_hand(part, (q, k, v), plain, part.scaling(call))).abs().max() < 1e-4
+    with torch.no_grad():
+        assert (o - by_definition(part, q, k, v, call)).abs().max() < 1e-4
     o.square().sum().backward()
     assert q.grad.isfinite().all()
     assert q.grad.abs().sum() > 0
