@@ -1,7 +1,7 @@
 """Several threads share one model, and every answer is the one given alone: nothing of a call is kept on a module."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,22 +31,10 @@ def prompts(number):
 def check_all_alike(answer, ids, atol=0.0):
     """Answer every prompt alone, then in threads at once."""
     alone = [answer(x) for x in ids]
-    found: dict[int, torch.Tensor] = {}
-    start = threading.Barrier(THREADS)
-
-    def work(first):
-        start.wait()
-        for n in range(first, len(ids), THREADS):
-            found[n] = answer(ids[n])
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(len(ids)))
-    for n, x in found.items():
-        torch.testing.assert_close(x, alone[n], rtol=0, atol=atol, msg=lambda text, n=n: f"prompt {n}: {text}")
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(answer, ids))
+    for n, (x, expected) in enumerate(zip(found, alone, strict=True)):
+        torch.testing.assert_close(x, expected, rtol=0, atol=atol, msg=lambda text, n=n: f"prompt {n}: {text}")
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
