@@ -112,6 +112,20 @@ def grads_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a model, compiled or not, that predicts its own inputs, and copies of its gradients."""
+    module = getattr(model, "_orig_mod", model)
+    module.zero_grad()
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    return loss.detach(), copy.deepcopy(grads_of(module))
+
+
+def same_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Assert that two models have gradients of the same parameters, and that they agree."""
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 @contextmanager
 def cache_sizes(model: PreTrainedModel) -> Iterator[list[int]]:
     """Collect the bytes that a model's cache holds after the first layer of each forward."""

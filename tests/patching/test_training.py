@@ -17,7 +17,7 @@ from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
-from .checks import Graphs, Subject, close, grads_of, left_padding, patched, some
+from .checks import Graphs, Subject, close, grads_of, left_padding, loss_and_gradients, patched, same_gradients, some
 from .zoo import tiny_model
 
 SLOW = pytest.mark.slow
@@ -31,38 +31,22 @@ def build(setting="learned", name="llama"):
     return patched(tiny_model("causal", name), **({"layers": "all"} | (COMPILED | RULED | KERNELS)[setting]))
 
 
-def loss_and_gradients(model, ids, **kwargs):
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids, **kwargs).loss
-    loss.backward()
-    return loss.detach(), copy.deepcopy(grads_of(model))
-
-
-def assert_same_gradients(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("setting", RULED)
 def test_gradient_checkpointing_gives_the_same_gradients(setting):
     model = build(setting).train()
     ids = Subject(model, "causal").tokens()
-    expected = loss_and_gradients(model, ids)
+    _, expected = loss_and_gradients(model, input_ids=ids)
     # The older name is deprecated in the newest Transformers, and the only one in the oldest.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
-    found = loss_and_gradients(model, ids, use_cache=False)
-    assert_same_gradients(found[1], expected[1])
+    same_gradients(loss_and_gradients(model, input_ids=ids, use_cache=False)[1], expected)
 
 
 @pytest.mark.parametrize("setting", RULED)
 def test_autocast_stays_close_to_fp32(setting):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
-    expected, _ = loss_and_gradients(model, ids)
+    expected, _ = loss_and_gradients(model, input_ids=ids)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(input_ids=ids, labels=ids).loss
@@ -78,15 +62,15 @@ def test_autocast_stays_close_to_fp32(setting):
 def test_half_precision_weights_train(setting, dtype, error):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
-    expected = loss_and_gradients(model, ids)
-    found = loss_and_gradients(model.to(dtype), ids)
+    expected = loss_and_gradients(model, input_ids=ids)
+    found = loss_and_gradients(model.to(dtype), input_ids=ids)
     assert abs(found[0] - expected[0]) < error * expected[0]
     for name, gradient in expected[1].items():
         assert found[1][name].dtype == dtype, name
         assert (found[1][name] - gradient).norm() < 5 * error * gradient.norm() + 1e-4, name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
-    after, _ = loss_and_gradients(model, ids)
+    after, _ = loss_and_gradients(model, input_ids=ids)
     assert after < found[0]
 
 
@@ -107,13 +91,11 @@ def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, m
     ids = Subject(model, "causal").tokens()
     mask = left_padding(ids, 3)
     more = {"use_cache": cached} | ({"attention_mask": mask} if masked else {})
-    expected = loss_and_gradients(model, ids, **more)
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
-    model.zero_grad(set_to_none=True)
-    compiled(input_ids=ids, labels=ids, **more).loss.backward()
+    expected, found = (loss_and_gradients(called, input_ids=ids, **more)[1] for called in (model, compiled))
     assert len(graphs) == 1
-    assert_same_gradients(grads_of(model), expected[1])
+    same_gradients(found, expected)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -294,7 +276,7 @@ def test_packed_documents_train_as_separate_ones():
     positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
     packed = model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False).logits
     (packed * weights).sum().backward()
-    assert_same_gradients(grads_of(model), expected)
+    same_gradients(grads_of(model), expected)
 
 
 def _free_port():
@@ -316,7 +298,7 @@ def _two_processes(rank, port, expected, ids):
     model = build("window")
     parallel = accelerator.prepare(model)
     accelerator.backward(parallel(input_ids=mine, labels=mine).loss)
-    assert_same_gradients(grads_of(model), expected)
+    same_gradients(grads_of(model), expected)
 
     model = build("window")
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -324,7 +306,7 @@ def _two_processes(rank, port, expected, ids):
         fully_shard(part, mesh=mesh)
     model(input_ids=mine, labels=mine).loss.backward()
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    assert_same_gradients(found, expected)
+    same_gradients(found, expected)
     torch.distributed.destroy_process_group()
 
 
@@ -332,7 +314,7 @@ def _two_processes(rank, port, expected, ids):
 def test_two_processes_give_the_gradients_of_one():
     model = build("window")
     ids = Subject(model, "causal").tokens()
-    _, expected = loss_and_gradients(model, ids)
+    _, expected = loss_and_gradients(model, input_ids=ids)
     mp.spawn(_two_processes, args=(_free_port(), expected, ids), nprocs=2)
 
 
