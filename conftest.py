@@ -2,6 +2,10 @@
 
 import logging
 import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,3 +64,38 @@ def users_map(tmp_path: Path) -> Path:
     """Return a user's file that registers the feature map ``cubed``."""
     (tmp_path / "mine.py").write_text(USERS_MAP)
     return tmp_path / "mine.py"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run a test on one thread: sums have one order, and tests do not fight for cores with threads of torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let the compiler know no graph when a test begins, nor when it is over."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """Return a context in which no file can become longer than a number of bytes, as on a disk that is full."""
+
+    @contextmanager
+    def full_after(nbytes: int) -> Iterator[None]:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limit[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            signal.signal(signal.SIGXFSZ, before)
+
+    return full_after

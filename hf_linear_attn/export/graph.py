@@ -62,7 +62,15 @@ def trace(model: PreTrainedModel, *, standard: bool = False) -> Graph:
     except HFLinearAttnError:
         raise
     except Exception as error:  # whatever tracing raises of code that no graph can hold
-        raise _untraceable(model, parts, error) from error
+        settings = next(iter(parts.values())).settings
+        raise UnsupportedError(
+            "model",
+            "be made of operators that torch.export can trace for any length",
+            f"{type(model).__name__} with feature_map={settings.feature_map!r}, update_rule={settings.update_rule!r}, "
+            f"mix={settings.mix!r}",
+            f"Tracing ended with: {first_line(error)}. Write rules, maps and mixes of your own in PyTorch's operators, "
+            "without branches on values, or choose those that are built in.",
+        ) from error
 
 
 class Reader(nn.Module):
@@ -159,16 +167,3 @@ class _PlainForms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         form = self.forms.get(func)
         return func(*args, **(kwargs or {})) if form is None else form(*args)
-
-
-def _untraceable(model: PreTrainedModel, parts: dict[int, LinearAttention], error: Exception) -> UnsupportedError:
-    part = next(iter(parts.values()))
-    settings = part.settings
-    return UnsupportedError(
-        "model",
-        "be made of operators that torch.export can trace for any length",
-        f"{type(model).__name__} with feature_map={settings.feature_map!r}, update_rule={settings.update_rule!r}, "
-        f"mix={settings.mix!r}",
-        f"Tracing ended with: {first_line(error)}. Write rules, maps and mixes of your own in PyTorch's operators, "
-        "without branches on values, or choose those that are built in.",
-    )

@@ -112,7 +112,7 @@ def export_model(settings: ExportSettings) -> Exported:
     with whole_folder(folder) as temporary:
         path = temporary / FILES[settings.format]
         with _quiet():
-            onnx.save(path) if onnx is not None else _save_program(_anonymous(graph.program), path)
+            onnx.save(path) if onnx is not None else _save_program(graph.program, path)
         size = sum(file.stat().st_size for file in temporary.iterdir())
         tokens, difference = _compare(model, graph, path, settings)
         about = _about(model, graph, settings, opset)
@@ -173,16 +173,12 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _anonymous(program: ExportedProgram) -> ExportedProgram:
-    """Return a program without the paths of the source files that it was traced from."""
+def _save_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program without the paths of the source files that it was traced from."""
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             node.meta.pop("stack_trace", None)
-    return program
-
-
-def _save_program(program: ExportedProgram, path: Path) -> None:
-    """Write a program by Python: torch's own writer ends the process where the disk is full."""
+    # By Python: torch's own writer ends the process where the disk is full.
     held = io.BytesIO()
     torch.export.save(program, held)
     path.write_bytes(held.getbuffer())

@@ -24,17 +24,8 @@ def choose(
 ) -> Sums:
     """Return what is kept before this rank, and the sums of what has gone into the linear branch instead.
 
-    Gradients of exchanges are due on all ranks in the same order, last first: each waits for the one behind it. The
-    last one was that of ``after``.
-
-    Args:
-        ranks: The ranks.
-        layout: How their parts lie.
-        layer: The layer.
-        kept: Where it keeps keys.
-        heads: Queries, keys and values of the part.
-        call: The call, with the state before this rank, which lacks what is returned.
-        after: What the last exchange gave.
+    The state of ``call`` is that before this rank, and lacks what is returned. Gradients of exchanges are due on all
+    ranks in the same order, last first: each waits for the one behind it. The last one was that of ``after``.
     """
     _, k, v = heads
     held = {name: slot.zeros(len(k), k) for name, slot in kept.slots(v.shape[3]).items()}

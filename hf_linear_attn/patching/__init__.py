@@ -6,10 +6,10 @@ from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument, returned_cache
 from hf_linear_attn.patching.checkpoint import from_pretrained
 from hf_linear_attn.patching.context import Context, encode_context, load_context
-from hf_linear_attn.patching.convert import is_patched, patch_model, unpatch_model
+from hf_linear_attn.patching.convert import patch_model, unpatch_model
 from hf_linear_attn.patching.discover import attention_layers
 from hf_linear_attn.patching.hook import convert_cache
-from hf_linear_attn.patching.scope import part_of
+from hf_linear_attn.patching.scope import is_patched, part_of
 from hf_linear_attn.patching.store import ContextStore
 from hf_linear_attn.patching.teacher import softmax, teacher_of
 

@@ -1,11 +1,14 @@
 """A long document, read once and kept as a file: linear attention's state has the same size whatever its length."""
 
 import copy
+import hashlib
 import inspect
+import json
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +17,16 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_linear_attn.checks import check_type
 from hf_linear_attn.errors import ArgumentError, CheckpointError, UnsupportedError, first_line
+from hf_linear_attn.layers import LinearAttention, State
 from hf_linear_attn.patching.cache import HybridCacheLayer, LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_argument
 from hf_linear_attn.patching.context_file import in_ring_buffers, read_context_file, write_context_file
-from hf_linear_attn.patching.fingerprint import model_fingerprint
 from hf_linear_attn.patching.hook import convert_cache
 from hf_linear_attn.patching.inputs import check_ids, check_tensor, left_padded
-from hf_linear_attn.patching.scope import part_of
+from hf_linear_attn.patching.scope import is_patched, part_of
+
+SAMPLES = 64
+"""Values of each weight that enter a model's fingerprint."""
 
 
 class ContextCache(DynamicCache):  # type: ignore[no-untyped-call]
@@ -139,10 +145,12 @@ class Context:
         """
         tensors = _tensors(self._cache)
         same = _same(tensors)
+        # They step another way, to other last bits.
+        padded = [name for name, state in _states(self._cache).items() if state.padded]
         write_context_file(
             path,
             {name: x.detach().cpu().contiguous() for name, x in tensors.items() if name not in same},
-            {"fingerprint": self.fingerprint, "length": len(self), "same": same, "padded": _padded(self._cache)},
+            {"fingerprint": self.fingerprint, "length": len(self), "same": same, "padded": padded},
         )
 
     @classmethod
@@ -155,21 +163,48 @@ class Context:
         padded: Sequence[str] | None,
     ) -> Self:
         """Put tensors that :meth:`save` wrote into a cache of ``model``."""
-        cache = empty_cache(model)
-        modules: dict[Any, nn.Module] = {
-            module.layer_idx: module
+        cache, held = empty_cache(model), defaultdict[str, dict[str, Tensor]](dict)
+        for name, x in tensors.items():
+            owner, _, of_owner = name.rpartition(".")
+            held[owner][of_owner] = x
+        numbered = [
+            module
             for module in model.modules()
             if isinstance(getattr(module, "layer_idx", None), int) and any(True for _ in module.parameters())
-        }
-        for index, layer in enumerate(cache.layers):
-            own = {name.split(".", 2)[2]: x for name, x in tensors.items() if name.startswith(f"layers.{index}.")}
-            _fill(layer, modules.get(index), own, length)
-            for call, part in enumerate((layer, *layer.others) if isinstance(layer, LinearAttentionCacheLayer) else ()):
+        ]
+        # Routers and cross-attention have the number of their layer, too: the patched module of it comes last.
+        modules: dict[Any, nn.Module] = {m.layer_idx: m for m in sorted(numbered, key=lambda m: part_of(m) is not None)}
+        seen = held.pop("")["seen"]
+        for owner, own in held.items():
+            number, *call = map(int, owner.split(".")[1:])
+            layer: Any = cache.layers[number]
+            if call:
+                state = layer.of_call(*call).state
+                _fill(state, modules[number], own, length)
                 if padded is not None:
-                    part.state.padded = f"{index}.{call}" in padded
+                    state.padded = f"{number}.{call[0]}" in padded
+            else:
+                _fill_softmax(layer, modules.get(number), own, length)
         # Texts are padded on the left.
-        cache.context_mask = (torch.arange(length) >= length - tensors["seen"][:, None]).long().to(model.device)
+        cache.context_mask = (torch.arange(length) >= length - seen[:, None]).long().to(model.device)
         return cls(cache, fingerprint)
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Return a hash of a patched model's settings and of values of each of its weights.
+
+    Raises:
+        ArgumentError: If the model is not patched.
+    """
+    settings = getattr(getattr(model, "config", None), "linear_attention", None)
+    if settings is None or not is_patched(model):
+        raise ArgumentError("model", "be patched", type(model).__name__, "Call patch_model first; softmax states grow.")
+    text = hashlib.sha256(json.dumps([type(model).__name__, settings], sort_keys=True).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double().cpu()
+        text.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
+    return text.hexdigest()
 
 
 @torch.no_grad()
@@ -284,6 +319,12 @@ def empty_cache(model: PreTrainedModel) -> ContextCache:
     return cache
 
 
+def _states(cache: ContextCache) -> dict[str, State]:
+    """Return the state of each attention call of each converted layer, by numbers of layer and call."""
+    layers = ((n, x) for n, x in enumerate(cache.layers) if isinstance(x, LinearAttentionCacheLayer))
+    return {f"{n}.{call}": part.state for n, layer in layers for call, part in enumerate((layer, *layer.others))}
+
+
 def _tensors(cache: ContextCache) -> dict[str, Tensor]:
     """Name every tensor of a cache."""
     tensors = {"seen": cache.context_mask.sum(1)}
@@ -291,18 +332,11 @@ def _tensors(cache: ContextCache) -> dict[str, Tensor]:
         if isinstance(layer, HybridCacheLayer) or not isinstance(layer, (LinearAttentionCacheLayer, DynamicLayer)):
             rule, remedy = "have attention layers only, to keep a context as a file", "Keep the context in memory."
             raise UnsupportedError("model", rule, type(layer).__name__, remedy, where=f"cache layer {index}")
-        if isinstance(layer, LinearAttentionCacheLayer):
-            for call, part in enumerate((layer, *layer.others)):
-                tensors |= {f"layers.{index}.{call}.{name}": x for name, x in part.state.read().items()}
-        elif layer.keys is not None and layer.values is not None:
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
             tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
+    for owner, state in _states(cache).items():
+        tensors |= {f"layers.{owner}.{name}": x for name, x in state.read().items()}
     return tensors
-
-
-def _padded(cache: ContextCache) -> list[str]:
-    """Name the states of which tokens may have been masked: they step another way, to other last bits."""
-    layers = ((n, x) for n, x in enumerate(cache.layers) if isinstance(x, LinearAttentionCacheLayer))
-    return [f"{n}.{call}" for n, x in layers for call, part in enumerate((x, *x.others)) if part.state.padded]
 
 
 def _same(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -312,39 +346,31 @@ def _same(tensors: dict[str, Tensor]) -> dict[str, str]:
     return {name: other for name, other in names.items() if name != other}
 
 
-def _fill(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], length: int) -> None:
+def _fill(state: State, module: nn.Module, tensors: dict[str, Tensor], length: int) -> None:
+    """Put tensors that were saved into the state of a patched module."""
+    part, device = cast(LinearAttention, part_of(module)), next(module.parameters()).device
+    values = (tensors["near_v"] if "near_v" in tensors else tensors["kv"]).to(device)
+    state.allocate(part.slots(values.shape[-1], device), len(values), values)
+    # A file's tensors lie anywhere. Copies begin where fresh ones do: sums have the same order, to the bit.
+    copies = {name: partial(x.to, device, copy=True) for name, x in tensors.items()}
+    state.write(
+        {
+            name: state.once((name, tensors[name].shape[1]), (tensors[name], device), copy)
+            if state.slots[name].common
+            else copy()
+            for name, copy in copies.items()
+        }
+    )
+    state.length = length
+    state.padded = not bool((tensors["seen"] == length).all())
+    # A step takes another way once it knows that every sink was read, as it does after the text itself.
+    part.look_for_sinks(state, length)
+
+
+def _fill_softmax(layer: Any, module: nn.Module | None, tensors: dict[str, Tensor], length: int) -> None:
     device = torch.device("cpu") if module is None else next(module.parameters()).device
-    if not isinstance(layer, LinearAttentionCacheLayer):
-        if tensors:
-            keys, values = (tensors[name].to(device, copy=True) for name in ("keys", "values"))
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = length
-        return
-    part = None if module is None else part_of(module)
-    calls: dict[int, dict[str, Tensor]] = {}
-    for name, x in tensors.items():
-        number, name = name.split(".", 1)
-        calls.setdefault(int(number), {})[name] = x
-    for call, held in calls.items():
-        state = layer.of_call(call).state
-        if part is not None:
-            values = (held["near_v"] if "near_v" in held else held["kv"]).to(device)
-            state.allocate(part.slots(values.shape[-1], device), len(values), values)
-            # A file's tensors lie anywhere. Copies begin where fresh ones do: sums have the same order, to the bit.
-            copies = {name: partial(x.to, device, copy=True) for name, x in held.items()}
-            slots = state.slots
-            state.write(
-                {
-                    name: state.once((name, held[name].shape[1]), (held[name], device), copy)
-                    if slots[name].common
-                    else copy()
-                    for name, copy in copies.items()
-                }
-            )
-        state.length = length
-        state.padded = not bool((held["seen"] == length).all())
-        if part is not None:
-            # A step takes another way once it knows that every sink was read, as it does after the text itself.
-            part.look_for_sinks(state, length)
+    keys, values = (tensors[name].to(device, copy=True) for name in ("keys", "values"))
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length

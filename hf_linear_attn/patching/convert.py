@@ -37,7 +37,7 @@ from hf_linear_attn.patching.hook_tables import add_hooks, remove_hooks
 from hf_linear_attn.patching.masks import enter_model, leave_model
 from hf_linear_attn.patching.model import PatchedModel
 from hf_linear_attn.patching.rotation import UnknownRotationError, has_values, is_rotated
-from hf_linear_attn.patching.scope import enter_module, enter_passing_module, leave_module
+from hf_linear_attn.patching.scope import enter_module, enter_passing_module, is_patched, leave_module
 
 logger = getLogger(__name__)
 
@@ -45,12 +45,6 @@ ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout
 """What configs call the dropout of attention weights."""
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
-BaseT = TypeVar("BaseT", bound=PreTrainedModel)
-
-
-def is_patched(model: nn.Module) -> bool:
-    """Return whether any layer of ``model`` is converted."""
-    return any(isinstance(module, LinearAttention) for module in model.modules())
 
 
 def patch_model(
@@ -338,7 +332,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         # A part of the model may have been patched by itself.
         if isinstance(module, PreTrainedModel):
             for name in ("linear_attention", "auto_map"):
-                module.config.__dict__.pop(name, None)
+                vars(module.config).pop(name, None)
             module.__class__ = softmax_class(type(module))  # type: ignore[assignment]
     return model
 
@@ -365,7 +359,7 @@ def _rebuild(base: type[PreTrainedModel]) -> PreTrainedModel:
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 
-def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
+def linear_attention_class(base: type[ModelT]) -> type[ModelT]:
     """Return the class of a patched ``base``, always the same: its name, its methods, built and saved patched."""
     if issubclass(base, PatchedModel):
         return base
@@ -380,7 +374,7 @@ def linear_attention_class(base: type[BaseT]) -> type[BaseT]:
                 own, original = (inspect.getattr_static(cls, name) for cls in (_Convertible, base))
                 body[name] = _with_signature(own, original)
         _CLASSES[base] = type(base.__name__, (_Convertible, base), body)
-    return cast(type[BaseT], _CLASSES[base])
+    return cast(type[ModelT], _CLASSES[base])
 
 
 def _with_signature(own: Any, original: Any) -> Any:

@@ -119,11 +119,8 @@ def sizes_of(layer: AttentionLayer) -> Sizes:
     else:
         kv_heads = first("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
     scaling = first("scaling", "scale", "softmax_scale")
-    value_dim, width = (
-        getattr(module, "v_head_dim", None),
-        getattr(getattr(module, "v_proj", None), "out_features", None),
-    )
-    if value_dim is None and width:
+    value_dim = getattr(module, "v_head_dim", None)
+    if value_dim is None and (width := getattr(getattr(module, "v_proj", None), "out_features", None)):
         value_dim = width // kv_heads
     values = None if value_dim is None else int(value_dim)
     return Sizes(int(head_dim), int(heads), int(kv_heads), float(scaling or head_dim**-0.5), values)

@@ -14,7 +14,7 @@ from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.patching.cache import RECORDED, LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
-from hf_linear_attn.patching.masks import Reader, linear_attention_mask, padding_of
+from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 from hf_linear_attn.patching.scope import SCOPE, Seen, current, part_of
 from hf_linear_attn.tracing import is_recorded
 
@@ -41,11 +41,6 @@ class Host(NamedTuple):
 
     config: PreTrainedConfig
     implementation: str | None
-
-
-def is_mixed(part: LinearAttention) -> bool:
-    """Tell whether masks are those of softmax attention, as where softmax layers share them."""
-    return part.host is not None and part.host.config._attn_implementation != IMPLEMENTATION
 
 
 def convert_cache(model: nn.Module, cache: Cache) -> None:
@@ -112,9 +107,8 @@ def linear_attention_forward(
     layer = None if scope is None else scope.next_layer()
     key_mask = cu_seqlens = None
     if attention_mask is not None:
-        start, strict = 0 if layer is None else layer.length, not part.settings.allow_approximate
-        reader = Reader(query.shape[0], query.shape[2], start, causal, strict, part.name)
-        key_mask, cu_seqlens = padding_of(attention_mask, reader)
+        start = 0 if layer is None else layer.length
+        key_mask, cu_seqlens = padding_of(attention_mask, query, start, part, causal=causal)
     if cu_seqlens is None and kwargs.get("cu_seq_lens_q") is not None:
         cu_seqlens = _boundaries(kwargs["cu_seq_lens_q"], layer, part.name)
     state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation

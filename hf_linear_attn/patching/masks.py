@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
+from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
@@ -47,7 +48,7 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             shown = own if own.ndim == 2 else _shown(own)[:, 0].any(1)
             _refuse_forgetting(shown, cache, type(module).__name__)
     one = len(args) < 2 and (padded or (mask is None and positions is None))
-    current.model = ModelScope(mask, cache, outer, one_sequence=one)
+    current.model = ModelScope(mask, cache, outer, one)
 
 
 @lru_cache(None)
@@ -196,32 +197,15 @@ def _pattern(where: str, found: str = "another pattern (a prefix, blocks or imag
     )
 
 
-class Reader(NamedTuple):
-    """An attention call that reads a mask.
+def padding_of(
+    attention_mask: Tensor, query: Tensor, start: int | Tensor, part: LinearAttention, *, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Read padding and packing of new tokens, ``query [B, H, T, D]``, off the mask that an attention layer was given.
 
-    Attributes:
-        batch: B.
-        tokens: Number T of new tokens.
-        start: Number of earlier tokens, a tensor where the cache is static.
-        causal: Whether the layer attends causally.
-        strict: Whether it refuses what is neither causality nor padding nor packing, instead of dropping it.
-        name: The attention layer's name, for messages.
-    """
-
-    batch: int
-    tokens: int
-    start: int | Tensor
-    causal: bool
-    strict: bool
-    name: str
-
-
-def padding_of(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
-    """Read padding and packing of the new tokens off the mask that an attention layer was given.
-
-    It is ``[B, T]`` from :func:`linear_attention_mask`, or 4-D, bool or additive, where softmax layers remain in a
-    model, which they are built for, and where a caller brings his own. Some encoders broadcast a padding mask over
-    queries themselves, ``[B, 1, 1, T]``.
+    ``start`` is the number of earlier tokens, a tensor where the cache is static. The mask is ``[B, T]`` from
+    :func:`linear_attention_mask`, or 4-D, bool or additive, where softmax layers remain in a model, which they are
+    built for, and where a caller brings his own. Some encoders broadcast a padding mask over queries themselves, ``[B,
+    1, 1, T]``.
 
     Returns:
         The key mask ``[B, T]`` bool or None, and ``cu_seqlens [N + 1]`` of the rows laid end to end or None.
@@ -229,16 +213,16 @@ def padding_of(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, T
     Raises:
         UnsupportedError: If the mask has another form.
     """
-    tokens = reader.tokens
-    if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not reader.causal:
+    tokens = query.shape[2]
+    if attention_mask.ndim == 4 and attention_mask.shape[1:3] == (1, 1) and not causal:
         return _shown(attention_mask)[:, 0, 0], None
     if attention_mask.ndim == 4:
-        return _of_every_query(attention_mask, reader)
+        return _of_every_query(attention_mask, query, start, part, causal=causal)
     if attention_mask.ndim == 2 and attention_mask.dtype == torch.long:
         return None, _boundaries(attention_mask)
     if attention_mask.ndim == 2 and attention_mask.shape[-1] >= tokens:
         return attention_mask[:, -tokens:].bool(), None
-    raise _no_padding_mask(attention_mask, tokens, reader.name)
+    raise _no_padding_mask(attention_mask, tokens, part.name)
 
 
 def _no_padding_mask(mask: Tensor, tokens: int, where: str) -> UnsupportedError:
@@ -247,24 +231,26 @@ def _no_padding_mask(mask: Tensor, tokens: int, where: str) -> UnsupportedError:
     return UnsupportedError("attention_mask", rule, tuple(mask.shape), remedy, where=where)
 
 
-def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | None, Tensor | None]:
+def _of_every_query(
+    attention_mask: Tensor, query: Tensor, start: int | Tensor, part: LinearAttention, *, causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Read a mask ``[B or 1, H or 1, T, S]`` that shows each query its keys; see :func:`padding_of`.
 
     A real token sees itself, whatever the pattern, and packed sequences begin where a real token is hidden from the
     next one.
     """
-    tokens, start = reader.tokens, reader.start
-    visible = _shown(attention_mask)[:, 0].expand(reader.batch, -1, -1)
+    tokens, strict = query.shape[2], not part.settings.allow_approximate
+    visible = _shown(attention_mask)[:, 0].expand(len(query), -1, -1)
     i = torch.arange(tokens, device=visible.device)
     # New tokens are the mask's last columns, but for a static cache, which is longer than what was read.
     most = visible.shape[2] - tokens
     new = i + (torch.clamp(start, max=most) if isinstance(start, Tensor) else min(start, most))
     real = visible[:, i, new]
     # Transformers' own are right by themselves but for what reaches too far; a layer that was a window may stay one.
-    exact = reader.strict and _is_callers() and not (torch.compiler.is_compiling() or visible.is_meta)
+    exact = strict and _is_callers() and not (torch.compiler.is_compiling() or visible.is_meta)
     # A step on a GPU would wait for the answer.
     if exact and not (tokens == 1 and visible.is_cuda):
-        _refuse_scores(attention_mask, reader.name)
+        _refuse_scores(attention_mask, part.name)
     if tokens == 1:
         return real, None
     segments = torch.zeros_like(real, dtype=torch.long)
@@ -273,9 +259,9 @@ def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | No
         hidden = ~visible.gather(2, before.clamp(min=0)[:, :, None])[:, :, 0]
         segments = (real & hidden & (before >= 0) & (i > 0)).cumsum(1)
     wrong = None
-    if reader.strict:
+    if strict:
         beyond = torch.arange(visible.shape[2], device=visible.device) > new[:, None]
-        if not reader.causal:
+        if not causal:
             beyond = torch.zeros_like(beyond)
         if most == 0:
             # A tree, or a prefix that several texts share: one's tokens see another's.
@@ -285,7 +271,7 @@ def _of_every_query(attention_mask: Tensor, reader: Reader) -> tuple[Tensor | No
             known = visible.any(1)
             hidden_keys = known[:, None] & ~visible & ~beyond & real[:, :, None]
             wrong = wrong | hidden_keys | (known[:, new] & ~real)[:, :, None]
-    real, found = _read(real, segments.diff(dim=1) != 0, wrong, reader.name)
+    real, found = _read(real, segments.diff(dim=1) != 0, wrong, part.name)
     return (real, None) if found is None else (None, _boundaries(found, real))
 
 

@@ -12,13 +12,14 @@ from hf_linear_attn.errors import CheckpointError, UnsupportedError
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.call_cache import NAME, cache_of
 from hf_linear_attn.patching.context import Context, ContextCache, mask_after
-from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache, is_mixed
+from hf_linear_attn.patching.hook import IMPLEMENTATION, convert_cache
 from hf_linear_attn.patching.saving import (
     PREFIX,
     register_names_in_files,
     replace_generated_card,
     write_companions,
 )
+from hf_linear_attn.patching.scope import is_patched
 
 logger = getLogger(__name__)
 
@@ -92,8 +93,10 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         Raises:
             UnsupportedError: If no softmax layer shares a config with them, so that they would change.
         """
-        parts = [part for part in self.modules() if isinstance(part, LinearAttention)]
-        if attn_implementation != IMPLEMENTATION and not all(is_mixed(part) for part in parts):
+        hosts = [part.host for part in self.modules() if isinstance(part, LinearAttention)]
+        # Where softmax layers share a config, it names their implementation.
+        shared = all(host is not None and host.config._attn_implementation != IMPLEMENTATION for host in hosts)
+        if attn_implementation != IMPLEMENTATION and not shared:
             rule, remedy = "not be set on a model whose attention is converted", "Call unpatch_model first."
             raise UnsupportedError("attn_implementation", rule, attn_implementation, remedy, where=type(self).__name__)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
@@ -150,7 +153,7 @@ class PatchedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> None:
         """Save as Transformers does, with the code file and a model card beside the weights."""
         if getattr(self.config, "linear_attention", None) is None:
-            if any(isinstance(part, LinearAttention) for part in self.modules()):
+            if is_patched(self):
                 message = "%s: its own config does not name its converted layers, so it loads as a softmax model; "
                 logger.warning(message + "save the whole model instead", type(self).__name__)
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)

@@ -19,11 +19,9 @@ ARGUMENT = "position_embeddings"
 HINTS = ("rotary", "rope", "sinusoidal", "freqs")
 """Words in the source of a module that may rotate by itself."""
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest error of a layout, relative to the tokens' norm, by their dtype."""
-
-TOLERANCE_16 = 3e-2
-"""The same in dtypes of 16 bits: a model may multiply in them what is checked in fp32."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+"""Largest error of a layout, relative to the tokens' norm, by their dtype: a model may multiply in 16 bits what is
+checked in fp32."""
 
 TOKENS = 64
 """Tokens that a layout is checked on."""
@@ -85,12 +83,6 @@ def angles_of(name: str, told: Any) -> Angles:
     if cos.ndim != 3:
         raise _unknown(name, f"angles have the shape {tuple(cos.shape)}")
     return cos, sin
-
-
-def source_of(told: Any) -> Tensor:
-    """Return the tensor that tells a rotation from others: its cosines, or both."""
-    found: Tensor = told if isinstance(told, Tensor) else told[0]
-    return found
 
 
 def _is_rotation(value: Any) -> bool:
@@ -202,9 +194,8 @@ def _telling(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
-    tolerance = TOLERANCE.get(y.dtype, TOLERANCE_16)
     wide = torch.promote_types(y.dtype, torch.float32)
-    return bool((x.to(wide) - y.to(wide)).norm() <= tolerance * y.to(wide).norm())
+    return bool((x.to(wide) - y.to(wide)).norm() <= TOLERANCE[y.dtype] * y.to(wide).norm())
 
 
 def _unknown(name: str, reason: str) -> UnknownRotationError:

@@ -21,11 +21,11 @@ from hf_linear_attn.patching.context import (
     Context,
     ContextCache,
     empty_cache,
+    model_fingerprint,
     read_context,
     read_piece,
 )
 from hf_linear_attn.patching.context_file import UNFINISHED
-from hf_linear_attn.patching.fingerprint import model_fingerprint
 from hf_linear_attn.patching.inputs import check_ids
 
 logger = getLogger(__name__)

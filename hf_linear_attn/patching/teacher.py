@@ -9,8 +9,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.patching.convert import is_patched, unpatch_model
+from hf_linear_attn.patching.convert import unpatch_model
 from hf_linear_attn.patching.hook_tables import HOOKS, hook_tables
+from hf_linear_attn.patching.scope import is_patched
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def teacher_of(model: nn.Module) -> PreTrainedModel:
     shared = {id(x): x for tensors in (base.parameters(), base.buffers()) for x in tensors}
     teacher = unpatch_model(copy.deepcopy(base, shared))
     for module in _adapted(teacher):
-        _switch(module, off=True)
+        module._disable_adapters = True
     return teacher
 
 
@@ -92,23 +93,19 @@ def teacher_of(model: nn.Module) -> PreTrainedModel:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Switch PEFT's adapters off within a ``with`` block, and leave which of them learn as it is."""
     before = [(module, module._disable_adapters) for module in _adapted(model)]
+    # By their method, adapters that were frozen would learn again afterwards.
     for module, _ in before:
-        _switch(module, off=True)
+        module._disable_adapters = True
     try:
         yield
     finally:
         for module, off in before:
-            _switch(module, off=bool(off))
+            module._disable_adapters = off
 
 
-def _adapted(model: nn.Module) -> list[nn.Module]:
+def _adapted(model: nn.Module) -> list[Any]:
     """List the modules of PEFT's in a model, which need not be installed."""
     return [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-
-
-def _switch(module: nn.Module, *, off: bool) -> None:
-    # By their method, adapters that were frozen would learn again afterwards.
-    module._disable_adapters = off  # type: ignore[assignment]
 
 
 def _converted(model: nn.Module) -> PreTrainedModel:

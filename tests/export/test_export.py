@@ -2,7 +2,6 @@
 
 import gc
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -136,18 +135,11 @@ def test_a_rule_that_no_graph_can_hold_is_named(tmp_path, monkeypatch):
         export_model(ExportSettings(str(tmp_path / "moody"), "torch"))
 
 
-def test_a_full_disk_ends_in_a_line(elu, tmp_path, capsys):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As on a disk that is full after 10000 bytes.
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limit[1]))
-    try:
+def test_a_full_disk_ends_in_a_line(elu, tmp_path, capsys, full_disk):
+    with full_disk(10000):
         refused(elu, "--format", "torch", "--output-dir", tmp_path / "out")
         # What torch's own writer leaves unfinished would end the process here.
         gc.collect()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
     assert "`output_dir` must have room for the model" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 

@@ -117,9 +117,9 @@ class TestPlan:
         max_position_embeddings=2**26,
     )
 
-    def plan(self, ranks, **more):
+    def plan(self, ranks, block_tokens=16384, **more):
         settings = DistillationSettings(
-            stages=["extend"], extend_factor=1, block_tokens=16384, rows=1, context_parallel=ranks, shard=True
+            stages=["extend"], extend_factor=1, block_tokens=block_tokens, rows=1, context_parallel=ranks, shard=True
         )
         return plan(self.CONFIG, settings, gpus=4, **more)
 
@@ -133,10 +133,7 @@ class TestPlan:
         found = self.plan(4, gpu_memory=1.0)
         assert f"a sequence of {found.longest:,} tokens, split over 4 GPUs" in found.table()
         assert "MiB of states for a layer in a forward, at any length" in found.table()
-        settings = DistillationSettings(
-            stages=["extend"], extend_factor=1, block_tokens=found.longest, rows=1, context_parallel=4, shard=True
-        )
-        fits = plan(self.CONFIG, settings, gpus=4)
+        fits = self.plan(4, found.longest)
         assert fits.fits(1.0)
         assert fits.total_gib == pytest.approx(0.95, rel=0.02)
         assert fits.split.states_bytes == found.split.states_bytes

@@ -19,19 +19,13 @@ from tests.distill.tiny import tiny_teacher
 from tests.parallel.cases import RECOMMENDED, batch_of, compare, model_of, packed, padded, run, run_part
 from tests.parallel.threads import copies, on_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     # So that short texts have several.
     monkeypatch.setattr(sums, "SPAN", 7)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def same(model, batch, size, lengths=None, *, use_cache=False, tol=1e-9):

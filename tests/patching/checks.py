@@ -7,7 +7,8 @@ be asked of the patched one.
 import copy
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained, patch_model, unpatch_model
+from hf_linear_attn.evaluation.meters import cache_bytes
 from hf_linear_attn.patching import LinearAttention, is_patched
-from hf_linear_attn.patching.call_cache import NAME, returned_cache
+from hf_linear_attn.patching.call_cache import NAME, cache_of, returned_cache
 
 from .zoo import VOCAB, Task
 
@@ -51,6 +53,13 @@ def some(*names: str) -> dict[str, dict[str, Any]]:
 def prompt(tokens: int, seed: int = 0, rows: int = 1) -> Tensor:
     """Draw token ids that are no special tokens."""
     return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding(ids: Tensor, tokens: int) -> Tensor:
+    """Return the mask of texts of which the second begins with so many tokens of padding."""
+    mask = torch.ones_like(ids)
+    mask[1, :tokens] = 0
+    return mask
 
 
 @dataclass
@@ -96,6 +105,36 @@ def close(a: Tensor, b: Tensor, what: str) -> None:
     """Assert that two tensors of logits agree."""
     error = (a - b).abs().max() / b.abs().max()
     assert error < TOLERANCE, f"{what}: relative error {error:.1e}"
+
+
+def grads_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients that a model has, by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of a model, compiled or not, that predicts its own inputs, and copies of its gradients."""
+    module = getattr(model, "_orig_mod", model)
+    module.zero_grad()
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    return loss.detach(), copy.deepcopy(grads_of(module))
+
+
+def same_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Assert that two models have gradients of the same parameters, and that they agree."""
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@contextmanager
+def cache_sizes(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Collect the bytes that a model's cache holds after the first layer of each forward."""
+    held: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(
+        lambda module, args, kwargs, output: held.append(cache_bytes(cache_of(kwargs, args))), with_kwargs=True
+    )
+    yield held
+    hook.remove()
 
 
 class Graphs(list[Any]):
@@ -225,19 +264,19 @@ def checks_for(task: Task) -> tuple[Callable[[Subject], None], ...]:
 
 def differs_and_unpatches(build: Callable[[], PreTrainedModel], task: Task, **settings: Any) -> None:
     """Patching changes the logits to other finite ones; unpatching restores bits; a second model is left alone."""
-    model, second = build(), build()
-    before = Subject(model, task).logits(Subject(model, task).tokens())
+    subject, beside = Subject(build(), task), Subject(build(), task)
+    model, ids = subject.model, subject.tokens()
+    before = subject.logits(ids)
     names, cls = {k: v.clone() for k, v in model.state_dict().items()}, type(model)
     config = copy.deepcopy(model.config).to_dict()
     patch_model(model, **settings)
     signatures(type(model), cls)
-    after = Subject(model, task).logits(Subject(model, task).tokens())
+    after = subject.logits(ids)
     assert after.isfinite().all(), "logits are not finite"
     assert (after - before).abs().max() > 1e-3 * before.abs().max(), "patching changes nothing"
-    beside = Subject(second, task).logits(Subject(second, task).tokens())
-    assert torch.equal(beside, before), "patching changed another model of the class"
+    assert torch.equal(beside.logits(ids), before), "patching changed another model of the class"
     unpatch_model(model)
-    assert torch.equal(Subject(model, task).logits(Subject(model, task).tokens()), before), "logits are not restored"
+    assert torch.equal(subject.logits(ids), before), "logits are not restored"
     restored = model.state_dict()
     assert list(restored) == list(names), "names of weights are not restored"
     assert all(torch.equal(restored[k], names[k]) for k in names), "weights are not restored"

@@ -14,8 +14,8 @@ from hf_linear_attn.patching import encode_context, load_context
 from hf_linear_attn.patching.call_cache import NAME
 from tests.distill.tiny import tiny_teacher
 
-from .checks import close
-from .zoo import VOCAB, tiny_model
+from .checks import close, prompt
+from .zoo import tiny_model
 
 SETTINGS = {"feature_map": "norm_preserving", "window": 3, "sinks": 2, "rotary": "undo"}
 
@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture
 def ids():
-    return torch.randint(5, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+    return prompt(20, rows=2)
 
 
 def circles(cache):
@@ -146,8 +146,7 @@ def test_a_rollback_parts_and_goes_on(model, ids, otherwise):
         turn_otherwise(model)
     cache = DynamicCache(config=model.config)
     read(model, cache, ids[:, :6], [6])
-    for layer in cache.layers:
-        layer.activate_past_recording()
+    cache.activate_past_recording()
     # Of what is drafted, two tokens are kept and read again.
     read(model, cache, torch.cat([ids[:, 6:8], ids[:, 3:5]], 1), [1, 3])
     for layer in cache.layers:
@@ -159,8 +158,7 @@ def test_a_rollback_parts_and_goes_on(model, ids, otherwise):
 def test_what_differed_in_what_is_read_again_stays_apart(model, ids):
     cache = DynamicCache(config=model.config)
     read(model, cache, ids, [6])
-    for layer in cache.layers:
-        layer.activate_past_recording()
+    cache.activate_past_recording()
     hook = turn_otherwise(model)
     read(model, cache, ids[:, 6:], [3])
     hook.remove()

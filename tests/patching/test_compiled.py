@@ -10,9 +10,10 @@ from transformers import DynamicCache, StaticCache
 from hf_linear_attn.distill.run import recompute_activations
 from hf_linear_attn.patching.call_cache import NAME
 
-from .checks import Graphs, close, patched, prompt
+from .checks import Graphs, close, left_padding, loss_and_gradients, patched, prompt, same_gradients
 from .zoo import tiny_model
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 SLOW = pytest.mark.slow
 LENGTHS = (9, 70, 14, 23, 12, 40, 17, 31, 55, 26)
 """Shorter than the window and longer, than a block of queries too; a graph of the first one's own may be one of two."""
@@ -36,8 +37,7 @@ def texts(masked):
     """Yield what a model is called with, for each length."""
     for length in LENGTHS:
         ids = prompt(length, seed=length, rows=2)
-        mask = torch.ones_like(ids)
-        mask[1, :3] = 0
+        mask = left_padding(ids, 3)
         yield {"input_ids": ids} | ({"attention_mask": mask} if masked else {})
 
 
@@ -51,13 +51,6 @@ def build(setting):
 
 def shown(logits, text):
     return logits[text["attention_mask"].bool()] if "attention_mask" in text else logits
-
-
-@pytest.fixture(autouse=True)
-def _forgotten():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
@@ -104,14 +97,8 @@ def test_training_steps_of_all_lengths_share_a_graph(setting, masked, dynamic):
     model, graphs = build(setting), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=dynamic)
     for text in texts(masked):
-        gradients = []
-        for called in (model, compiled):
-            model.zero_grad(set_to_none=True)
-            called(**text, labels=text["input_ids"], use_cache=False).loss.backward()
-            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        assert gradients[0].keys() == gradients[1].keys()
-        for name, wanted in gradients[0].items():
-            torch.testing.assert_close(gradients[1][name], wanted, rtol=1e-3, atol=1e-5, msg=name)
+        expected, found = (loss_and_gradients(called, **text, use_cache=False)[1] for called in (model, compiled))
+        same_gradients(found, expected)
     assert len(graphs) <= (1 if dynamic else 2)
 
 
@@ -121,17 +108,12 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph(setting, recomputed):
     """As Accelerate compiles regions; where activations are recomputed, a graph holds the layer's twice."""
     # More than a compiler makes graphs of one function.
     model = patched(tiny_model("causal", "llama", num_hidden_layers=10), **SETTINGS[setting]).train()
-    ids = prompt(23, rows=2)
-    gradients = []
-    for graphs in (None, Graphs()):
-        if graphs is not None:
-            recompute_activations(model, recomputed)
-            for layer in model.model.layers:
-                layer.compile(backend=graphs, fullgraph=True)
-        model.zero_grad(set_to_none=True)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    ids, graphs = prompt(23, rows=2), Graphs()
+    _, expected = loss_and_gradients(model, input_ids=ids, use_cache=False)
+    recompute_activations(model, recomputed)
+    for layer in model.model.layers:
+        layer.compile(backend=graphs, fullgraph=True)
+    same_gradients(loss_and_gradients(model, input_ids=ids, use_cache=False)[1], expected)
     assert len(graphs) == 1
 
 
@@ -184,9 +166,5 @@ def test_inductor_takes_prompts_and_training_steps_of_kernels(masked):
     with torch.no_grad():
         expected = model(**text, use_cache=True).logits
         close(shown(compiled(**text, use_cache=True).logits, text), shown(expected, text), "a prompt")
-    gradients = []
-    for called in (model, compiled):
-        model.zero_grad(set_to_none=True)
-        called(**text, labels=text["input_ids"], use_cache=False).loss.backward()
-        gradients.append(model.get_input_embeddings().weight.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    gradients = [loss_and_gradients(called, **text, use_cache=False)[1] for called in (model, compiled)]
+    torch.testing.assert_close(*(x["model.embed_tokens.weight"] for x in gradients), rtol=1e-3, atol=1e-5)

@@ -1,9 +1,7 @@
 """Contexts as files: the same answers after loading, one size for all lengths, and nobody else's states."""
 
 import json
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from hf_linear_attn import from_pretrained, patch_model
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, CheckpointError, UnsupportedError
 from hf_linear_attn.patching import encode_context, load_context
 
-from .checks import Subject, patched, some
+from .checks import Subject, left_padding, patched, some
 from .zoo import tiny_model
 
 SETTINGS = some("plain", "window", "kept", "retained", "mixed", "gated_delta")
@@ -31,6 +29,12 @@ def plain():
     return Subject(patch_model(tiny_model("causal", "llama"), "elu"), "causal")
 
 
+def held_in(path):
+    """Return a file's metadata and tensors."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["about"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
 def answer(subject, question, **kwargs):
     return subject.generate(question, **kwargs)[:, question.shape[1] :]
 
@@ -38,8 +42,7 @@ def answer(subject, question, **kwargs):
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, chunk_size):
     text, question = subject.tokens(13), subject.tokens(4, seed=1)
-    mask = torch.ones_like(text)
-    mask[1, :6] = 0
+    mask = left_padding(text, 6)
     text = text * mask
     full = torch.cat([mask, torch.ones_like(question)], 1)
     read = subject.generate(torch.cat([text, question], 1), attention_mask=full)[:, 17:]
@@ -53,10 +56,21 @@ def test_answers_after_loading_equal_answers_after_reading(subject, tmp_path, ch
         assert torch.equal(answer(subject, question, cache=loaded.copy()), read)
 
 
+@pytest.mark.parametrize("architecture", ["bart", "hunyuan_v1_moe"])
+def test_other_modules_of_a_layers_number_do_not_hide_its_state(architecture, tmp_path):
+    """Cross-attention has the number of the self-attention before it, and so has a router."""
+    subject = Subject(patch_model(tiny_model("causal", architecture), "elu", window=3), "causal")
+    text, question = subject.tokens(13), subject.tokens(4, seed=1)
+    context = encode_context(subject.model, text)
+    context.save(tmp_path / "text.safetensors")
+    loaded = load_context(tmp_path / "text.safetensors", subject.model)
+    assert loaded.nbytes == context.nbytes
+    assert torch.equal(answer(subject, question, cache=loaded.copy()), answer(subject, question, cache=context.copy()))
+
+
 def test_a_mask_is_of_the_question_or_of_text_and_question(subject):
     text, question = subject.tokens(13), subject.tokens(4, seed=1)
-    mask, own = torch.ones_like(text), torch.ones_like(question)
-    mask[1, :6] = 0
+    mask, own = left_padding(text, 6), torch.ones_like(question)
     context = encode_context(subject.model, text * mask, mask)
     expected = answer(subject, question, cache=context.copy())
     whole = torch.cat([mask, own], 1)
@@ -93,9 +107,7 @@ def test_a_context_must_have_a_row_for_each_input(plain):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_step_is_handed_nothing_as_long_as_the_text(subject, options, padded):
     text, question = subject.tokens(40), subject.tokens(4, seed=1)
-    mask = torch.ones_like(text)
-    if padded:
-        mask[1, :6] = 0
+    mask = left_padding(text, 6 if padded else 0)
     context = encode_context(subject.model, text * mask, mask)
     sizes = []
 
@@ -162,10 +174,8 @@ def test_damaged_files_are_refused(plain, tmp_path):
     with pytest.raises(CheckpointError, match=r"`path` must hold what was saved, got '.*text.safetensors'"):
         load_context(path, plain.model)
     path.write_bytes(whole)
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["about"]) | {"format_version": 99}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    save_file(tensors, path, metadata={"about": json.dumps(about)})
+    about, tensors = held_in(path)
+    save_file(tensors, path, metadata={"about": json.dumps(about | {"format_version": 99})})
     with pytest.raises(CheckpointError, match=r"`format_version` must be at most 4, got 99"):
         load_context(path, plain.model)
     for changes in ({"format_version": 4, "length": 8}, {"format_version": 3}, {"format_version": 4, "surprise": 1}):
@@ -187,8 +197,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, step):
     settings = {"feature_map": "elu", "window": 3, "sinks": 2, "rotary": "undo"}
     subject = Subject(patched(tiny_model("causal", "llama"), **settings), "causal")
     text, question, path = subject.tokens(13), subject.tokens(4, seed=1), tmp_path / "text.safetensors"
-    mask = torch.ones_like(text)
-    mask[1, :6] = 0
+    mask = left_padding(text, 6)
     context = encode_context(subject.model, text * mask, mask)
     context.save(path)
     whole, expected = path.read_bytes(), answer(subject, question, cache=context.copy())
@@ -212,9 +221,7 @@ def test_damaged_metadata_of_earlier_versions_are_refused(tmp_path):
     for name in ("context.safetensors", "config.json", "model.safetensors"):
         shutil.copy(Path(__file__).parent / "saved" / "shared" / name, tmp_path / name)
     model, path = from_pretrained(tmp_path), tmp_path / "context.safetensors"
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()["about"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    about, tensors = held_in(path)
     assert about["format_version"] < 4
     load_context(path, model)
     for name, value in (("length", "25"), ("length", None), ("same", ["x"]), ("same", {"x": "y"}), ("padded", 3)):
@@ -226,7 +233,7 @@ def test_damaged_metadata_of_earlier_versions_are_refused(tmp_path):
         load_context(path, model)
 
 
-def test_a_context_is_written_whole_or_not_at_all(plain, tmp_path):
+def test_a_context_is_written_whole_or_not_at_all(plain, tmp_path, full_disk):
     path = tmp_path / "text.safetensors"
     encode_context(plain.model, plain.tokens(9)).save(path)
     first = path.read_bytes()
@@ -235,17 +242,9 @@ def test_a_context_is_written_whole_or_not_at_all(plain, tmp_path):
     assert len(load_context(path, plain.model)) == 7
     assert (tmp_path / "link").is_symlink()
     other = encode_context(plain.model, plain.tokens(9))
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_bytes(first)
-    # As on a disk that is full after 1000 bytes.
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
-        with pytest.raises(CheckpointError, match="`path` must be a file that can be written"):
-            other.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
+    with full_disk(1000), pytest.raises(CheckpointError, match="`path` must be a file that can be written"):
+        other.save(path)
     assert path.read_bytes() == first
     assert sorted(x.name for x in tmp_path.iterdir()) == ["link", "text.safetensors"]
     with pytest.raises(CheckpointError, match=r"`path` must be a file, got .*It is a folder: name a file in it"):
@@ -319,6 +318,5 @@ def test_bad_paths_and_copies_are_refused(plain, tmp_path):
 
 
 def test_encoder_decoders_are_refused():
-    text = TEXT
     with pytest.raises(UnsupportedError, match=r"`model` must be a decoder-only model, got 'BartFor"):
-        encode_context(patch_model(tiny_model("seq2seq", "bart"), "elu"), text)
+        encode_context(patch_model(tiny_model("seq2seq", "bart"), "elu"), TEXT)

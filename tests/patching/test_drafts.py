@@ -10,12 +10,11 @@ from transformers import DynamicCache
 
 from hf_linear_attn import patch_model
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.evaluation.meters import cache_bytes
 from hf_linear_attn.patching import cache as cache_module
 from hf_linear_attn.patching import convert_cache, hook
-from hf_linear_attn.patching.call_cache import NAME, cache_of
+from hf_linear_attn.patching.call_cache import NAME
 
-from .checks import SETTINGS, Subject, close, patched, prompt
+from .checks import SETTINGS, Subject, cache_sizes, close, patched, prompt
 from .zoo import tiny_model
 
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -61,15 +60,11 @@ def test_architectures_draft(name):
         assert torch.equal(teacher.generate(ids, assistant_model=student, **GREEDY), teacher.generate(ids, **GREEDY))
 
 
-def most_bytes(teacher, student, tokens, **options):
+def most_bytes(teacher, student, tokens):
     """Return the most bytes of the student's cache while it drafts after a prompt, and check what is answered."""
-    held = []
-    look = student.model.layers[0].register_forward_hook(
-        lambda module, args, kwargs, output: held.append(cache_bytes(cache_of(kwargs, args))), with_kwargs=True
-    )
     ids = prompt(tokens)
-    found = teacher.generate(ids, assistant_model=student, **GREEDY, **options)
-    look.remove()
+    with cache_sizes(student) as held:
+        found = teacher.generate(ids, assistant_model=student, **GREEDY)
     assert torch.equal(found, teacher.generate(ids, **GREEDY))
     assert len(held) > 4
     return max(held)

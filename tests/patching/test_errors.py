@@ -47,13 +47,24 @@ def mixed():
         ),
         ({"mix": "window"}, r"`mix` must come with a window, got 'window'\."),
         ({"eps": 0.0}, r"`eps` must be greater than 0, got 0\.0\."),
+        ({"layers": 3}, r"`layers` must be"),
+        ({"layers": [0.0]}, r"`layers` must be"),
+        ({"layers": ["0"]}, r"`layers` must be"),
+        ({"feature_map": "hedgehog", "feature_map_options": {"num_features": "8"}}, r"`num_features` must be a whole"),
+        (
+            {"window": 4, "kept": -1},
+            r"`kept` must be >= 0, and 0 without a window, got -1\. Set window= too, or kept=0",
+        ),
+        ({"kept": 2}, r"`kept` must be >= 0, and 0 without a window, got 2\."),
+        ({"window": 4, "kept": 2**20}, r"`kept` must be at most 65536 keys, got 1048576\. Lower it\."),
+        ({"window": 4, "kept": 1.5}, r"`kept` must be a whole number, got 1.5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_settings(settings, message):
     model = llama()
     before = list(model.state_dict())
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         patch_model(model, **settings)
     assert list(model.state_dict()) == before
     assert model.config._attn_implementation != "hf_linear_attn"

@@ -16,7 +16,7 @@ from hf_linear_attn.patching import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import linear_attention_mask
 
-from .checks import SETTINGS, Subject, close, patched
+from .checks import SETTINGS, Graphs, Subject, close, left_padding, patched
 from .zoo import tiny_model
 
 
@@ -27,8 +27,7 @@ def subject(request):
 
 def padded(subject):
     ids = subject.tokens(9)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    mask = left_padding(ids, 4)
     return ids * mask, mask
 
 
@@ -73,21 +72,16 @@ def test_beams_over_every_cache(subject, options):
     assert torch.equal(subject.generate(ids, attention_mask=mask, num_beams=3, **options), expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("subject", ["plain", "window"], indirect=True)
 def test_steps_are_compiled_once(subject):
-    torch.compiler.reset()
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compiled = Graphs()
+    # A function, of which Transformers makes no copy.
+    config = CompileConfig(fullgraph=True, backend=lambda *given: compiled(*given), mode=None)
     config._compile_all_devices = True
     ids, mask = padded(subject)
     options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
     output = subject.generate(ids, cache_implementation="static", compile_config=config, **options)
-    torch.compiler.reset()
     # Before 5.23 `generate` hands over a mask that grows: its second length compiles a graph for all others.
     assert len(compiled) <= (1 if Version(transformers.__version__) >= Version("5.23") else 2)
     assert compiled
@@ -106,6 +100,24 @@ def test_a_static_state_stays_at_its_address(subject):
     last = subject.logits(ids[:, :1], **{NAME: cache})
     assert before == [{name: x.data_ptr() for name, x in layer.tensors.items()} for layer in layers_of(cache)]
     close(last, subject.logits(torch.cat([ids, ids[:, :1]], 1), use_cache=False)[:, -1:], "the last of 7 tokens")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"feature_map": "hedgehog", "window": 8, "sinks": 2}, {"window": 8, "sinks": 2, "kept": 4}],
+    ids=str,
+)
+def test_memory_held_does_not_grow_with_the_text(settings):
+    subject = Subject(patch_model(tiny_model("causal", "llama", max_position_embeddings=512), **settings), "causal")
+
+    def held_bytes(tokens):
+        cache = DynamicCache(config=subject.model.config)
+        subject.logits(subject.tokens(tokens, rows=1), **{NAME: cache})
+        # Storages, not tensors: a view of one token keeps the whole text alive.
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in cache.layers[0].tensors.values()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    assert held_bytes(40) == held_bytes(400)
 
 
 def test_a_cache_carries_a_chat(subject):
@@ -128,8 +140,7 @@ def test_a_copied_cache_is_independent(subject):
 
 def test_padding_that_leaves_the_window_in_a_step_is_not_read(subject):
     ids, real = subject.tokens(14), 2
-    mask = torch.ones_like(ids)
-    mask[1, : 7 - real] = 0
+    mask = left_padding(ids, 7 - real)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=subject.model.config)
     steps = [

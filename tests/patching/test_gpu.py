@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linear_attn import patch_model
 
-from .checks import NEW, Subject
+from .checks import NEW, Subject, left_padding
 from .zoo import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +37,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Subject, Subject]:
 
 def padded(subject: Subject) -> tuple[Tensor, Tensor]:
     ids = subject.tokens(TOKENS)
-    mask = torch.ones_like(ids)
-    mask[1, :35] = 0
+    mask = left_padding(ids, 35)
     return ids * mask, mask
 
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from hf_linear_attn.distill.baseline import equal_cache_window
 from hf_linear_attn.distill.stages.transfer import attention_weights, teacher_forced, weights_forced
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, spans
+from hf_linear_attn.ops.hybrid import Tokens, hybrid_reference
 from hf_linear_attn.ops.rotation import STILL, Layout, Rotation
 from hf_linear_attn.patching import attention_layers, part_of
 from hf_linear_attn.patching.call_cache import NAME, returned_cache
 from hf_linear_attn.patching.hook import linear_attention_forward
 from hf_linear_attn.patching.scope import current
-from tests.patching.checks import Subject, checks_for, close, gradients, save_and_load
+from tests.ops.hybrid import params_of
+from tests.patching.checks import Subject, checks_for, close, gradients, prompt, save_and_load
 from tests.patching.test_sweep import NOT_BUILT
 from tests.patching.zoo import MAPPINGS, VOCAB, randomise, registered, tiny_model
 
@@ -96,8 +99,8 @@ def without_positions(model):
 
 @pytest.mark.parametrize("kind", [*EXPECTED, "yarn"])
 def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
-    """Computed from the unrotated projections directly, with the same window and sinks on rotated ones."""
-    ids = torch.randint(5, VOCAB, (2, 14), generator=torch.Generator().manual_seed(0))
+    """That is what a module projects that is told of no angles; window and sinks read rotated tokens."""
+    ids = prompt(14, rows=2)
     model = model_of(kind, **SETTINGS)
     part, q, k, v, call = seen_by_layers(model, ids)[0]
     _, plain_q, plain_k, _, _ = seen_by_layers(without_positions(model_of(kind, **SETTINGS)), ids)[0]
@@ -108,32 +111,13 @@ def test_the_linear_branch_reads_what_was_projected_without_rotation(kind):
         assert (call.rotation.do(plain) - x).abs().max() < 1e-5 * x.abs().max()
     with torch.no_grad():
         o = part.forward(q, k, v, call)
-    assert (o - by_hand(part, (q, k, v), (plain_q, plain_k), part.scaling(call))).abs().max() < 1e-4
+        assert (o - by_definition(part, q, k, v, call)).abs().max() < 1e-4
 
 
-def by_hand(part, tokens, plain, scaling):
-    """Attend by the formulas, row by row: softmax over window, sinks and the own key, whose value is the branch's."""
-    groups = tokens[0].shape[1] // tokens[1].shape[1]
-    q, k, v = tokens[0], *(x.repeat_interleave(groups, 1) for x in tokens[1:])
-    window, sinks = part.settings.window, part.settings.sinks
-    with torch.no_grad():
-        phi_q = part.feature_map.phi_q(plain[0])
-        phi_k = part.feature_map.phi_k(plain[1]).repeat_interleave(groups, 1)
-    out = torch.zeros(*q.shape[:3], v.shape[3])
-    for i in range(q.shape[2]):
-        near = [j for j in range(i + 1) if j > i - window or j < sinks]
-        far = [j for j in range(i + 1) if j not in near]
-        scores = scaling * (q[:, :, i : i + 1] * k[:, :, near]).sum(-1)
-        values = v[:, :, near]
-        if far:
-            weights = (phi_q[:, :, i : i + 1] * phi_k[:, :, far]).sum(-1)
-            own = (weights[..., None] * v[:, :, far]).sum(2) / (weights.sum(-1, keepdim=True) + part.settings.eps)
-            # The own key's score is of rotated queries and keys.
-            mean = scaling * (q[:, :, i] * k[:, :, far].mean(2)).sum(-1) + torch.tensor(float(len(far))).log()
-            scores = torch.cat([scores, mean[..., None]], -1)
-            values = torch.cat([values, own[:, :, None]], 2)
-        out[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
-    return out
+def by_definition(part, q, k, v, call):
+    """Return what the definition of a layer gives where the linear branch reads tokens that are turned back."""
+    params = replace(params_of(part), scaling=part.scaling(call))
+    return hybrid_reference(Tokens(q=q, k=k, v=v, rotation=call.rotation), params)[0]
 
 
 @pytest.mark.parametrize(
@@ -161,16 +145,16 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
     monkeypatch.setattr(spans, "LENGTHS", (64, 64))
     assert len(spans.spans_of(torch.empty(1, 4, 300, 8))) == 5
     model = model_of("llama", **SETTINGS | {"window": 9})
-    ids = torch.randint(5, VOCAB, (1, 120))
+    ids = prompt(120)
     part, q, k, v, call = seen_by_layers(model, ids)[0]
     q, k, v = (torch.randn(1, x.shape[1], 300, x.shape[3]) for x in (q, k, v))
     angles = torch.rand(1, 300, q.shape[3] // 2) * 6
     angles = torch.cat([angles, angles], -1)
     call = Call(rotation=Rotation.of(angles.cos(), angles.sin(), Layout("half")))
-    plain = call.rotation.undo(q), call.rotation.undo(k)
     q.requires_grad_()
     o = part(q, k, v, call)
-    assert (o - by_hand(part, (q, k, v), plain, part.scaling(call))).abs().max() < 1e-4
+    with torch.no_grad():
+        assert (o - by_definition(part, q, k, v, call)).abs().max() < 1e-4
     o.square().sum().backward()
     assert q.grad.isfinite().all()
     assert q.grad.abs().sum() > 0
@@ -179,7 +163,7 @@ def test_long_texts_are_read_span_by_span(monkeypatch):
 def test_packed_texts_are_texts_alone():
     """In a row alone, too, which is not laid end to end with others."""
     model = model_of("llama", **SETTINGS)
-    rows = torch.randint(5, VOCAB, (2, 12))
+    rows = prompt(12, rows=2)
     places = torch.stack([torch.cat([torch.arange(7), torch.arange(5)]), torch.arange(12)])
     with torch.no_grad():
         both = model(rows, position_ids=places, use_cache=False).logits
@@ -190,13 +174,13 @@ def test_packed_texts_are_texts_alone():
 
 
 def test_tokens_after_a_rollback_of_a_static_cache_are_read_with_their_own_angles():
-    model, ids = model_of("llama", **SETTINGS), torch.randint(5, VOCAB, (2, 16))
+    model, ids = model_of("llama", **SETTINGS), prompt(16, rows=2)
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():
         model(ids[:, :6], **{NAME: cache})
         cache.activate_past_recording()
         model(ids[:, 6:7], **{NAME: cache})
-        wrong = torch.cat([ids[:, 7:9], torch.randint(5, VOCAB, (2, 4))], 1)
+        wrong = torch.cat([ids[:, 7:9], prompt(4, seed=1, rows=2)], 1)
         model(wrong, **{NAME: cache})
         cache.crop(-4)
         after = model(ids[:, 9:], **{NAME: cache}).logits
@@ -206,7 +190,7 @@ def test_tokens_after_a_rollback_of_a_static_cache_are_read_with_their_own_angle
 @pytest.mark.slow
 def test_bf16_keeps_what_was_rounded_in_decoding():
     model = model_of("llama", **SETTINGS).bfloat16()
-    ids = torch.randint(5, VOCAB, (2, 14))
+    ids = prompt(14, rows=2)
     whole = logits_of(model, ids, None, [14])
     parts = logits_of(model, ids, DynamicCache(config=model.config), [1] * 14)
     assert (parts - whole).abs().max() < 0.05 * whole.abs().max()
@@ -216,7 +200,7 @@ def test_bf16_keeps_what_was_rounded_in_decoding():
 def test_angles_are_counted_in_the_cache(mix):
     """A window's token has a key and a value of 8 in 2 heads, and 8 cosines and sines."""
     keep, undo = (model_of("llama", **SETTINGS | {"rotary": x, "mix": mix}) for x in ("keep", "undo"))
-    ids = torch.randint(5, VOCAB, (1, 14))
+    ids = prompt(14)
     held = [returned_cache(m(ids, use_cache=True)).layers[0].tensors for m in (keep, undo)]
     assert [x.get("near_turns", torch.empty(0)).shape for x in held] == [(0,), (1, 6, 8) if mix == "key" else (0,)]
     if mix == "key":
@@ -237,7 +221,7 @@ def test_a_distillation_takes_it_with_the_rest_of_the_conversion():
 def test_learned_positions_have_nothing_to_undo(caplog):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes)
-    ids, found = torch.randint(5, VOCAB, (1, 14)), []
+    ids, found = prompt(14), []
     for rotary in ("keep", "undo"):
         torch.manual_seed(0)
         with caplog.at_level(logging.WARNING):
@@ -251,7 +235,7 @@ def test_layers_without_positions_have_nothing_to_undo():
     """Every fourth layer of SmolLM3 gets angles and does not use them."""
     model = tiny_model("causal", "smollm3", no_rope_layers=[1, 0])
     patch_model(model, **SETTINGS, layers="all")
-    parts = [part for part, *_ in seen_by_layers(model, torch.randint(5, VOCAB, (1, 14)))]
+    parts = [part for part, *_ in seen_by_layers(model, prompt(14))]
     assert [part.layout for part in parts] == [Layout("half"), STILL]
     for check in checks_for("causal"):
         check(Subject(model, "causal"))
@@ -274,11 +258,11 @@ def test_an_unknown_rotation_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", strange)
     model = model_of("llama", **SETTINGS)
     with pytest.raises(UnsupportedError, match=r"`rotary` must be 'keep' .*no known rotation makes.*say so"):
-        model(torch.randint(5, VOCAB, (1, 5)))
+        model(prompt(5))
 
 
 def test_auto_is_undone_where_that_is_known_and_kept_elsewhere(monkeypatch, caplog):
-    auto, ids = SETTINGS | {"rotary": "auto"}, torch.randint(5, VOCAB, (1, 14))
+    auto, ids = SETTINGS | {"rotary": "auto"}, prompt(14)
 
     def chosen(model, **changes):
         return patch_model(model, **auto | changes).config.linear_attention.get("rotary", "keep")
@@ -321,13 +305,13 @@ def test_the_first_call_draws_no_random_numbers():
     torch.manual_seed(3)
     want = torch.rand(3)
     torch.manual_seed(3)
-    model(torch.randint(5, VOCAB, (1, 5), generator=torch.Generator().manual_seed(0)))
+    model(prompt(5))
     assert torch.equal(torch.rand(3), want)
 
 
 def test_transfer_teaches_what_the_layers_will_compute():
     """The output beside softmax's is the forward's; its weights are those of unrotated features."""
-    ids = torch.randint(5, VOCAB, (2, 14))
+    ids = prompt(14, rows=2)
     model, seen = model_of("llama", **SETTINGS), []
     with torch.no_grad():
         want = tiny_model("causal", "llama")(ids).logits
@@ -347,10 +331,10 @@ def test_a_step_makes_turns_once_for_all_layers_of_one_rotation(kind, angles, mo
     own = Rotation.of
     monkeypatch.setattr(Rotation, "of", lambda *given: made.append(own(*given)) or made[-1])
     with torch.inference_mode():
-        cache = returned_cache(model(torch.randint(5, VOCAB, (1, 9)), use_cache=True))
+        cache = returned_cache(model(prompt(9), use_cache=True))
         for _ in range(2):
             made.clear()
-            model(torch.randint(5, VOCAB, (1, 1)), **{NAME: cache})
+            model(prompt(1), **{NAME: cache})
             assert len(made) == angles
     # Nothing of a forward is held when it is over.
     assert current.model is current.module is None
@@ -365,11 +349,12 @@ def test_a_call_past_the_hooks_is_refused():
         linear_attention_forward(module, q, q[:, :2], q[:, :2], None)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
 @pytest.mark.slow
 def test_a_compiled_model_computes_the_same():
     settings = SETTINGS | {"feature_map": "hedgehog"}
-    model, ids = model_of("llama", **settings), torch.randint(5, VOCAB, (1, 14))
+    model, ids = model_of("llama", **settings), prompt(14)
     with torch.no_grad():
         want = model_of("llama", **settings)(ids, use_cache=False).logits
         compiled = torch.compile(model, backend="eager")
@@ -377,7 +362,6 @@ def test_a_compiled_model_computes_the_same():
         torch.compiler.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         close(compiled(ids, use_cache=False).logits, want, "compiled when the rotation is known")
-    torch.compiler.reset()
 
 
 @pytest.mark.sweep

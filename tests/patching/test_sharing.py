@@ -39,6 +39,12 @@ def patched():
     return patch_model(tiny_model("causal", "gpt2"), **WINDOW)
 
 
+def alike(loaded, model, task="causal"):
+    """Assert that a loaded model gives the logits of the one that was saved."""
+    ids = Subject(model, task).tokens()
+    close(Subject(loaded.eval(), task).logits(ids), Subject(model, task).logits(ids), "logits after loading")
+
+
 def tokenizer_for(folder):
     """Write a tokenizer of one word per token, and load it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,9 +94,8 @@ def test_folders_of_the_first_form_load(patched, tmp_path):
         "from hf_linear_attn.patching.checkpoint import linear_attention_class\n"
         "GPT2LMHeadModel = linear_attention_class(_Softmax)\n"
     )
-    ids = Subject(patched, "causal").tokens()
     for loaded in (from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)):
-        close(Subject(loaded.eval(), "causal").logits(ids), Subject(patched, "causal").logits(ids), "first form")
+        alike(loaded, patched)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,7 @@ def test_auto_classes_load_it_with_the_folders_code(task, name, auto, settings, 
     loaded, info = auto.from_pretrained(tmp_path, trust_remote_code=True, output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert is_patched(loaded)
-    ids = Subject(model, task).tokens()
-    close(Subject(loaded.eval(), task).logits(ids), Subject(model, task).logits(ids), "logits by an Auto class")
+    alike(loaded, model, task)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +165,7 @@ def test_weights_are_saved_under_the_names_of_the_softmax_models(tmp_path):
     names, found = (set(load_file(tmp_path / kind / "model.safetensors")) for kind in ("softmax", "patched"))
     assert "embed_out.weight" in names
     assert {name for name in found if "linear_attention" not in name} == names
-    ids = Subject(model, "causal").tokens()
-    close(
-        Subject(from_pretrained(tmp_path / "patched"), "causal").logits(ids), Subject(model, "causal").logits(ids), ""
-    )
+    alike(from_pretrained(tmp_path / "patched"), model)
 
 
 def test_a_map_of_the_user_has_to_be_registered_first(users_map, tmp_path):
@@ -193,8 +194,7 @@ def test_sharded_files(patched, tmp_path):
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded, info = from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
-    ids = Subject(patched, "causal").tokens()
-    close(Subject(loaded.eval(), "causal").logits(ids), Subject(patched, "causal").logits(ids), "sharded")
+    alike(loaded, patched)
 
 
 def test_push_to_hub_uploads_what_loads_again(patched, tmp_path, monkeypatch):
@@ -219,10 +219,7 @@ def test_push_to_hub_uploads_what_loads_again(patched, tmp_path, monkeypatch):
     assert ModelCard(card).data.tags == ["linear-attention", "hf_linear_attn", "mine"]
     for name, content in uploaded.items():
         (tmp_path / name).write_bytes(content)
-    ids = torch.randint(3, VOCAB, (1, 9))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
-    with torch.no_grad():
-        close(loaded(ids).logits, patched.eval()(ids).logits, "uploaded")
+    alike(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True), patched)
 
 
 def test_a_loaded_model_saves_again(patched, tmp_path):

@@ -10,8 +10,8 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedE
 from hf_linear_attn.patching import returned_cache
 from hf_linear_attn.patching.call_cache import NAME
 
-from .checks import some
-from .zoo import VOCAB, tiny_model
+from .checks import prompt, some
+from .zoo import tiny_model
 
 T = 10
 SETTINGS = some("plain", "window", "kept", "mixed")
@@ -30,10 +30,6 @@ def form(request):
     return lambda visible: torch.where(visible, 0.0, torch.finfo(torch.float32).min)[:, None]
 
 
-def ids_of(rows=2, tokens=T):
-    return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(0))
-
-
 def causal(real):
     return torch.ones(real.shape[1], real.shape[1], dtype=torch.bool).tril() & real[:, None].bool()
 
@@ -49,14 +45,14 @@ def test_causality_and_padding_are_what_a_2d_mask_says(model, form, side):
     if side != "none":
         real[1, slice(None, 4) if side == "left" else slice(-4, None)] = 0
     more = {"position_ids": (real.cumsum(1) - 1).clamp(min=0)}
-    expected = logits(model, ids_of(), attention_mask=real, **more)
-    found = logits(model, ids_of(), attention_mask=form(causal(real)), **more)
+    expected = logits(model, prompt(T, rows=2), attention_mask=real, **more)
+    found = logits(model, prompt(T, rows=2), attention_mask=form(causal(real)), **more)
     torch.testing.assert_close(found[real.bool()], expected[real.bool()], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gap", [0, 2])
 def test_packed_texts_do_not_see_each_other_nor_what_is_between(model, form, gap):
-    ids, first = ids_of(rows=1), 4
+    ids, first = prompt(T), 4
     text = torch.tensor([0] * first + [-1] * gap + [1] * (T - first - gap))
     visible = (causal(torch.ones(1, T)) & (text == text[:, None])) & (text >= 0)
     positions = torch.cat([torch.arange(first), torch.zeros(gap), torch.arange(T - first - gap)]).long()[None]
@@ -66,7 +62,7 @@ def test_packed_texts_do_not_see_each_other_nor_what_is_between(model, form, gap
 
 
 def test_the_next_tokens_after_a_cache(model, form):
-    ids, real = ids_of(), torch.ones(2, T, dtype=torch.long)
+    ids, real = prompt(T, rows=2), torch.ones(2, T, dtype=torch.long)
     real[1, :3] = 0
     positions = (real.cumsum(1) - 1).clamp(min=0)
     expected, cuts = logits(model, ids, attention_mask=real, position_ids=positions), [0, 6, 9, T]
@@ -85,7 +81,7 @@ def test_the_next_tokens_after_a_cache(model, form):
 
 
 def test_what_was_read_cannot_be_hidden(model, form):
-    ids = ids_of()
+    ids = prompt(T, rows=2)
     with torch.no_grad():
         cache = returned_cache(model(ids[:, :7], use_cache=True))
         later = torch.ones(2, T, dtype=torch.long)
@@ -118,29 +114,29 @@ def other(kind):
 )
 def test_any_other_pattern_is_refused_by_name(model, form, kind):
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .*another pattern"):
-        logits(model, ids_of(), attention_mask=form(other(kind)), use_cache=False)
+        logits(model, prompt(T, rows=2), attention_mask=form(other(kind)), use_cache=False)
 
 
 def test_a_bias_on_scores_is_refused_by_name(model):
     bias = torch.where(causal(torch.ones(1, T)), -0.1 * torch.arange(T).float(), float("-inf"))[:, None]
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must .*got 'a bias on scores'"):
-        logits(model, ids_of(), attention_mask=bias)
+        logits(model, prompt(T, rows=2), attention_mask=bias)
 
 
 def test_a_pattern_for_each_head_is_refused_by_name(model):
     heads = causal(torch.ones(2, T))[:, None].repeat(1, model.config.num_attention_heads, 1, 1)
-    expected = logits(model, ids_of())
-    torch.testing.assert_close(logits(model, ids_of(), attention_mask=heads), expected, rtol=1e-5, atol=1e-5)
+    expected = logits(model, prompt(T, rows=2))
+    torch.testing.assert_close(logits(model, prompt(T, rows=2), attention_mask=heads), expected, rtol=1e-5, atol=1e-5)
     heads[:, 0, 8, 3] = False
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must .*got 'a pattern of its own for each head'"):
-        logits(model, ids_of(), attention_mask=heads)
+        logits(model, prompt(T, rows=2), attention_mask=heads)
 
 
 def test_whole_numbers_are_refused_by_name(model):
     # Softmax would take them for a bias, where it takes them at all.
     mask = causal(torch.ones(2, T))[:, None].long()
     with pytest.raises(ArgumentTypeError, match=r"`attention_mask` must be bool or additive .*got torch\.int64"):
-        logits(model, ids_of(), attention_mask=mask)
+        logits(model, prompt(T, rows=2), attention_mask=mask)
 
 
 def test_an_encoder_takes_padding_and_nothing_else(form):
@@ -148,9 +144,9 @@ def test_an_encoder_takes_padding_and_nothing_else(form):
     real = torch.ones(2, T, dtype=torch.bool)
     real[1, -4:] = False
     visible = real[:, None].expand(-1, T, -1).clone()
-    expected = logits(model, ids_of(), attention_mask=real.long())
-    found = logits(model, ids_of(), attention_mask=form(visible))
+    expected = logits(model, prompt(T, rows=2), attention_mask=real.long())
+    found = logits(model, prompt(T, rows=2), attention_mask=form(visible))
     torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
     visible[0, 3, 7] = False
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must .*another pattern"):
-        logits(model, ids_of(), attention_mask=form(visible))
+        logits(model, prompt(T, rows=2), attention_mask=form(visible))

@@ -19,18 +19,11 @@ from .zoo import tiny_model
 
 SETTINGS = some("plain", "window", "kept", "retained") | {"mixed": {"feature_map": "elu", "window": 5, "layers": [1]}}
 BLOCK = 4
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def patched(name="window"):
     return patch_model(tiny_model("causal", "llama"), **SETTINGS[name]).eval()
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from hf_linear_attn.patching import LinearAttention, LinearAttentionCacheLayer, 
 from hf_linear_attn.patching.call_cache import NAME
 
 from . import checks
-from .checks import Subject
+from .checks import Subject, left_padding
 from .zoo import randomise, tiny_config, tiny_model
 
 
@@ -146,10 +146,7 @@ def test_layers_that_stay_softmax_are_exact(model_type, layers, padded, cache):
                 layer.module.register_forward_hook(lambda module, args, output: (output[0] * 0, *output[1:]))
     patch_model(mixed, "hedgehog", window=3, sinks=2, layers=layers)
     ids = Subject(mixed, "causal").tokens(12)
-    mask = None
-    if padded:
-        mask = torch.ones_like(ids)
-        mask[1, :4] = 0
+    mask = left_padding(ids, 4) if padded else None
     for a, b in zip(*(passes(model, ids, mask, cache) for model in (mixed, softmax)), strict=True):
         assert torch.equal(a, b)
 
@@ -165,8 +162,7 @@ def test_layers_that_stay_softmax_are_exact_in_generation(options):
     (softmax, index), (mixed, _) = build(), build()
     patch_model(mixed, layers=[index])
     ids = Subject(mixed, "causal").tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    mask = left_padding(ids, 4)
     kwargs = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True, **options}
     a, b = (Subject(m, "causal").generate(ids, **kwargs).logits for m in (mixed, softmax))
     assert torch.equal(torch.stack(a), torch.stack(b))

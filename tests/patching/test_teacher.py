@@ -14,17 +14,13 @@ from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.evaluation.meters import cache_bytes
 from hf_linear_attn.patching import is_patched, returned_cache, softmax, teacher_of
 from hf_linear_attn.patching.cache import RECORDED
-from hf_linear_attn.patching.call_cache import cache_of
 
-from .zoo import VOCAB, tiny_model
+from .checks import cache_sizes, left_padding, prompt
+from .zoo import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 OPTIONS = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 HYBRID = {"feature_map": "hedgehog", "window": 3, "sinks": 2}
-
-
-def prompt(rows=2, tokens=9):
-    return torch.randint(5, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def adapted(teacher, **settings):
@@ -40,8 +36,7 @@ def adapted(teacher, **settings):
 
 def observed(model, ids):
     """Return logits, with padding and in a batch, hidden states and an answer."""
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    mask = left_padding(ids, 4)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, output_hidden_states=True)
         return [model(ids).logits, out.logits, *out.hidden_states, model.generate(ids, attention_mask=mask, **OPTIONS)]
@@ -57,7 +52,7 @@ def equal(a, b):
 def test_it_is_the_teacher_to_the_bit(name, attention, settings):
     teacher = tiny_model("causal", name)
     teacher.set_attn_implementation(attention)
-    peft, ids = adapted(teacher, **settings), prompt()
+    peft, ids = adapted(teacher, **settings), prompt(9, rows=2)
     student, expected = peft.get_base_model(), observed(teacher, ids)
     before = observed(student, ids)
     assert not equal(before, expected)
@@ -73,7 +68,7 @@ def test_it_is_the_teacher_to_the_bit(name, attention, settings):
 
 
 def test_encoders_are_their_teachers_too():
-    teacher, ids = tiny_model("masked", "bert"), prompt()
+    teacher, ids = tiny_model("masked", "bert"), prompt(9, rows=2)
     student = patch_model(copy.deepcopy(teacher), "elu")
     with torch.no_grad(), softmax(student):
         assert torch.equal(student(ids).logits, teacher(ids).logits)
@@ -100,7 +95,7 @@ def test_all_is_as_before_afterwards_whatever_happened(tmp_path):
         own.remove()
     assert not any(own.id in m._forward_pre_hooks for m in student.modules())
     student.save_pretrained(tmp_path)
-    loaded, ids = from_pretrained(tmp_path).eval(), prompt()
+    loaded, ids = from_pretrained(tmp_path).eval(), prompt(9, rows=2)
     assert equal(observed(student, ids), observed(loaded, ids))
 
 
@@ -109,7 +104,7 @@ def test_the_teacher_saved_inside_is_a_softmax_folder(tmp_path):
     student = patch_model(copy.deepcopy(teacher), **HYBRID)
     with softmax(student):
         student.save_pretrained(tmp_path)
-    loaded, ids = type(teacher).from_pretrained(tmp_path).eval(), prompt()
+    loaded, ids = type(teacher).from_pretrained(tmp_path).eval(), prompt(9, rows=2)
     assert not is_patched(loaded)
     assert equal(observed(loaded, ids), observed(teacher, ids))
 
@@ -136,19 +131,16 @@ def storages(*models):
 
 def test_drafts_need_adapters_maps_and_states_beside_the_teacher():
     plain = tiny_model("causal", "llama")
-    peft, ids = adapted(plain, **HYBRID), prompt(1, 1500)
-    student, held = peft.get_base_model(), []
+    peft, ids = adapted(plain, **HYBRID), prompt(1500)
+    student = peft.get_base_model()
     student.generation_config.num_assistant_tokens = 3
     teacher = teacher_of(peft)
     added = sum(storages(teacher, peft).values()) - sum(storages(plain).values())
     learned = [p for n, p in peft.named_parameters() if "lora_" in n or "linear_attention" in n]
     buffers = [x for n, x in peft.named_buffers() if "linear_attention" in n]
     assert added == sum(x.nbytes for x in (*learned, *buffers))
-    look = student.model.layers[0].register_forward_hook(
-        lambda module, args, kwargs, output: held.append(cache_bytes(cache_of(kwargs, args))), with_kwargs=True
-    )
-    found = teacher.generate(ids, assistant_model=student, **OPTIONS)
-    look.remove()
+    with cache_sizes(student) as held:
+        found = teacher.generate(ids, assistant_model=student, **OPTIONS)
     assert torch.equal(found, plain.generate(ids, **OPTIONS))
     with torch.no_grad():
         keys, state = (cache_bytes(returned_cache(m(ids, use_cache=True))) for m in (teacher, student))

@@ -1,7 +1,7 @@
 """Several threads share one model, and every answer is the one given alone: nothing of a call is kept on a module."""
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,22 +31,10 @@ def prompts(number):
 def check_all_alike(answer, ids, atol=0.0):
     """Answer every prompt alone, then in threads at once."""
     alone = [answer(x) for x in ids]
-    found: dict[int, torch.Tensor] = {}
-    start = threading.Barrier(THREADS)
-
-    def work(first):
-        start.wait()
-        for n in range(first, len(ids), THREADS):
-            found[n] = answer(ids[n])
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(len(ids)))
-    for n, x in found.items():
-        torch.testing.assert_close(x, alone[n], rtol=0, atol=atol, msg=lambda text, n=n: f"prompt {n}: {text}")
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(answer, ids))
+    for n, (x, expected) in enumerate(zip(found, alone, strict=True)):
+        torch.testing.assert_close(x, expected, rtol=0, atol=atol, msg=lambda text, n=n: f"prompt {n}: {text}")
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -63,12 +51,12 @@ def test_a_model_that_drafts_for_itself_in_threads(setting):
     check_all_alike(lambda ids: model.generate(ids, **options), prompts(12))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.slow
 def test_compiled_steps_in_threads():
     # While one thread compiles, torch tells every thread so (`torch.compiler.is_compiling()` is of the process), and a
     # call beyond its limit of recompilations runs uncompiled: then loops take the place of PyTorch's operations, or the
     # reverse, and add in another order. Answers of two prompts are 1 and more apart.
-    torch.compiler.reset()
     model = build("window")
     compiled = torch.compile(model, backend="aot_eager")
 
@@ -81,4 +69,3 @@ def test_compiled_steps_in_threads():
         return logits
 
     check_all_alike(answer, prompts(12), atol=1e-5)
-    torch.compiler.reset()

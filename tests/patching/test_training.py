@@ -17,16 +17,11 @@ from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
 from tests.spread import spread
 
-from .checks import Graphs, Subject, close, patched
+from .checks import Graphs, Subject, close, grads_of, left_padding, loss_and_gradients, patched, same_gradients, some
 from .zoo import tiny_model
 
 SLOW = pytest.mark.slow
-SETTINGS = {
-    "learned": {"feature_map": "hedgehog"},
-    "window": {"feature_map": "hedgehog", "window": 3, "sinks": 2},
-    "kept": {"feature_map": "hedgehog", "window": 3, "sinks": 2, "kept": 3},
-    "mixed": {"feature_map": "hedgehog", "layers": [1]},
-}
+SETTINGS = some("learned", "window", "kept") | {"mixed": {"feature_map": "hedgehog", "layers": [1]}}
 COMPILED = SETTINGS | {"mixed_window": SETTINGS["window"] | {"layers": [1]}}
 KERNELS = {"kernels": {"feature_map": "norm_preserving", "window": 4, "sinks": 1, "backend": "triton"}}
 RULED = SETTINGS | {"gated_delta": SETTINGS["window"] | {"update_rule": "gated_delta"}}
@@ -36,38 +31,22 @@ def build(setting="learned", name="llama"):
     return patched(tiny_model("causal", name), **({"layers": "all"} | (COMPILED | RULED | KERNELS)[setting]))
 
 
-def loss_and_gradients(model, ids, **kwargs):
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids, **kwargs).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_gradients(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(
-            a[name], b[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("setting", RULED)
 def test_gradient_checkpointing_gives_the_same_gradients(setting):
     model = build(setting).train()
     ids = Subject(model, "causal").tokens()
-    expected = loss_and_gradients(model, ids)
+    _, expected = loss_and_gradients(model, input_ids=ids)
     # The older name is deprecated in the newest Transformers, and the only one in the oldest.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
-    found = loss_and_gradients(model, ids, use_cache=False)
-    assert_same_gradients(found[1], expected[1])
+    same_gradients(loss_and_gradients(model, input_ids=ids, use_cache=False)[1], expected)
 
 
 @pytest.mark.parametrize("setting", RULED)
 def test_autocast_stays_close_to_fp32(setting):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
-    expected, _ = loss_and_gradients(model, ids)
+    expected, _ = loss_and_gradients(model, input_ids=ids)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(input_ids=ids, labels=ids).loss
@@ -83,21 +62,22 @@ def test_autocast_stays_close_to_fp32(setting):
 def test_half_precision_weights_train(setting, dtype, error):
     model = build(setting)
     ids = Subject(model, "causal").tokens()
-    expected = loss_and_gradients(model, ids)
-    found = loss_and_gradients(model.to(dtype), ids)
+    expected = loss_and_gradients(model, input_ids=ids)
+    found = loss_and_gradients(model.to(dtype), input_ids=ids)
     assert abs(found[0] - expected[0]) < error * expected[0]
     for name, gradient in expected[1].items():
         assert found[1][name].dtype == dtype, name
         assert (found[1][name] - gradient).norm() < 5 * error * gradient.norm() + 1e-4, name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
-    after, _ = loss_and_gradients(model, ids)
+    after, _ = loss_and_gradients(model, input_ids=ids)
     assert after < found[0]
 
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is there")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "setting", "masked", "cached"),
     [
@@ -107,22 +87,18 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
     ],
 )
 def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, masked, cached):
-    torch.compiler.reset()
     model = build(setting, name)
     ids = Subject(model, "causal").tokens()
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
+    mask = left_padding(ids, 3)
     more = {"use_cache": cached} | ({"attention_mask": mask} if masked else {})
-    expected = loss_and_gradients(model, ids, **more)
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
-    model.zero_grad(set_to_none=True)
-    compiled(input_ids=ids, labels=ids, **more).loss.backward()
-    torch.compiler.reset()
+    expected, found = (loss_and_gradients(called, input_ids=ids, **more)[1] for called in (model, compiled))
     assert len(graphs) == 1
-    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected[1])
+    same_gradients(found, expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("setting", "cache", "masked"),
     [
@@ -131,13 +107,10 @@ def test_compiled_training_has_one_graph_and_the_same_gradients(name, setting, m
     ],
 )
 def test_compiled_steps_have_no_break(setting, cache, masked):
-    torch.compiler.reset()
     model = build(setting)
     subject = Subject(model, "causal")
     ids = subject.tokens()
-    mask = torch.ones_like(ids)
-    if masked:
-        mask[1, :3] = 0
+    mask = left_padding(ids, 3 if masked else 0)
     expected = subject.logits(ids, attention_mask=mask, use_cache=False)
     options = {} if cache is DynamicCache else {"max_cache_len": 16}
     past = cache(config=model.config, **options)
@@ -147,14 +120,13 @@ def test_compiled_steps_have_no_break(setting, cache, masked):
         more = {"attention_mask": mask[:, :end]} if masked else {}
         with torch.no_grad():
             found.append(compiled(input_ids=ids[:, start:end], **{NAME: past}, **more).logits)
-    torch.compiler.reset()
     close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], "compiled steps")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @SLOW
 @pytest.mark.parametrize("setting", ["learned", "window", "mixed"])
 def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
-    torch.compiler.reset()
     model = build(setting)
     ids = Subject(model, "causal").tokens(8, rows=1)
     positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
@@ -163,7 +135,6 @@ def test_compiled_packing_breaks_the_graph_but_not_the_result(setting):
         compiled = torch.compile(model, backend=Graphs())
         compiled(input_ids=ids, use_cache=False)
         found = compiled(input_ids=ids, position_ids=positions, use_cache=False).logits
-    torch.compiler.reset()
     close(found, expected, "compiled")
 
 
@@ -175,17 +146,15 @@ def two_documents(row, head, i, j):
     return (j <= i) & ((i < 3) == (j < 3))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("pattern", [sees_ahead, two_documents])
 def test_a_graph_of_one_sequence_refuses_other_patterns_when_it_runs(pattern):
-    torch.compiler.reset()
-
     def mask():
         enter_model(torch.nn.Identity(), (), {})
         return linear_attention_mask(2, 6, 6, mask_function=pattern)
 
     with pytest.raises(UnsupportedError, match=r"`attention_mask` must be causal or bidirectional, .* got 'another pa"):
         torch.compile(mask, backend=Graphs(), fullgraph=True)()
-    torch.compiler.reset()
 
 
 def test_trainer_trains_and_saves(tmp_path):
@@ -302,12 +271,12 @@ def test_packed_documents_train_as_separate_ones():
     weights = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
     separate = torch.cat([model(input_ids=d[None]).logits for d in documents], dim=1)
     (separate * weights).sum().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    expected = copy.deepcopy(grads_of(model))
     model.zero_grad()
     positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
     packed = model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False).logits
     (packed * weights).sum().backward()
-    assert_same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
+    same_gradients(grads_of(model), expected)
 
 
 def _free_port():
@@ -329,8 +298,7 @@ def _two_processes(rank, port, expected, ids):
     model = build("window")
     parallel = accelerator.prepare(model)
     accelerator.backward(parallel(input_ids=mine, labels=mine).loss)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_same_gradients(found, expected)
+    same_gradients(grads_of(model), expected)
 
     model = build("window")
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -338,7 +306,7 @@ def _two_processes(rank, port, expected, ids):
         fully_shard(part, mesh=mesh)
     model(input_ids=mine, labels=mine).loss.backward()
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    assert_same_gradients(found, expected)
+    same_gradients(found, expected)
     torch.distributed.destroy_process_group()
 
 
@@ -346,7 +314,7 @@ def _two_processes(rank, port, expected, ids):
 def test_two_processes_give_the_gradients_of_one():
     model = build("window")
     ids = Subject(model, "causal").tokens()
-    _, expected = loss_and_gradients(model, ids)
+    _, expected = loss_and_gradients(model, input_ids=ids)
     mp.spawn(_two_processes, args=(_free_port(), expected, ids), nprocs=2)
 
 

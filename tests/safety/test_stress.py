@@ -18,15 +18,6 @@ from tests.safety.test_runs import run as distil
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def one_thread():
-    # Sums are then added in one order, and threads of tests do not fight for cores with those of torch.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def distillation(folder):
     torch.set_num_threads(1)
     distil(folder)

@@ -21,21 +21,11 @@ pytestmark = [
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 ONES = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 TIGHT = {"enable_prefix_caching": True, "num_gpu_blocks_override": 8, "max_model_len": 512, **ONES}
-EAGER = {
-    "llama, plain": ("llama", "plain", {}),
-    "llama, key": ("llama", "key", {}),
-    "llama, gate": ("llama", "gate", {}),
-    "llama, shared": ("llama", "shared", {}),
-    "llama, window": ("llama", "window", {}),
-    "llama, undo": ("llama", "undo", {}),
-    "llama, mixed": ("llama", "mixed", {}),
-    "llama, decay": ("llama", "decay", {}),
-    "llama, delta": ("llama", "delta", {}),
-    "llama, gated_delta": ("llama", "gated_delta", {}),
-    "qwen3, key": ("qwen3", "key", {}),
-    "qwen3, mixed": ("qwen3", "mixed", {}),
-    "gpt2, key": ("gpt2", "key", {}),
-    "gpt_neox, key": ("gpt_neox", "key", {}),
+PLAIN = [
+    *(("llama", name) for name in ("plain", "key", "gate", "shared", "window", "undo", "mixed", "decay", "delta")),
+    *(("llama", "gated_delta"), ("qwen3", "key"), ("qwen3", "mixed"), ("gpt2", "key"), ("gpt_neox", "key")),
+]
+EAGER = {f"{architecture}, {conversion}": (architecture, conversion, {}) for architecture, conversion in PLAIN} | {
     "llama, key, prefix caching": ("llama", "key", {"options": {"enable_prefix_caching": True}, "rounds": 2}),
     "llama, mixed, prefix caching": ("llama", "mixed", {"options": {"enable_prefix_caching": True}, "rounds": 2}),
     "llama, mixed, preempted": ("llama", "mixed", {"options": TIGHT, "every": 0, "lengths": (100,) * 8, "fewer": 0}),

@@ -91,16 +91,12 @@ def test_settings_are_those_of_the_folder():
 def request(**more):
     """Return vLLM's configuration as far as it is looked at."""
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    parallel |= {name: more.pop(name) for name in list(more) if name in parallel}
     cache = {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
-    cache |= {name: more.pop(name) for name in list(more) if name in cache}
-    rest = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None} | more
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel),
-        cache_config=SimpleNamespace(**cache),
-        model_config=SimpleNamespace(model="the/folder"),
-        **rest,
-    )
+    rest = {"speculative_config": None, "lora_config": None, "kv_transfer_config": None}
+    found = SimpleNamespace(model="the/folder", **parallel | cache | rest | more)
+    # Each of its parts is asked for names of its own.
+    found.parallel_config = found.cache_config = found.model_config = found
+    return found
 
 
 # vLLM names the model itself there.
@@ -136,11 +132,10 @@ def test_ways_to_serve(more):
 
 def attention(**more):
     impl = {"scale": 0.5, "logits_soft_cap": 0, "alibi_slopes": None, "sinks": None}
-    impl |= {name: more.pop(name) for name in list(more) if name in impl}
-    rest = {"attn_type": "decoder", "kv_sharing_target_layer_name": None} | more
-    return SimpleNamespace(
-        head_size=8, head_size_v=6, num_heads=4, num_kv_heads=2, impl=SimpleNamespace(**impl), **rest
-    )
+    rest = {"attn_type": "decoder", "kv_sharing_target_layer_name": None}
+    found = SimpleNamespace(head_size=8, head_size_v=6, num_heads=4, num_kv_heads=2, **impl | rest | more)
+    found.impl = found
+    return found
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, read_, read_rows_, step_rows_
 from hf_linear_attn.ops.library import own_precision
 from hf_linear_attn.ops.rotation import Layout, Rotation
-from hf_linear_attn.serving.vllm.engine.op import BACKEND, NAME
+from hf_linear_attn.serving.vllm.engine import BACKEND, OPERATION
 from hf_linear_attn.serving.vllm.pages import Part, page_of
 
 
@@ -67,7 +67,7 @@ class Several(NamedTuple):
         most = max(new)
         at = [min(text.start + i, text.end - 1) for text in each for i in range(most)]
         real = [row * most + i for row, count in enumerate(new) for i in range(count)]
-        tokens = [text.start + i for text in each for i in range(text.end - text.start)]
+        tokens = [token for text in each for token in range(text.start, text.end)]
         facts = [[text.targets[0] for text in each], [text.length for text in each], new]
         places, lengths, counts = torch.tensor(facts, device=device)
         whole = torch.tensor(at, device=device).view(len(each), most)
@@ -91,7 +91,7 @@ class Metadata:
     at: slice | Tensor | None
     rows: Rows
     positions: Tensor | None
-    rotations: dict[tuple[int, int, int], Rotation] = field(default_factory=dict)
+    rotations: dict[tuple[int, int], Rotation] = field(default_factory=dict)
 
     @cached_property
     def readings(self) -> list["Text | Several"]:
@@ -120,8 +120,8 @@ class Metadata:
         at = self.at if read is None else read.at if isinstance(read, Several) else slice(read.start, read.end)
         if rotary is None or self.positions is None or at is None:
             return None
-        first = (-1, -1) if read is None else (-2, id(read)) if isinstance(read, Several) else (read.start, read.end)
-        key = (id(rotary), *first)
+        # Readings are kept as long as this is.
+        key = id(rotary), id(read)
         if key not in self.rotations:
             turns = rotary.cos_sin_cache[self.positions[at]]
             layout = Layout("half" if rotary.is_neox_style else "next")
@@ -298,9 +298,7 @@ class ConvertedAttention(nn.Module, MambaBase):  # type: ignore[misc]
 
 
 def _pieces(text: Text) -> list[Text]:
-    """Divide a text where the state after every token has a page of its own."""
-    if len(text.targets) == 1:
-        return [text]
+    """Divide a text of which the state after every token has a page of its own."""
     first, length = text.start, text.length
     sources = [text.source, *text.targets]
     return [Text(first + i, first + i + 1, length + i, sources[i], [target]) for i, target in enumerate(text.targets)]
@@ -340,7 +338,6 @@ def _attend_nothing(query: Tensor, key: Tensor, value: Tensor, out: Tensor, laye
     return
 
 
-if not hasattr(torch.ops.vllm, NAME.partition("::")[2]):
-    direct_register_custom_op(
-        op_name=NAME.partition("::")[2], op_func=_attend, mutates_args=["out"], fake_impl=_attend_nothing
-    )
+_name = OPERATION.removeprefix("vllm::")
+if not hasattr(torch.ops.vllm, _name):
+    direct_register_custom_op(op_name=_name, op_func=_attend, mutates_args=["out"], fake_impl=_attend_nothing)

@@ -14,6 +14,7 @@ from hf_linear_attn.serving.vllm.checks import (
     is_supported,
     settings_of,
 )
+from hf_linear_attn.serving.vllm.engine import BACKEND, OPERATION
 from hf_linear_attn.serving.vllm.layer_types import mark_converted
 
 logger = init_logger("vllm.hf_linear_attn")
@@ -32,16 +33,14 @@ def register_architectures() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    from hf_linear_attn.serving.vllm.engine.op import BACKEND, BACKEND_CLASS, NAME
-
     for name in names:
         MODELS_CONFIG_MAP[PREFIX + name] = _hook(MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig))
     # Every process is handed layers' descriptions, which name it.
     if BACKEND not in MambaAttentionBackendEnum.__members__:
-        MambaAttentionBackendEnum.register(BACKEND, BACKEND_CLASS)
+        MambaAttentionBackendEnum.register(BACKEND, "hf_linear_attn.serving.vllm.engine.layer.Backend")
     # Graphs are compiled between attention calls.
-    if NAME not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append(NAME)
+    if OPERATION not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(OPERATION)
 
 
 def _hook(base: Any) -> Any:
