@@ -50,6 +50,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; --help lists the flags\n")
 
 
+def suite_parser(suite: str, about: str | None, output: bool = True) -> Parser:
+    """Return the parser of a suite, whose help is ``about``; with ``output`` it has that flag and its default."""
+    help_as_written = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"run.py --suite {suite}", description=about, formatter_class=help_as_written)
+    if output:
+        default = Path(f"docs/results/{suite}.json")
+        parser.add_argument("--output", type=Path, default=default, help="result (%(default)s)")
+    return parser
+
+
 def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
     """Return what is needed to repeat a measurement."""
 
@@ -65,7 +75,7 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "numba": _numba(),
+        "numba": version("numba"),
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -86,10 +96,10 @@ def provenance(suite: str, argv: Sequence[str]) -> dict[str, Any]:
     return facts
 
 
-def _numba() -> str | None:
-    """Return Numba's version, None where it is not installed: prompts and steps on a CPU are its loops."""
+def version(package: str) -> str | None:
+    """Return a package's version, None where it is not installed."""
     try:
-        return importlib.metadata.version("numba")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -210,6 +220,13 @@ def break_even(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[f
         return float(lengths[0])
     share = ratios[last] / (ratios[last] - ratios[last + 1])
     return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** share)
+
+
+def gap_closed(value: float | None, teacher: float | None, baseline: float | None) -> float | None:
+    """Return the share of the way from baseline to teacher; None where they do not differ or were not measured."""
+    if value is None or teacher is None or baseline is None or teacher == baseline:
+        return None
+    return (value - baseline) / (teacher - baseline)
 
 
 def picture(

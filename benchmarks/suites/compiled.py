@@ -6,14 +6,12 @@ The model has random maps, which cost what learned ones do. It reads each prompt
 On a CPU, without a compiler, a layer reads prompts by loops where Numba is installed; `backend="torch"` is without.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, by_turns, facts_line, markdown, provenance, write
+from harness import by_turns, facts_line, markdown, provenance, suite_parser, write
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -49,10 +47,7 @@ def load(path: str, device: str, **more: Any) -> nn.Module:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = Parser(
-        prog="run.py --suite compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/compiled.json"), help="result (%(default)s)")
+    parser = suite_parser("compiled", __doc__)
     parser.add_argument("--model", default="examples/teacher", help="softmax model to convert (%(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", default=(512, 2048), help="lengths of prompts (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads (%(default)s)")

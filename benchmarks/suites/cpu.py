@@ -6,7 +6,6 @@ Forward and forward + backward of causal attention, fp32, B = 1, 8 heads of 64, 
 are compared. Peak memory is that of a fresh process, beyond what it held before the call.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, break_even, by_turns, facts_line, markdown, picture, provenance, write
+from harness import break_even, by_turns, facts_line, markdown, picture, provenance, suite_parser, write
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -162,10 +161,7 @@ def page(result: dict[str, Any], drawn: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = Parser(
-        prog="run.py --suite cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/cpu.json"), help="result (%(default)s)")
+    parser = suite_parser("cpu", __doc__)
     parser.add_argument("--threads", type=int, default=2, help="threads (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="timings of which the median counts (%(default)s)")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="longest sequence (%(default)s)")

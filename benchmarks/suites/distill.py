@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, once, provenance
+from harness import Parser, gap_closed, once, provenance
 from transformers import PreTrainedModel
 
 from hf_linear_attn import from_pretrained
@@ -320,13 +320,6 @@ def settings_of(arguments: argparse.Namespace, name: str, seed: int, window: int
 def patched(teacher: PreTrainedModel, settings: DistillationSettings) -> PreTrainedModel:
     """Return a patched copy of the teacher."""
     return settings.convert(copy.deepcopy(teacher)).eval()
-
-
-def gap_closed(value: float | None, teacher: float | None, baseline: float | None) -> float | None:
-    """Return the share of the way from baseline to teacher, None where they do not differ or were not measured."""
-    if value is None or teacher is None or baseline is None or teacher == baseline:
-        return None
-    return (value - baseline) / (teacher - baseline)
 
 
 def _mean(values: Sequence[float | None], digits: int = 3) -> str:

@@ -9,17 +9,15 @@ Processor time of one thread, the least of many short batches, all rows in turn,
 alike. An allocation and a plain loop stand beside them, to compare machines by.
 """
 
-import argparse
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, facts_line, markdown, provenance, write
+from harness import facts_line, markdown, provenance, suite_parser, write
 from torch import Tensor
 
 from hf_linear_attn import LinearAttentionConfig, linear_attention
@@ -138,10 +136,7 @@ def loop() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = Parser(
-        prog="run.py --suite host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/host.json"), help="result (%(default)s)")
+    parser = suite_parser("host", __doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a text (%(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a layer's text (%(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), metavar=("H", "HKV"), help="heads (8 2)")

@@ -13,9 +13,7 @@ flash-linear-attention (`pip install flash-linear-attention`) and the kernels be
 Every row is kept in the output as soon as it is measured, and the same command goes on from there.
 """
 
-import argparse
 import functools
-import importlib.metadata
 import itertools
 import math
 import sys
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import break_even, earlier, facts_line, markdown, picture, provenance, spread, write
+from harness import break_even, earlier, facts_line, markdown, picture, provenance, spread, suite_parser, version, write
 from problems import SINKS, WINDOW
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -355,10 +353,7 @@ def tables(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
-        prog="run.py --suite kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/kernels.json"), help="result (%(default)s)")
+    parser = suite_parser("kernels", __doc__)
     parser.add_argument("--repeats", type=int, default=30, help="timings of which the median counts (%(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (%(default)s)")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="longest sequence (%(default)s)")
@@ -407,14 +402,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         result["decode"] = [row for shape in SHAPES[:2] for row in time_decode(shape, bandwidth, arguments.repeats)]
     save(arguments.output, result)
     print(f"wrote {arguments.output}, .md and .png")
-
-
-def version(package: str) -> str | None:
-    """Return a package's version, None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def shape_of(row: Mapping[str, Any]) -> Shape:

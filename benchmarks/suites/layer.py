@@ -13,18 +13,16 @@ it. Where Numba is installed its loops serve the forward and the steps of all la
 what they hold; "PyTorch alone" is the same layer without them. The backward is PyTorch's.
 """
 
-import argparse
 import copy
 import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import facts_line, markdown, provenance, write
+from harness import facts_line, markdown, provenance, suite_parser, write
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -257,10 +255,7 @@ def time_steps(repeats: int, steps: int, kinds: Sequence[str]) -> list[dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
-        prog="run.py --suite layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/layer.json"), help="result (%(default)s)")
+    parser = suite_parser("layer", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 16384, 65536], help="tokens of a call")
     parser.add_argument("--repeats", type=int, default=9, help="timings of which the median counts (%(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="tokens generated in one timing (%(default)s)")

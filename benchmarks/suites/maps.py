@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Parser, by_turns, once, provenance
+from harness import Parser, by_turns, gap_closed, once, provenance
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -225,11 +225,6 @@ Speed-ups are those of one causal forward in fp32 on a CPU ({threads} of {cpus} 
 heads of {dim}, over `scaled_dot_product_attention` in turn, medians of {repeats}; above 1 the map is faster."""
 
 
-def gap_closed(loss: float, teacher: float, baseline: float) -> float:
-    """Return ``1 - (loss - teacher) / (baseline - teacher)``: 0 = no better than the baseline, 1 = the teacher."""
-    return 1 - (loss - teacher) / (baseline - teacher)
-
-
 def _cell(values: Sequence[float | None]) -> dict[str, float | None] | None:
     known = [value for value in values if value is not None]
     if not known:
@@ -247,7 +242,7 @@ def table(results: Mapping[str, Any]) -> dict[str, Any]:
     blind = {kind: statistics.fmean(run[kind] for run in maps[BLIND]["distilled"]) for kind in teacher}
 
     def gaps(runs: Sequence[Mapping[str, float] | None], kind: str, baseline: Mapping[str, float]) -> Any:
-        return _cell([run and gap_closed(run[kind], teacher[kind], baseline[kind]) for run in runs])
+        return _cell([gap_closed(run and run[kind], teacher[kind], baseline[kind]) for run in runs])
 
     columns = {
         "error": "output error, untrained",

@@ -19,12 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import compile_regions
-from harness import Parser, earlier, facts_line, markdown, provenance, spread, write
+from harness import earlier, facts_line, markdown, provenance, spread, suite_parser, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -372,11 +371,8 @@ def _row(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = Parser(
-        prog="run.py --suite models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = suite_parser("models", __doc__)
     add = parser.add_argument
-    add("--output", type=Path, default=Path("docs/results/models.json"), help="result (%(default)s)")
     add("--shapes", nargs="+", choices=SHAPES, default=["gpt2", "llama-8b"], help="gpt2 and llama-8b by default")
     add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="all by default")

@@ -7,7 +7,6 @@ loss, backward, gradients summed over the processes, and a step of AdamW, fp32. 
 over gloo on one machine. One process reads the whole text as ever, without `context_parallel`.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import facts_line, markdown, provenance, write
+from harness import facts_line, markdown, provenance, suite_parser, write
 from transformers import AutoModelForCausalLM
 
 from hf_linear_attn.distill import DistillationSettings
@@ -145,10 +144,7 @@ def row(processes: int, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
-        prog="run.py --suite parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/parallel.json"), help="result (%(default)s)")
+    parser = suite_parser("parallel", __doc__)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of the text (%(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
     parser.add_argument("--steps", type=int, default=2, help="steps in a run (%(default)s)")

@@ -11,7 +11,6 @@ compared. All requests share one prompt by prefix caching, so that reading it is
 then read the same keys, which favours it. `make vllm-environment` makes the environment that this needs.
 """
 
-import argparse
 import itertools
 import os
 import statistics
@@ -23,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness import facts_line, markdown, provenance, write
+from harness import facts_line, markdown, provenance, suite_parser, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_linear_attn import patch_model
@@ -135,10 +134,7 @@ def step_times(engine: Any, context: int, running: int, steps: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = argparse.ArgumentParser(
-        prog="run.py --suite serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/serving.json"), help="result (%(default)s)")
+    parser = suite_parser("serving", __doc__)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="tokens of the prompt")
     parser.add_argument("--running", type=int, nargs="+", default=list(RUNNING), help="requests at once")
     parser.add_argument("--heads", type=int, help="heads of a wider teacher, an even number (default: the small one)")

@@ -9,17 +9,15 @@ are only allocated. So it takes seconds on any machine; without a GPU the kernel
 interpreter.
 """
 
-import argparse
 import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import Parser, facts_line, markdown, provenance, write
+from harness import facts_line, markdown, provenance, suite_parser, write
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -145,10 +143,7 @@ def count(settings: dict[str, Any], backend: str, sizes: Sizes, tokens: int) -> 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the suite."""
-    parser = Parser(
-        prog="run.py --suite traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("docs/results/traffic.json"), help="result (%(default)s)")
+    parser = suite_parser("traffic", __doc__)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the sequence (%(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, default=(4, 1), metavar=("H", "HKV"), help="heads (4 1)")
     parser.add_argument("--head-dim", type=int, default=128, help="dimensions of a head (%(default)s)")
