@@ -14,14 +14,13 @@ import re
 import shutil
 import sys
 import textwrap
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_linear_attn.checks import NAMES, PLURALS, check_type, choices_of
+from hf_linear_attn.checks import NAMES, PLURALS, check_type, choices_of, members_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.flags import flag_name, meant, unknown_flag
 
@@ -56,8 +55,7 @@ class Setting:
     @property
     def kinds(self) -> list[Any]:
         """Its type, or those of a union but for None."""
-        members = get_args(self.kind) if get_origin(self.kind) in (Union, types.UnionType) else (self.kind,)
-        return [member for member in members if member is not type(None)]
+        return [member for member in members_of(self.kind) if member is not type(None)]
 
     @property
     def is_switch(self) -> bool:
@@ -72,7 +70,7 @@ class Setting:
     @property
     def takes_none(self) -> bool:
         """Whether it may be None."""
-        return self.kind is not Any and type(None) in (*get_args(self.kind), *map(type, choices_of(self.kind)))
+        return type(None) in (*members_of(self.kind), *map(type, choices_of(self.kind)))
 
     def read(self, value: Any) -> Any:
         """Return the value that words of a command line or a file stand for.
