@@ -217,18 +217,13 @@ class TeacherLogits(Teacher):
     def divergence(self, batch: Batch) -> Divergence:
         """Return the KL divergence over k + 1 classes."""
         whole = batch if batch.part is None else batch.part.whole
-        tokens, log_p = self._kept(whole)
+        rows = [self.row(number, whole.rows(index, index + 1)) for index, number in enumerate(whole.numbers)]
+        tokens, log_p = (torch.cat(kept).to(whole.input_ids.device) for kept in zip(*rows, strict=True))
         if batch.part is not None:
             place = counted(whole) % (whole.input_ids.shape[1] - 1)
             here = (place >= batch.part.own.start) & (place < batch.part.own.stop)
             tokens, log_p = tokens[here], log_p[here]
         return stored_divergence(tokens, log_p)
-
-    def _kept(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the kept tokens and log-probabilities of a batch of whole sequences, ``[N, k]``."""
-        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
-        tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
-        return tokens, log_p
 
 
 def stored_divergence(tokens: Tensor, log_p: Tensor) -> Divergence:
