@@ -18,7 +18,7 @@ from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.divide import LONGEST, TEXTS, Division, divide
 from hf_linear_attn.distill.folder import begin, run_folder, save_result
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import linear_attention_parts, map_parameters
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import Models, is_quantised, load_models, load_student, place
@@ -336,9 +336,8 @@ def recompute_activations(model: nn.Module, enable: bool) -> None:
 
 def count_parameters(student: nn.Module) -> dict[str, int]:
     """Count a student's parameters: all, trained by the last stage, and those of feature maps and mixing weights."""
-    maps = {id(p) for part in linear_attention_parts(student) for p in part.parameters()}
     return {
         "all": sum(p.numel() for p in student.parameters()),
         "trained": sum(p.numel() for p in student.parameters() if p.requires_grad),
-        "feature_maps": sum(p.numel() for p in student.parameters() if id(p) in maps),
+        "feature_maps": sum(p.numel() for p in map_parameters(student)),
     }

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, settings_then
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
+from hf_linear_attn.distill.forward import map_parameters, model_inputs
 from hf_linear_attn.distill.optimizer import make_optimizer
 from hf_linear_attn.distill.precision import raise_trained
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -31,7 +31,7 @@ from hf_linear_attn.distill.sharding import (
 )
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
-from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
 from hf_linear_attn.files import named_in_errors, write_atomic
 from hf_linear_attn.parallel import ContextParallel, context_parallel
 
@@ -205,22 +205,21 @@ class Trainer:
             del part
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
-            raise TrainingError(self._not_finite(stage, step, loss, batches[0]))
-        parameters = [p for group in stage.groups for p in group["params"]]
-        average_gradients(parameters, accelerator.num_processes)
-        norm = clip_gradients(parameters, settings.max_grad_norm)
+            raise self._not_finite(stage, step, loss, batches[0])
+        average_gradients(stage.parameters, accelerator.num_processes)
+        norm = clip_gradients(stage.parameters, settings.max_grad_norm)
         if not math.isfinite(norm):
-            raise TrainingError(self._not_finite(stage, step, norm, batches[0]))
+            raise self._not_finite(stage, step, norm, batches[0])
         optimizer.step()
         optimizer.zero_grad()
         return loss, norm
 
-    def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
+    def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> TrainingError:
         layer = stage.suspect() or first_not_finite(self.student, batch)
         last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
         rule = f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not"
         remedy = f"Lower the learning rate; last good checkpoint: {last[0] if last else None}."
-        return explain("loss", rule, value, remedy, where=layer)
+        return TrainingError("loss", rule, value, remedy, where=layer)
 
     @contextmanager
     def _log(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
@@ -241,8 +240,8 @@ class Trainer:
 
     def _remember_trained(self) -> None:
         # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.
-        maps = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
-        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or id(p) in maps}
+        maps = map_parameters(self.student)
+        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or p in maps}
 
     def _what_weights_depend_on(self) -> dict[str, Any]:
         known: dict[str, Any] = json.loads(json.dumps(self.settings.to_dict()))

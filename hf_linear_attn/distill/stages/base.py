@@ -52,13 +52,18 @@ class Stage(ABC):
         # Of each layer on the latest batch, where it has a loss of its own.
         self.losses: list[tuple[str, Tensor]] = []
         self.groups: list[Group] = [group for group in self.trained() if group["params"] and group["lr"] > 0]
-        chosen = {id(p) for group in self.groups for p in group["params"]}
+        chosen = set(self.parameters)
         for parameter in student.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
+            parameter.requires_grad_(parameter in chosen)
         if not chosen:
             feature_map = settings.conversion.feature_map
             remedy = f"The feature map {feature_map!r} has nothing to learn here; leave the stage out."
             raise ArgumentError("stages", "train something", self.name, remedy)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, group by group."""
+        return [p for group in self.groups for p in group["params"]]
 
     @classmethod
     @abstractmethod
