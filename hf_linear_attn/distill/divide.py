@@ -8,7 +8,7 @@ is converted alone with several sizes, all others being softmax, and what that c
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class Division(Saved):
         per_layer: As of :class:`LinearAttentionConfig`; layers that get what all have are left out.
     """
 
+    FILE: ClassVar[str] = "division.json"
     measured: list[dict[str, Any]]
     per_layer: dict[str, dict[str, int]]
 

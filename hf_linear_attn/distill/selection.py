@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -27,6 +27,19 @@ LEAST_LOSS_NATS = 0.01
 @dataclass(frozen=True)
 class Saved:
     """What a run has measured and chosen, of plain values: kept as JSON for when it goes on."""
+
+    FILE: ClassVar[str]
+    """Its name in the run's folder."""
+
+    @classmethod
+    def of_run(cls, folder: str | None, measure: Callable[[], Self]) -> Self:
+        """Return what a run has saved in its folder, or else measure it, and save it there where there is one."""
+        if folder is None:
+            return measure()
+        path = Path(folder) / cls.FILE
+        if not path.exists():
+            measure().save(path)
+        return cls.load(path)
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -52,6 +65,7 @@ class Selection(Saved):
         by: ``kl`` or ``recall``.
     """
 
+    FILE: ClassVar[str] = "layers.json"
     ranking: list[dict[str, Any]]
     curve: list[dict[str, Any]]
     chosen: list[int]
