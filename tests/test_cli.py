@@ -281,7 +281,6 @@ def encoders(files):
 OF_AN_ENCODER = "--preset encoder --rows 8 --transfer-steps 1 --distill-steps 1 --heldout-rows 0"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("command", "said"),
     [
