@@ -18,6 +18,7 @@ from hf_linear_attn.diagnostics.branches import branch_usage
 from hf_linear_attn.diagnostics.capture import AttentionInputs, observe_attention
 from hf_linear_attn.diagnostics.report import EXACT, Pictures, summary_table, write_report
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
 from hf_linear_attn.files import output_folder, paths_read, write_atomic
@@ -85,9 +86,7 @@ def inspect_model(
         "architecture": type(model).__name__,
         "tokens": ids.shape[1],
     }
-    training = model.training
-    model.train(mode=False)
-    try:
+    with evaluating(model):
         if is_patched(model):
             if maps is not None:
                 raise ArgumentError("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
@@ -103,8 +102,6 @@ def inspect_model(
             layers, pictures = _compare(model, ids.to(device), _options(maps), settings)
             results["layers"] = layers
             results["summary"] = summarise(layers)
-    finally:
-        model.train(training)
     if output_dir is not None:
         _write(results, pictures, Path(output_dir))
     return results

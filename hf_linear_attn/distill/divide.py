@@ -20,6 +20,7 @@ from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.selection import Saved, mean_over_tokens
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Teacher
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.layers import Call, LinearAttention
 
 STEPS = 4
@@ -72,17 +73,13 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     shares = [2.0**n for n in range(-2, int(math.log2(most)) + 1)]
     asked = [teacher.divergence(batch) for batch in batches]
     curves: list[dict[float, float]] = [{} for _ in parts]
-    training = student.training
-    student.train(False)
-    try:
-        with tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress) as bar:
-            for place, part in enumerate(parts):
-                for share in shares:
-                    with instead_of_forward(parts, _alone(part, share)):
-                        curves[place][share] = mean_over_tokens(student, batches, asked)
-                    bar.update()
-    finally:
-        student.train(training)
+    bar = tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress)
+    with evaluating(student), bar:
+        for place, part in enumerate(parts):
+            for share in shares:
+                with instead_of_forward(parts, _alone(part, share)):
+                    curves[place][share] = mean_over_tokens(student, batches, asked)
+                bar.update()
     chosen = given_out(curves)
     measured = [
         {"layer": layer, "share": share, "kl_nats": kl}

@@ -17,6 +17,7 @@ from hf_linear_attn.distill.losses import ce_loss
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import LinearAttention
 
@@ -106,8 +107,8 @@ def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
 @contextmanager
 def _trials(student: nn.Module, runs: int, progress: bool) -> Iterator[Callable[..., list[float]]]:
     """Yield a function that returns the mean of each loss with some layers softmax, the student being in evaluation."""
-    parts, training = linear_attention_parts(student), student.training
-    with tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
+    parts = linear_attention_parts(student)
+    with evaluating(student), tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
 
         def mean(softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
             with instead_of_forward([parts[layer] for layer in softmax], softmax_output):
@@ -115,11 +116,7 @@ def _trials(student: nn.Module, runs: int, progress: bool) -> Iterator[Callable[
             bar.update()
             return found
 
-        student.train(False)
-        try:
-            yield mean
-        finally:
-            student.train(training)
+        yield mean
 
 
 def _point(parts: Sequence[LinearAttention], chosen: Sequence[int], **figures: float) -> dict[str, Any]:
