@@ -159,17 +159,20 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write a text file as UTF-8 so that readers find the old text or the new one, never a part."""
-    path = Path(path)
+    with named_in_errors(Path(path)), whole_file(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to, which takes the place of another once all of it is on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with named_in_errors(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync(temporary)
         temporary.replace(path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-from hf_linear_attn.files import locked, output_folder, paths_read, remove, sync, write_atomic
+from hf_linear_attn.files import locked, output_folder, paths_read, remove, whole_file, write_atomic
 
 logger = getLogger(__name__)
 
@@ -149,13 +149,10 @@ def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
 
 
 def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(tensors, temporary, {"top_k": str(top_k)})
-        sync(temporary)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            save_file(tensors, temporary, {"top_k": str(top_k)})
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         remedy = f"Writing failed ({error}); make room and run again to go on."
         raise CheckpointError("teacher_logits", "have room for the logits", str(path.parent), remedy) from error
 
