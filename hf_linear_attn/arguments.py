@@ -183,23 +183,6 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read the settings in a YAML or JSON file, as they stand there.
-
-    Raises:
-        ArgumentError: If the file cannot be read, or holds something else.
-    """
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ArgumentError(
-            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
-        ) from error
-    if not isinstance(values, dict):
-        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
-
-
 def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[str, Any]:
     """Read what a YAML or JSON file has for some settings.
 
@@ -207,8 +190,16 @@ def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[st
         ArgumentError: If the file cannot be read, a name is unknown, or a value cannot be used.
         ArgumentTypeError: If a value has another type than its setting.
     """
+    try:
+        found = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ArgumentError(
+            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
+        ) from error
+    if not isinstance(found, dict):
+        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
     known = {setting.name: setting for setting in settings}
-    values = read_file(path)
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
     for name in values:
         if name not in known:
             remedy = meant(name, known) or "Remove it, or use one of those"

@@ -107,9 +107,8 @@ def command_line(
     for heading, cls in (others or {}).items():
         line.add(heading, settings_of(cls))
     declared = declared_settings({**preset(start), **(defaults or {})})
-    headings = [_heading(setting.name) for setting in declared]
-    for heading in [*(heading for heading in GROUPS if heading in headings[:-1]), "training"]:
-        line.add(heading, (one for one, place in zip(declared, headings, strict=True) if place == heading))
+    for heading in (*GROUPS, "training"):
+        line.add(heading, [setting for setting in declared if _heading(setting.name) == heading])
         if heading == "models":
             line.add("models", [names])
     return line
