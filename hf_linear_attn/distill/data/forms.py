@@ -92,17 +92,14 @@ class Instruction(Form):
 
     @override
     def read(self, row: Row, where: str) -> Rendered | None:
-        turns = [*(row.get("history") or []), (_asked(row), row["output"])]
+        asked = "\n".join(part for part in (row["instruction"], row.get("input") or "") if has_text(part))
+        turns = [*(row.get("history") or []), (asked, row["output"])]
         messages = [
             message
-            for asked, answered in turns
-            for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
+            for question, answer in turns
+            for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
         ]
         return self.chat(to_messages(messages, where), row, where)
-
-
-def _asked(row: Row) -> str:
-    return "\n".join(part for part in (row["instruction"], row.get("input")) if part and has_text(part))
 
 
 FORMS: tuple[type[Form], ...] = (Messages, Conversations, PromptCompletion, Instruction, Text)

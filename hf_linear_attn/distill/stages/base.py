@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.distill.data import Batch, Step
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError
@@ -59,6 +60,11 @@ class Stage(ABC):
             feature_map = settings.conversion.feature_map
             remedy = f"The feature map {feature_map!r} has nothing to learn here; leave the stage out."
             raise ArgumentError("stages", "train something", self.name, remedy)
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The student's two steps."""
+        return Predictor(self.student)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ import random
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
@@ -36,10 +36,6 @@ class Distill(Stage):
     @classmethod
     def needs_teacher(cls, settings: DistillationSettings) -> bool:
         return settings.distill_loss == "kl" and settings.ce_share < 1
-
-    def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
-        super().__init__(settings, student, teacher)
-        self.predictor = Predictor(student)
 
     @property
     def hidden_size(self) -> int:
