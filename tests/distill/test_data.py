@@ -154,6 +154,13 @@ def test_the_share_of_recall_sequences_is_exact(data, tokenizer):
     assert sum(bool((row.real & (row.weights == 0))[0, 1:].any()) for row in alone) == 10
 
 
+def assert_pairs_stand_before_their_answers(tokenizer, ids, asked):
+    ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
+    for end in ends:
+        *before, line = tokenizer.decode(ids[:end]).splitlines()
+        assert line in before
+
+
 @pytest.mark.parametrize("length", [24, 512])
 def test_answers_of_recall_sequences_stand_in_their_context(tokenizer, length):
     rows = RecallRows(tokenizer, seed=0)
@@ -163,10 +170,7 @@ def test_answers_of_recall_sequences_stand_in_their_context(tokenizer, length):
         assert any(asked)
         text = tokenizer.decode(ids[: asked.index(True)])
         if text.startswith("<bos>Remember the code"):
-            ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
-            for end in ends:
-                *before, line = tokenizer.decode(ids[:end]).splitlines()
-                assert line in before
+            assert_pairs_stand_before_their_answers(tokenizer, ids, asked)
 
 
 @pytest.mark.parametrize("length", [8, 24, 512])
