@@ -251,12 +251,14 @@ def trained_positions(model: PreTrainedModel) -> int | None:
     return int(declared) if declared and declared > 0 else None
 
 
-def load_users_maps(file: str | Path) -> None:
-    """Run the Python file that `--feature-map-file` names.
+def load_users_maps(file: str | Path | None) -> None:
+    """Run the Python file that `--feature-map-file` names, if it names one.
 
     Raises:
         ArgumentError: If it fails, or registers no feature map.
     """
+    if file is None:
+        return
     with users_code(file, "feature_map_file"), renamed(file="feature_map_file"):
         load_feature_maps(file)
 

@@ -48,15 +48,15 @@ POINTS = 200
 """Most points of a line in the picture of losses."""
 
 
-def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
-    """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`."""
+def check_run_folder(settings: DistillationSettings, **loaded: Any) -> None:
+    """Check the folder of a run by :func:`hf_linear_attn.files.output_folder`."""
     stored = Path(settings.output_dir or "") / "checkpoints"
     if settings.overwrite and stored.is_symlink() and checkpoints(stored):
         # Nothing is removed elsewhere, and the run would go on from them.
         remedy = "Remove them, or the link, or choose another folder."
         raise ArgumentError("output_dir", "hold no checkpoints elsewhere", str(stored.resolve()), remedy)
     inputs = paths_read(settings, [*READ, "teacher_logits"], **loaded)
-    return output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
+    output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
 
 
 def begin(settings: DistillationSettings, folder: Path) -> None:

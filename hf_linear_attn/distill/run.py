@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.divide import LONGEST, TEXTS, Division, divide
-from hf_linear_attn.distill.folder import begin, run_folder, save_result
+from hf_linear_attn.distill.folder import begin, check_run_folder, save_result
 from hf_linear_attn.distill.forward import linear_attention_parts, map_parameters
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
@@ -74,11 +74,10 @@ def distill(
     check_trackers(settings)
     process_state()
     accelerator = launch(settings)
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
+    load_users_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     if folder is not None and accelerator.is_main_process:
-        run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
+        check_run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
     with torch.random.fork_rng(), ExitStack() as held:
         models = load_models(settings, teacher, student, tokenizer, accelerator)
         settings = models.settings

@@ -101,17 +101,14 @@ def write_teacher_logits(
                 tensors: dict[str, Tensor] = {}
                 for first in numbers[::rows]:
                     some = range(first, min(first + rows, numbers.stop))
-                    tensors |= _top_logits(predictor, data.batch(some, length), some, top_k, device)
+                    tensors |= _top_logits(predictor, data.batch(some, length).to(device), top_k)
                     bar.update(len(some))
                 _save(path, tensors, top_k)
         firsts = {length: numbers.start for length, numbers in wanted.items()}
         write_atomic(folder / INDEX, json.dumps({"first": firsts, "top_k": top_k}))
 
 
-def _top_logits(
-    predictor: Predictor, batch: Batch, numbers: range, top_k: int, device: torch.device
-) -> dict[str, Tensor]:
-    batch = batch.to(device)
+def _top_logits(predictor: Predictor, batch: Batch, top_k: int) -> dict[str, Tensor]:
     states = weighted(batch, predictor.states(batch))
     tops: list[tuple[Tensor, Tensor]] = []
     for which in predictor.pieces(states):
@@ -121,7 +118,7 @@ def _top_logits(
     indices, log_p = (torch.cat(kept) for kept in zip(*tops, strict=True))
     counts = (batch.weights[:, 1:] > 0).sum(1).tolist()
     found: dict[str, Tensor] = {}
-    rows = zip(numbers, torch.split(indices, counts), torch.split(log_p, counts), strict=True)
+    rows = zip(batch.numbers, torch.split(indices, counts), torch.split(log_p, counts), strict=True)
     for index, (name, tokens, kept) in enumerate(rows):
         found[f"{name}.tokens"] = tokens.to("cpu", torch.int32)
         found[f"{name}.log_p"] = kept.to("cpu", torch.float16)

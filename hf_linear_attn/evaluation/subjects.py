@@ -16,7 +16,7 @@ from hf_linear_attn.encoders import is_encoder
 from hf_linear_attn.errors import ArgumentError, UnsupportedError, explain
 from hf_linear_attn.evaluation.generation import device_of
 from hf_linear_attn.evaluation.settings import EvaluationSettings
-from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state
+from hf_linear_attn.loading import Kind, find_device, load_model, position_limit, process_state, trained_positions
 from hf_linear_attn.patching import unpatch_model
 
 
@@ -82,11 +82,7 @@ class Subject:
     @property
     def trained_length(self) -> int | None:
         """Return the length the patched layers were trained at, else the length the configuration declares."""
-        settings = self.linear_attention or {}
-        length = settings.get("trained_length") or getattr(
-            self.model.config.get_text_config(), "max_position_embeddings", None
-        )
-        return int(length) if length else None
+        return (self.linear_attention or {}).get("trained_length") or trained_positions(self.model)
 
     def refusal(self, length: int) -> str | None:
         """Say why the model cannot read `length` tokens, or None if it can."""
