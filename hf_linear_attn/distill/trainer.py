@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Trainer:
         self.teacher, self.accelerator = teacher, accelerator
         self.on_step = on_step
         self.folder = None if settings.output_dir is None else Path(settings.output_dir)
+        self.log = self.folder / "log.jsonl" if self.folder is not None and accelerator.is_main_process else None
         self.rows_per_step = settings.rows * settings.accumulation * readers(settings, accelerator)
         self.context: ContextParallel | None = None
         self.history: list[dict[str, Any]] = []
@@ -124,7 +125,10 @@ class Trainer:
         self.student.train()
         shown = settings.progress and accelerator.is_main_process
         bar = tqdm(total=steps, initial=first, desc=stage.name, unit="step", disable=not shown)
-        with bar, self._log() as write:
+        if self.log is not None:
+            # What was logged after the checkpoint that the run goes on from is logged anew.
+            write_atomic(self.log, "".join(json.dumps(record) + "\n" for record in self.history))
+        with bar:
             for step in range(first, steps):
                 share = lr_share(step, steps, settings.warmup_share)
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -149,16 +153,18 @@ class Trainer:
                         "peak_mib": peak_mib(accelerator.device),
                     }
                     bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{rate:.0f}")
-                    self._report(record, write, done)
+                    self._report(record, done)
                 bar.update()
                 if self.folder is not None and ((step + 1) % settings.checkpoint_every == 0 or last):
                     self._save(stage, step + 1, done, optimizer)
         stage.end()
 
-    def _report(self, record: dict[str, Any], write: Callable[[Mapping[str, Any]], None], done: int) -> None:
+    def _report(self, record: dict[str, Any], done: int) -> None:
         """Put a log record wherever it is read."""
         self.history.append(record)
-        write(record)
+        if self.log is not None:
+            with named_in_errors(self.log), self.log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         if self.settings.trackers:
             values = {f"{record['stage']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
             self.accelerator.log(values, step=done + record["step"])
@@ -220,23 +226,6 @@ class Trainer:
         rule = f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not"
         remedy = f"Lower the learning rate; last good checkpoint: {last[0] if last else None}."
         return TrainingError("loss", rule, value, remedy, where=layer)
-
-    @contextmanager
-    def _log(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Open the JSON lines file, which holds exactly the history."""
-        if self.folder is None or not self.accelerator.is_main_process:
-            yield lambda record: None
-            return
-        path = self.folder / "log.jsonl"
-        write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.history))
-        with path.open("a") as file:
-
-            def write(record: Mapping[str, Any]) -> None:
-                with named_in_errors(path):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-
-            yield write
 
     def _remember_trained(self) -> None:
         # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.
