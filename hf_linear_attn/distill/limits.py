@@ -35,12 +35,6 @@ SHARES = (
 TIMES = 16
 """Moments of a text, evenly spaced, at which `retain` ranks keys by the attention that is still to come."""
 
-IDLE = {
-    "retain": "keys are kept by what is learned only where there are any, and retention='learned'",
-    "transfer": "a window alone has nothing to transfer",
-}
-"""Why a stage has nothing to train."""
-
 OF_A_STUDENT = {"window", "sinks", "mix", "kept", "retention"}
 """What decides which stages have something to train, and of which texts. A student named by its folder has its own."""
 
@@ -160,7 +154,8 @@ def _stages(settings: Any, unread: bool) -> list[str]:
     serving = [stage for stage in settings.stages if unread or stage_class(stage).serves(settings)]
     idle = [stage for stage in settings.stages if stage not in serving]
     if idle and "stages" in settings.given:
-        raise ArgumentError("stages", f"be without `{idle[0]}`: {IDLE[idle[0]]}", settings.stages, "Leave it out.")
+        rule = f"be without `{idle[0]}`: {stage_class(idle[0]).idle}"
+        raise ArgumentError("stages", rule, settings.stages, "Leave it out.")
     return serving
 
 

@@ -45,6 +45,8 @@ class Stage(ABC):
     """Whether its sequences can be split over processes: the student alone reads them as it will be."""
     recomputes: ClassVar[bool] = True
     """Whether there are activations to recompute: a backward at the end of the forward."""
+    idle: ClassVar[str] = "it has nothing to train"
+    """Why it does not :meth:`serve <serves>` where it does not."""
     learn: Callable[[Tensor], None] = staticmethod(Tensor.backward)
     """Differentiates a part of the loss at once, so that its graph need not wait for the rest."""
 

@@ -30,6 +30,7 @@ class Transfer(Stage):
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
     recomputes: ClassVar[bool] = False
+    idle: ClassVar[str] = "a window alone has nothing to transfer"
 
     @override
     @classmethod
