@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -118,13 +119,8 @@ def given_out(curves: Sequence[Mapping[float, float]]) -> list[float]:
 def _cost(curve: Mapping[float, float], share: float) -> float:
     """Return what a share costs, between those measured on a line over the logarithm."""
     known = sorted(curve)
-    costs = [min(curve[other] for other in known if other <= one) for one in known]
-    above = next(n for n, one in enumerate(known) if one >= share)
-    if known[above] == share:
-        return costs[above]
-    low, high = known[above - 1], known[above]
-    along = math.log(share / low) / math.log(high / low)
-    return costs[above - 1] + along * (costs[above] - costs[above - 1])
+    costs = np.minimum.accumulate([curve[one] for one in known])
+    return float(np.interp(np.log2(share), np.log2(known), costs))
 
 
 def _keys(part: LinearAttention, share: float) -> dict[str, int]:
