@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -204,10 +205,8 @@ def foretold(
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         true = [encode_once(tokenizer, true_answer(sample)) for sample in batch]
-        width = max(len(sample.input_ids) + len(answer) for sample, answer in zip(batch, true, strict=True))
-        ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)
-        for row, (sample, answer) in enumerate(zip(batch, true, strict=True)):
-            ids[row, : len(sample.input_ids) + len(answer)] = torch.tensor([*sample.input_ids, *answer])
+        rows = [torch.tensor([*sample.input_ids, *answer]) for sample, answer in zip(batch, true, strict=True)]
+        ids = pad_sequence(rows, batch_first=True).to(device)
         states = predictor.states(Batch(ids, ids, ids))
         for row, (sample, answer) in enumerate(zip(batch, true, strict=True)):
             last = len(sample.input_ids) - 1
