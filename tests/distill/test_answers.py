@@ -127,7 +127,7 @@ def test_fields_that_cannot_be_measured_say_why(tokenizer):
     assert table.count(NO_POSITIONS) == 2
 
 
-def test_a_length_that_the_held_out_text_does_not_have_says_so(tokenizer):
+def test_a_length_that_the_held_out_text_does_not_have_says_so():
     (row,) = ask(scripted(str), length=10**6, tasks=("capital:haystack=text",))
     assert (row["missing"], row["n"], row["held_out"], row["haystack"]) == (NO_TEXT, 0, True, "text")
 

@@ -147,7 +147,7 @@ def test_batches_depend_on_row_numbers_alone(data):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
 
 
-def test_the_share_of_recall_sequences_is_exact(data, tokenizer):
+def test_the_share_of_recall_sequences_is_exact(data):
     train, _ = data
     rows = [train.batch([number], 64) for number in range(40)]
     alone = [row for row in rows if row.position_ids is None]
