@@ -16,7 +16,7 @@ from hf_linear_attn.encoders import copy_sentence_files
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
 from hf_linear_attn.evaluation.report import standalone
-from hf_linear_attn.files import output_folder, paths_read, remove, whole_folder, write_atomic
+from hf_linear_attn.files import found_in, output_folder, paths_read, remove, whole_folder, write_atomic
 
 RECORD = "distillation.json"
 """Settings and figures; begun with the run, so that it is known as one."""
@@ -62,7 +62,7 @@ def check_run_folder(settings: DistillationSettings, **loaded: Any) -> None:
 def begin(settings: DistillationSettings, folder: Path) -> None:
     """Mark a locked folder as a run's; remove an earlier one where it is to be overwritten."""
     if settings.overwrite:
-        if any(True for mark in _MARKS for _ in folder.glob(mark)):
+        if found_in(folder, _MARKS):
             as_adapters = settings.trainable == "lora" and not settings.merge_lora
             remove(folder, _WHOLE if as_adapters else _ADAPTERS)
         remove(folder, _MADE)

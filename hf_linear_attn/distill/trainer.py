@@ -222,9 +222,9 @@ class Trainer:
 
     def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> TrainingError:
         layer = stage.suspect() or first_not_finite(self.student, batch)
-        last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
+        last = None if self.folder is None else next(reversed(checkpoints(self.folder / "checkpoints")), None)
         rule = f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not"
-        remedy = f"Lower the learning rate; last good checkpoint: {last[0] if last else None}."
+        remedy = f"Lower the learning rate; last good checkpoint: {last}."
         return TrainingError("loss", rule, value, remedy, where=layer)
 
     def _remember_trained(self) -> None:
