@@ -14,14 +14,13 @@ import re
 import shutil
 import sys
 import textwrap
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_linear_attn.checks import NAMES, PLURALS, check_type, choices_of
+from hf_linear_attn.checks import NAMES, PLURALS, check_type, choices_of, members_of
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.flags import flag_name, meant, unknown_flag
 
@@ -56,8 +55,7 @@ class Setting:
     @property
     def kinds(self) -> list[Any]:
         """Its type, or those of a union but for None."""
-        members = get_args(self.kind) if get_origin(self.kind) in (Union, types.UnionType) else (self.kind,)
-        return [member for member in members if member is not type(None)]
+        return [member for member in members_of(self.kind) if member is not type(None)]
 
     @property
     def is_switch(self) -> bool:
@@ -72,7 +70,7 @@ class Setting:
     @property
     def takes_none(self) -> bool:
         """Whether it may be None."""
-        return self.kind is not Any and type(None) in (*get_args(self.kind), *map(type, choices_of(self.kind)))
+        return type(None) in (*members_of(self.kind), *map(type, choices_of(self.kind)))
 
     def read(self, value: Any) -> Any:
         """Return the value that words of a command line or a file stand for.
@@ -185,23 +183,6 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read the settings in a YAML or JSON file, as they stand there.
-
-    Raises:
-        ArgumentError: If the file cannot be read, or holds something else.
-    """
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ArgumentError(
-            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
-        ) from error
-    if not isinstance(values, dict):
-        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
-
-
 def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[str, Any]:
     """Read what a YAML or JSON file has for some settings.
 
@@ -209,8 +190,16 @@ def read_settings_file(path: str | Path, settings: Iterable[Setting]) -> dict[st
         ArgumentError: If the file cannot be read, a name is unknown, or a value cannot be used.
         ArgumentTypeError: If a value has another type than its setting.
     """
+    try:
+        found = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ArgumentError(
+            "config", "be a readable YAML or JSON file", str(path), f"Check the file: {' '.join(str(error).split())}."
+        ) from error
+    if not isinstance(found, dict):
+        raise ArgumentError("config", "hold `name: value` lines", str(path), "Write one setting per line.")
     known = {setting.name: setting for setting in settings}
-    values = read_file(path)
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
     for name in values:
         if name not in known:
             remedy = meant(name, known) or "Remove it, or use one of those"

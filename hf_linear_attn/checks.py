@@ -86,8 +86,12 @@ def check_types(settings: Any) -> None:
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
     """Return the values of a ``Literal``, alone or beside None; nothing for other types."""
-    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return next((get_args(member) for member in members if get_origin(member) is Literal), ())
+    return next((get_args(member) for member in members_of(kind) if get_origin(member) is Literal), ())
+
+
+def members_of(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union; another type stands alone."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def check_eps(eps: Any) -> float:

@@ -4,11 +4,10 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.flags import check_flags
+from hf_linear_attn.flags import check_flags, meant
 from hf_linear_attn.shell import next_step, shell
 
 PROGRAM = "hf-linear-attn"
@@ -94,8 +93,7 @@ def _named(argv: Sequence[str]) -> str:
     known = (name or "").replace("_", "-")
     if known in COMMANDS:
         return known
-    near = get_close_matches(known, COMMANDS, 1)
-    remedy = f"Did you mean {near[0]}?" if near else "Use one of those"
+    remedy = meant(known, COMMANDS) or "Use one of those"
     raise ArgumentError("command", "be known", name, remedy, available=COMMANDS)
 
 

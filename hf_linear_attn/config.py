@@ -185,9 +185,8 @@ class LinearAttentionConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         values = asdict(self)
-        values["feature_map_options"] = dict(self.feature_map_options)
         values["layers"] = None if self.layers is None else list(self.layers)
-        values["per_layer"] = {str(index): dict(own) for index, own in self.per_layer.items()}
+        values["per_layer"] = {str(index): own for index, own in values["per_layer"].items()}
         return {name: value for name, value in values.items() if name not in LATER or value != LATER[name]}
 
     @classmethod

@@ -117,17 +117,21 @@ def _check_empty(folder: Path, argument: str, marks: Iterable[str]) -> None:
         return
     # A run that is killed before it has a mark leaves what was to become one.
     known = [pattern for mark in marks for pattern in (mark, f".{mark}.tmp")]
-    if names and not any(True for pattern in known for _ in folder.glob(pattern)):
+    if names and not found_in(folder, known):
         listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         rule = "be new, empty or of a run that goes on" if marks else "be new or empty"
         remedy = "Choose another, or pass --overwrite (overwrite=True), which replaces files of the same names."
         raise ArgumentError(argument, rule, str(folder), remedy, where=f"it holds {listed}")
 
 
+def found_in(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Return what a folder holds of names that any of the patterns has."""
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
 def remove(folder: Path, patterns: Iterable[str]) -> None:
     """Remove what a run has made in a folder, by patterns of names; nothing in folders that it links to."""
-    found = [path for pattern in patterns for path in folder.glob(pattern)]
-    for path in found:
+    for path in found_in(folder, patterns):
         between = path.relative_to(folder).parents
         if any((folder / part).is_symlink() for part in between if part.parts):
             continue
@@ -159,17 +163,20 @@ def locked(folder: Path | None, argument: str = "output_dir") -> Iterator[None]:
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write a text file as UTF-8 so that readers find the old text or the new one, never a part."""
-    path = Path(path)
+    with named_in_errors(Path(path)), whole_file(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to, which takes the place of another once all of it is on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with named_in_errors(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync(temporary)
         temporary.replace(path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager

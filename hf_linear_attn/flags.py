@@ -41,8 +41,9 @@ def unknown_flag(name: str, known: Iterable[str], program: str) -> ArgumentError
 def meant(name: str, known: Iterable[str], prefix: str = "") -> str | None:
     """Ask whether a similar name is meant, if there is one."""
     near = difflib.get_close_matches(name, sorted(known), 1)
-    written = near[0].replace("_", "-") if near and prefix else near[0] if near else ""
-    return f"Did you mean {prefix}{written}?" if near else None
+    if not near:
+        return None
+    return f"Did you mean {prefix}{near[0].replace('_', '-') if prefix else near[0]}?"
 
 
 def _declared(path: Path) -> set[str]:

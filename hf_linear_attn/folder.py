@@ -47,15 +47,11 @@ def check_folder(name: str | Path, argument: str, **options: Any) -> dict[str, A
     if folder.is_dir():
         _check_files(folder, argument)
     elif not Path(name).exists() and not _HUB_NAME.fullmatch(str(name)):
-        raise CheckpointError(
-            argument, "be a folder or hub name with a model's config.json", str(name), f"There is none.{_nearest(name)}"
-        )
+        raise no_model(argument, name, f"There is none.{_nearest(name)}")
     try:
         config: dict[str, Any] = PreTrainedConfig.get_config_dict(name, **options)[0]
     except Exception as error:  # whatever Transformers raises of a file that is none of its own
-        raise CheckpointError(
-            argument, "be a folder or hub name with a model's config.json", str(name), why_not_loaded(name, error)
-        ) from error
+        raise no_model(argument, name, why_not_loaded(name, error)) from error
     try:
         _check_value(config, "", 0)
     except ValueError as error:
@@ -81,11 +77,15 @@ def check_weights(
         raise CheckpointError(argument, f"hold all weights of {kind}", str(name), remedy, where=where)
 
 
+def no_model(argument: str, name: str | Path, remedy: str) -> CheckpointError:
+    """Return the error of a name under which there is no model's config."""
+    return CheckpointError(argument, "be a folder or hub name with a model's config.json", str(name), remedy)
+
+
 def why_not_loaded(name: str | Path, error: BaseException) -> str:
     """Return the remedy for a folder that could not be loaded: its likely name, where it is mistyped."""
-    reason = f"Loading it failed: {first_line(error)}"
-    if not isinstance(error, (OSError, ValueError)):
-        reason = f"Loading it failed, {type(error).__name__}: {first_line(error)}"
+    kind = "" if isinstance(error, (OSError, ValueError)) else f", {type(error).__name__}"
+    reason = f"Loading it failed{kind}: {first_line(error)}"
     return reason if Path(name).exists() else f"No folder of that name is here.{_nearest(name)} {reason}"
 
 
@@ -120,12 +120,11 @@ def _check_files(folder: Path, argument: str) -> None:
 
 def _files_of(index: Path, argument: str) -> list[Any]:
     try:
-        files = json.loads(index.read_text())["weight_map"].values()
+        return list(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             argument, "have a whole index of weights", index.name, f"Reading it failed: {first_line(error)}"
         ) from error
-    return list({repr(file): file for file in files}.values())
 
 
 def _check_value(value: Any, name: str, level: int) -> None:

@@ -28,7 +28,7 @@ from transformers.utils import logging as of_transformers
 
 from hf_linear_attn.errors import ArgumentError, CheckpointError, HFLinearAttnError, first_line, renamed
 from hf_linear_attn.feature_maps import load_feature_maps
-from hf_linear_attn.folder import check_folder, check_weights, why_not_loaded
+from hf_linear_attn.folder import check_folder, check_weights, no_model, why_not_loaded
 from hf_linear_attn.patching import from_pretrained
 
 _POOLER = re.compile(r"(^|\.)pooler\.")
@@ -47,9 +47,7 @@ def load_config(name: str, argument: str = "model", *, local_files_only: bool = 
             name, local_files_only=local_files_only, trust_remote_code=False
         )
     except Exception as error:  # whatever Transformers raises of values that none of its own configs has
-        raise CheckpointError(
-            argument, "be a folder or hub name with a model's config.json", name, why_not_loaded(name, error)
-        ) from error
+        raise no_model(argument, name, why_not_loaded(name, error)) from error
     return config
 
 
@@ -253,12 +251,14 @@ def trained_positions(model: PreTrainedModel) -> int | None:
     return int(declared) if declared and declared > 0 else None
 
 
-def load_users_maps(file: str | Path) -> None:
-    """Run the Python file that `--feature-map-file` names.
+def load_users_maps(file: str | Path | None) -> None:
+    """Run the Python file that `--feature-map-file` names, if it names one.
 
     Raises:
         ArgumentError: If it fails, or registers no feature map.
     """
+    if file is None:
+        return
     with users_code(file, "feature_map_file"), renamed(file="feature_map_file"):
         load_feature_maps(file)
 
@@ -280,7 +280,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
         if buffer.ndim == 2 and buffer.is_floating_point() and _POSITION_TABLE.search(name)
     ]
     # OPT and BART keep two rows for themselves; the configuration knows how many remain.
-    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    declared = trained_positions(model)
     return min([*tables, *([declared] if tables and declared else [])], default=None)
 
 

@@ -74,7 +74,7 @@ def test_flags_mean_the_same_however_they_are_written(flags):
 def test_files_mean_what_flags_mean_and_flags_win(tmp_path):
     (tmp_path / "s.yaml").write_text(
         "model: m\nlengths: 1, 2, 3\nwindow: null\nshare: 1e-3\nprecision: no\noptions: {a: 1}\nprogress: no\n"
-        "over-write: true\nlayers: [0, 2]\npath: x_y\n".replace("over-write", "overwrite")
+        "overwrite: true\nlayers: [0, 2]\npath: x_y\n"
     )
     values = EXPECTED | {"lengths": [1, 2, 3], "path": "x_y"}
     (tmp_path / "s.json").write_text(json.dumps(values))

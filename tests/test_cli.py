@@ -34,21 +34,10 @@ def test_a_map_of_the_user_is_listed_distilled_and_evaluated(capsys, tmp_path, u
     tiny_teacher().save_pretrained(tmp_path / "teacher")
     byte_tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("one two three four " * 60)
-    short = [
-        "--stages",
-        "distill",
-        "--distill-steps",
-        "2",
-        "--block-tokens",
-        "16",
-        "--rows",
-        "1",
-        "--heldout-rows",
-        "0",
-    ]
+    short = "--stages distill --distill-steps 2 --block-tokens 16 --rows 1 --heldout-rows 0"
     paths = ["--model", str(tmp_path / "teacher"), "--dataset", str(tmp_path / "text.txt")]
     paths += ["--output-dir", str(tmp_path / "student")]
-    main(["distill", *mine, *paths, *short, "--feature-map", "cubed", "--window", "4", "--no-progress"])
+    main(["distill", *mine, *paths, *short.split(), "--feature-map", "cubed", "--window", "4", "--no-progress"])
     registry._REGISTRY.pop("cubed")
     evaluation = ["--suite", "perplexity", "--lengths", "32", "--text-file", str(tmp_path / "text.txt"), "--no-plots"]
     evaluation += ["--final-windows", "0", "--no-progress", "--output-dir", str(tmp_path / "out")]
@@ -157,7 +146,13 @@ def files(tmp_path_factory):
     return folder
 
 
+def with_paths(text, files, folder):
+    """Put paths in place of the names in braces: of what is written, in a folder, and else of the user's files."""
+    return re.sub(r"{([\w.]+)}", lambda match: str((folder if match[1] == "out" else files) / match[1]), text)
+
+
 DISTILL = "distill --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --output-dir {out}"
+LOGITS = "teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --teacher-logits {out}"
 INSPECT = "inspect {model} --text-file {text.txt} --output-dir {out}"
 EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file {text.txt} --output-dir {out}"
 
@@ -205,16 +200,12 @@ EVALUATE = "evaluate --model {model} --suite perplexity --lengths 32 --text-file
         (f"{DISTILL} --dataset {{numbers.jsonl}} --streaming", "`columns` must name texts, got 5 (row 1 of "),
         (f"{DISTILL} --window 0", "`window` must be at least 1 token, or None"),
         ("distill --config {recipe.yaml}", "`config` must be a readable YAML or JSON file"),
-        ("teacher-logits --model {model} --teacher-logits /proc/x --dataset {text.txt} --block-tokens 16 --rows 1",
-         "`teacher_logits` must be a folder that can be written, got '/proc/x'"),
+        (f"{LOGITS} --teacher-logits /proc/x", "`teacher_logits` must be a folder that can be written, got '/proc/x'"),
     ],
 )  # fmt: skip
 def test_what_a_user_gets_wrong_is_said_in_one_line(files, tmp_path, capsys, command, message):
-    def path(match):
-        return str(tmp_path / "out" if match[1] == "out" else files / match[1])
-
     with pytest.raises(SystemExit) as stop:
-        main([re.sub(r"{([\w.]+)}", path, word) for word in command.split()])
+        main(with_paths(command, files, tmp_path).split())
     assert stop.value.code == 2
     # Data sets and progress bars have lines of their own.
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-linear-attn ")]
@@ -257,14 +248,13 @@ def test_help_says_which_flags_take_none(capsys):
         (f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0", {"out", "model"}),
         (f"{EVALUATE} --no-plots --final-windows 0", {"out"}),
         (f"{INSPECT} --maps elu --max-tokens 16", {"model"}),
-        ("teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --stages distill "
-        "--distill-steps 1 --teacher-logits {out}", {"out"}),
+        (f"{LOGITS} --window 4 --stages distill --distill-steps 1", {"out"}),
     ],
 )  # fmt: skip
 def test_a_command_to_copy_is_quoted_for_a_shell(command, named, files, tmp_path, capsys):
     folder = tmp_path / "it's $one; a folder"
     shutil.copytree(files, folder)
-    main([re.sub(r"{([\w.]+)}", lambda match: str(folder / match[1]), word) for word in command.split()])
+    main([with_paths(word, folder, folder) for word in command.split()])
     words = shlex.split(re.findall("`([^`]*)`", capsys.readouterr().err.splitlines()[-1])[-1])
     assert {str(folder / name) for name in named} <= set(words)
 
@@ -281,7 +271,6 @@ def encoders(files):
 OF_AN_ENCODER = "--preset encoder --rows 8 --transfer-steps 1 --distill-steps 1 --heldout-rows 0"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -294,11 +283,8 @@ OF_AN_ENCODER = "--preset encoder --rows 8 --transfer-steps 1 --distill-steps 1 
     ],
 )  # fmt: skip
 def test_what_comes_next_can_be_done(command, said, encoders, tmp_path, capsys):
-    def named(text):
-        return re.sub(r"{([\w.]+)}", lambda x: str((tmp_path if x[1] == "out" else encoders) / x[1]), text)
-
-    main(named(command.replace("inspect {model}", "inspect")).split())
-    assert named(said) in capsys.readouterr().err.splitlines()[-1]
+    main(with_paths(command.replace("inspect {model}", "inspect"), encoders, tmp_path).split())
+    assert with_paths(said, encoders, tmp_path) in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -306,18 +292,14 @@ def test_what_comes_next_can_be_done(command, said, encoders, tmp_path, capsys):
     [
         f"{DISTILL} --stages distill --distill-steps 1 --heldout-rows 0",
         f"{EVALUATE} --no-plots --final-windows 0",
-        "teacher-logits --model {model} --dataset {text.txt} --block-tokens 16 --rows 1 --window 4 --stages distill "
-        "--distill-steps 1 --teacher-logits {out}",
+        f"{LOGITS} --window 4 --stages distill --distill-steps 1",
     ],
 )
 def test_no_progress_shows_no_bar_of_other_libraries(command, files, tmp_path, capfd):
-    def path(match):
-        return str((tmp_path if match[1] == "out" else files) / match[1])
-
     # What `datasets` has read before, it does not read again.
     text = tmp_path / "text.txt"
     text.write_text(f"{tmp_path} one two three four " * 60)
-    words = re.sub(r"{([\w.]+)}", path, command.replace("{text.txt}", str(text))).split()
+    words = with_paths(command.replace("{text.txt}", str(text)), files, tmp_path).split()
     main([*words, "--no-progress"])
     assert "%|" not in capfd.readouterr().err
 
@@ -326,8 +308,7 @@ def test_no_progress_shows_no_bar_of_other_libraries(command, files, tmp_path, c
     ("command", "message"),
     [
         (f"{DISTILL} --model {{bert}} --window 64", "`stages` must be an encoder's, `transfer` and `embed`"),
-        ("teacher-logits --model {bert} --dataset {text.txt} --teacher-logits {out} --block-tokens 16 --rows 1",
-         "`stages` must be an encoder's, `transfer` and `embed`"),
+        (f"{LOGITS} --model {{bert}}", "`stages` must be an encoder's, `transfer` and `embed`"),
         ("plan {bert}", "`model` must be a causal language model for a plan"),
         ("plan {bert} --preset encoder", "Distil an encoder without a plan"),
         ("export {student} --format torch", "`model` must be a causal language model, got 'BertForMaskedLM'"),

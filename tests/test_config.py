@@ -55,7 +55,7 @@ def test_a_file_from_before_there_was_a_choice_means_what_it_did():
     assert LinearAttentionConfig.from_dict(old | {"retention_units": 16}).to_dict()["retention_units"] == 16
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, "1", None])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, -1, "1", None])
 def test_other_versions_are_refused(version):
     values = LinearAttentionConfig().to_dict() | {"format_version": version}
     with pytest.raises(CheckpointError, match=r"`format_version` must be at most 1, got .*\. Update hf_linear_attn"):
@@ -84,6 +84,7 @@ def test_other_versions_are_refused(version):
         ({"backend": None}, r"`backend` must be a text, got None"),
         ({"allow_approximate": "yes"}, r"`allow_approximate` must be True or False, got 'yes'"),
         ({"trained_length": 4.0}, r"`trained_length` must be a whole number or None, got 4\.0"),
+        ({"format_version": True}, r"`format_version` must be a whole number, got True"),
     ],
     ids=str,
 )
@@ -148,12 +149,6 @@ def test_settings_that_are_no_mapping_are_refused(values):
 def test_texts_that_hold_no_settings_are_refused(text):
     with pytest.raises(CheckpointError):
         LinearAttentionConfig.from_json(text)
-
-
-@pytest.mark.parametrize("version", [-1, True])
-def test_versions_are_counted(version):
-    with pytest.raises(CheckpointError):
-        LinearAttentionConfig.from_dict(LinearAttentionConfig().to_dict() | {"format_version": version})
 
 
 @pytest.mark.parametrize("name", LinearAttentionConfig().to_dict())

@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> None:
         UnsupportedError: If the model's attention cannot be observed.
     """
     settings = _settings(argv)
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
+    load_users_maps(settings.feature_map_file)
     for name in settings.maps or ():
         if name not in available_feature_maps():
             raise ArgumentError("maps", "be registered names", name, "Use those", available=available_feature_maps())

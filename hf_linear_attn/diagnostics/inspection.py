@@ -18,6 +18,7 @@ from hf_linear_attn.diagnostics.branches import branch_usage
 from hf_linear_attn.diagnostics.capture import AttentionInputs, observable_layers, observe_attention
 from hf_linear_attn.diagnostics.report import EXACT, PICTURED_TOKENS, Matrices, summary_table, write_report
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.feature_maps import FeatureMap, available_feature_maps, get_feature_map
 from hf_linear_attn.feature_maps.base import feature_map_class
 from hf_linear_attn.files import output_folder, paths_read, write_atomic
@@ -84,9 +85,7 @@ def inspect_model(
         "architecture": type(model).__name__,
         "tokens": ids.shape[1],
     }
-    training = model.training
-    model.train(mode=False)
-    try:
+    with evaluating(model):
         if is_patched(model):
             if maps is not None:
                 raise ArgumentError("maps", "be None for a patched model", maps, "Call unpatch_model to compare maps.")
@@ -101,8 +100,6 @@ def inspect_model(
             results["settings"] = asdict(settings)
             results["layers"], matrices = _compare(model, ids.to(device), _options(maps), settings)
             results["summary"] = summarise(results["layers"])
-    finally:
-        model.train(training)
     if output_dir is not None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     *,
     keep: int,
-) -> Path:
+) -> None:
     """Write a checkpoint to a temporary folder, rename it, and remove all but the newest ``keep``.
 
     Its number, the steps done over all stages, orders the checkpoints. ``meta`` is of plain JSON values.
@@ -75,7 +75,6 @@ def save_checkpoint(
         raise CheckpointError("output_dir", rule, f"{free_mib:.0f} MiB free", remedy, where=str(folder)) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def checkpoints(folder: Path) -> list[Path]:

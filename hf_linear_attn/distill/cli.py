@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from hf_linear_attn.shell import WITHOUT_OVERWRITE, command, next_step
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 PROGRAM = "hf-linear-attn distill"
 EXAMPLE = (
     "hf-linear-attn distill --model your/model --dataset your.jsonl --output-dir runs/student\n"
@@ -37,19 +39,7 @@ EXAMPLE = (
 GROUPS = {
     "models": ("model", "student", "teacher_logits", "teacher_dtype", "output_dir", "overwrite"),
     "conversion": (*CONVERSION, "feature_map_file", "softmax_budget", "softmax_by", "divide"),
-    "data": (
-        "data",
-        "dataset",
-        "text",
-        "streaming",
-        "pack",
-        "recall",
-        "answer",
-        "block",
-        "length",
-        "rows",
-        "accumulation",
-    ),
+    "data": ("dataset", "streaming", "pack", "recall", "answer", "block", "length", "rows", "accumulation"),
     "stages": ("stages", "retain", "transfer", "distill", "extend"),
     "the run": ("seed", "heldout", "log", "checkpoint", "keep", "trackers", "progress"),
 }
@@ -117,9 +107,8 @@ def command_line(
     for heading, cls in (others or {}).items():
         line.add(heading, settings_of(cls))
     declared = declared_settings({**preset(start), **(defaults or {})})
-    headings = [_heading(setting.name) for setting in declared]
-    for heading in [*(heading for heading in GROUPS if heading in headings[:-1]), "training"]:
-        line.add(heading, (one for one, place in zip(declared, headings, strict=True) if place == heading))
+    for heading in (*GROUPS, "training"):
+        line.add(heading, [setting for setting in declared if _heading(setting.name) == heading])
         if heading == "models":
             line.add("models", [names])
     return line
@@ -132,6 +121,12 @@ def settings_from(
     values, known = given.values, {setting.name for setting in declared_settings()}
     named = {name: value for name, value in values.items() if name in known}
     return DistillationSettings(**over_preset(values.get("preset", start), named, defaults))
+
+
+def _own(given: Given, cls: type[T]) -> T:
+    """Return a command's own settings of what a user named."""
+    names = {setting.name for setting in settings_of(cls)}
+    return cls(**{name: value for name, value in given.values.items() if name in names})
 
 
 def main(
@@ -207,7 +202,7 @@ def teacher_logits(arguments: Sequence[str]) -> None:
     )
     given = line.read(arguments)
     settings = settings_from(given)
-    flags = LogitsSettings(**{name: given.values[name] for name in ("top_k", "processes") if name in given.values})
+    flags = _own(given, LogitsSettings)
     if settings.teacher_logits is None:
         remedy = "Pass --teacher-logits, here and to distill."
         raise ArgumentError("teacher_logits", "be the folder to write", None, remedy)
@@ -240,8 +235,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Plan]:
         others={"the machine": PlanSettings},
     )
     given = line.read(arguments)
-    of_plan = {setting.name for setting in settings_of(PlanSettings)}
-    own = PlanSettings(**{name: value for name, value in given.values.items() if name in of_plan})
+    own = _own(given, PlanSettings)
     if own.lora:
         given.flags["trainable"] = "lora"
     settings = settings_from(given)

@@ -8,8 +8,9 @@ is converted alone with several sizes, all others being softmax, and what that c
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -20,6 +21,7 @@ from hf_linear_attn.distill.forward import linear_attention_parts
 from hf_linear_attn.distill.selection import Saved, mean_over_tokens
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Teacher
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.layers import Call, LinearAttention
 
 STEPS = 4
@@ -42,6 +44,7 @@ class Division(Saved):
         per_layer: As of :class:`LinearAttentionConfig`; layers that get what all have are left out.
     """
 
+    FILE: ClassVar[str] = "division.json"
     measured: list[dict[str, Any]]
     per_layer: dict[str, dict[str, int]]
 
@@ -71,17 +74,13 @@ def divide(student: nn.Module, teacher: Teacher, batches: Sequence[Batch], *, pr
     shares = [2.0**n for n in range(-2, int(math.log2(most)) + 1)]
     asked = [teacher.divergence(batch) for batch in batches]
     curves: list[dict[float, float]] = [{} for _ in parts]
-    training = student.training
-    student.train(False)
-    try:
-        with tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress) as bar:
-            for place, part in enumerate(parts):
-                for share in shares:
-                    with instead_of_forward(parts, _alone(part, share)):
-                        curves[place][share] = mean_over_tokens(student, batches, asked)
-                    bar.update()
-    finally:
-        student.train(training)
+    bar = tqdm(total=len(parts) * len(shares), desc="division of keys", disable=not progress)
+    with evaluating(student), bar:
+        for place, part in enumerate(parts):
+            for share in shares:
+                with instead_of_forward(parts, _alone(part, share)):
+                    curves[place][share] = mean_over_tokens(student, batches, asked)
+                bar.update()
     chosen = given_out(curves)
     measured = [
         {"layer": layer, "share": share, "kl_nats": kl}
@@ -120,13 +119,8 @@ def given_out(curves: Sequence[Mapping[float, float]]) -> list[float]:
 def _cost(curve: Mapping[float, float], share: float) -> float:
     """Return what a share costs, between those measured on a line over the logarithm."""
     known = sorted(curve)
-    costs = [min(curve[other] for other in known if other <= one) for one in known]
-    above = next(n for n, one in enumerate(known) if one >= share)
-    if known[above] == share:
-        return costs[above]
-    low, high = known[above - 1], known[above]
-    along = math.log(share / low) / math.log(high / low)
-    return costs[above - 1] + along * (costs[above] - costs[above - 1])
+    costs = np.minimum.accumulate([curve[one] for one in known])
+    return float(np.interp(np.log2(share), np.log2(known), costs))
 
 
 def _keys(part: LinearAttention, share: float) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hf_linear_attn.encoders import copy_sentence_files
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.evaluation.figures import Axes, Series, line_chart
 from hf_linear_attn.evaluation.report import standalone
-from hf_linear_attn.files import output_folder, paths_read, remove, whole_folder, write_atomic
+from hf_linear_attn.files import found_in, output_folder, paths_read, remove, whole_folder, write_atomic
 
 RECORD = "distillation.json"
 """Settings and figures; begun with the run, so that it is known as one."""
@@ -48,21 +48,21 @@ POINTS = 200
 """Most points of a line in the picture of losses."""
 
 
-def run_folder(settings: DistillationSettings, **loaded: Any) -> Path:
-    """Return the folder of a run, checked by :func:`hf_linear_attn.files.output_folder`."""
+def check_run_folder(settings: DistillationSettings, **loaded: Any) -> None:
+    """Check the folder of a run by :func:`hf_linear_attn.files.output_folder`."""
     stored = Path(settings.output_dir or "") / "checkpoints"
     if settings.overwrite and stored.is_symlink() and checkpoints(stored):
         # Nothing is removed elsewhere, and the run would go on from them.
         remedy = "Remove them, or the link, or choose another folder."
         raise ArgumentError("output_dir", "hold no checkpoints elsewhere", str(stored.resolve()), remedy)
     inputs = paths_read(settings, [*READ, "teacher_logits"], **loaded)
-    return output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
+    output_folder(settings.output_dir or "", inputs=inputs, marks=_MARKS, overwrite=settings.overwrite)
 
 
 def begin(settings: DistillationSettings, folder: Path) -> None:
     """Mark a locked folder as a run's; remove an earlier one where it is to be overwritten."""
     if settings.overwrite:
-        if any(True for mark in _MARKS for _ in folder.glob(mark)):
+        if found_in(folder, _MARKS):
             as_adapters = settings.trainable == "lora" and not settings.merge_lora
             remove(folder, _WHOLE if as_adapters else _ADAPTERS)
         remove(folder, _MADE)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.patching import LinearAttention, part_of
+from hf_linear_attn.patching.rotation import has_values
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ PIECE_BYTES = 2**26
 def linear_attention_parts(model: nn.Module) -> list[LinearAttention]:
     """Return the converted layers of a model, in order."""
     return [part for module in model.modules() if (part := part_of(module)) is not None]
+
+
+def map_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a model's feature maps, mixing weights and whatever else its conversion added."""
+    return {p for part in linear_attention_parts(model) for p in part.parameters()}
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
@@ -50,8 +55,7 @@ def counted(batch: Batch) -> Tensor:
     """Return the places of the next tokens that count, ``[N]`` int64: in ``[B (T - 1)]``, in a part in ``[B T]``."""
     weights = (batch.weights[:, 1:] if batch.part is None else batch.weights).flatten()
     # A run without data, for `plan`, counts all of them.
-    fake = isinstance(weights, FakeTensor)
-    return torch.arange(len(weights), device=weights.device) if fake else weights.nonzero()[:, 0]
+    return weights.nonzero()[:, 0] if has_values(weights) else torch.arange(len(weights), device=weights.device)
 
 
 def next_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,7 +100,7 @@ class Predictor:
             logits = self.model(**model_inputs(batch)).logits
         finally:
             handle.remove()
-        if not self._checked and not isinstance(logits, FakeTensor):
+        if not self._checked and has_values(logits):
             self._checked = True
             with torch.no_grad():
                 same = len(seen) == 1 and seen[0].shape[:2] == batch.input_ids.shape

@@ -5,7 +5,7 @@ Each function takes a :class:`DistillationSettings`, which calls them when it is
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_linear_attn.config import LinearAttentionConfig
@@ -34,12 +34,6 @@ SHARES = (
 
 TIMES = 16
 """Moments of a text, evenly spaced, at which `retain` ranks keys by the attention that is still to come."""
-
-IDLE = {
-    "retain": "keys are kept by what is learned only where there are any, and retention='learned'",
-    "transfer": "a window alone has nothing to transfer",
-}
-"""Why a stage has nothing to train."""
 
 OF_A_STUDENT = {"window", "sinks", "mix", "kept", "retention"}
 """What decides which stages have something to train, and of which texts. A student named by its folder has its own."""
@@ -129,24 +123,27 @@ def _check_division(settings: Any) -> None:
     if settings.conversion.per_layer:
         remedy = "That says how keys are divided: leave one of both out."
         raise ArgumentError("divide", "be 'evenly' with `per_layer`", settings.divide, remedy)
-    alone: tuple[tuple[str, Any], ...] = (("shard", False), ("teacher_logits", None), ("context_parallel", 1))
-    for name, value in alone:
-        if getattr(settings, name) != value:
-            rule = f"be {value!r} with `divide`, for which the teacher is run whole"
-            raise ArgumentError(name, rule, getattr(settings, name), "Leave it out, or pass divide='evenly'.")
+    reason, other = "with `divide`, for which the teacher is run whole", "divide='evenly'"
+    _check_default(settings, ("shard", "teacher_logits", "context_parallel"), reason, other)
 
 
 def _check_teacher_share(settings: Any) -> None:
     """Refuse a share of the teacher's weights where they are not at hand, whole and as numbers, when training ends."""
     if not settings.teacher_share or settings.trainable == "lora":
         return
-    for name, value in (("shard", False), ("teacher_logits", None)):
-        if getattr(settings, name) != value:
-            rule = f"be {value!r} with `teacher_share`, which takes the weights of both models"
-            raise ArgumentError(name, rule, getattr(settings, name), "Leave it out, or pass teacher_share=0.")
+    reason, other = "with `teacher_share`, which takes the weights of both models", "teacher_share=0"
+    _check_default(settings, ("shard", "teacher_logits"), reason, other)
     if settings.teacher_dtype in QUANTISED:
         rule = "be no quantisation with `teacher_share`"
         raise ArgumentError("teacher_dtype", rule, settings.teacher_dtype, "Leave it out, or pass teacher_share=0.")
+
+
+def _check_default(settings: Any, names: Iterable[str], reason: str, other: str) -> None:
+    """Refuse another value than the default of settings that do not go with what ``reason`` says."""
+    for name in names:
+        value, default = getattr(settings, name), getattr(type(settings), name)
+        if value != default:
+            raise ArgumentError(name, f"be {default!r} {reason}", value, f"Leave it out, or pass {other}.")
 
 
 def _stages(settings: Any, unread: bool) -> list[str]:
@@ -157,7 +154,8 @@ def _stages(settings: Any, unread: bool) -> list[str]:
     serving = [stage for stage in settings.stages if unread or stage_class(stage).serves(settings)]
     idle = [stage for stage in settings.stages if stage not in serving]
     if idle and "stages" in settings.given:
-        raise ArgumentError("stages", f"be without `{idle[0]}`: {IDLE[idle[0]]}", settings.stages, "Leave it out.")
+        rule = f"be without `{idle[0]}`: {stage_class(idle[0]).idle}"
+        raise ArgumentError("stages", rule, settings.stages, "Leave it out.")
     return serving
 
 

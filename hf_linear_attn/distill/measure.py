@@ -5,12 +5,12 @@ points behind by likelihood and 20.8 by generated answers (arXiv:2603.26556). So
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,7 @@ from hf_linear_attn.distill.data import Batch, Data
 from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.encoders import Frame, Pooling
 from hf_linear_attn.evaluation.embedding import compare_embeddings
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.evaluation.scores import at_chance
 from hf_linear_attn.evaluation.statistics import wilson_interval
 from hf_linear_attn.evaluation.tasks import (
@@ -204,10 +205,8 @@ def foretold(
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         true = [encode_once(tokenizer, true_answer(sample)) for sample in batch]
-        width = max(len(sample.input_ids) + len(answer) for sample, answer in zip(batch, true, strict=True))
-        ids = torch.zeros(len(batch), width, dtype=torch.long, device=device)
-        for row, (sample, answer) in enumerate(zip(batch, true, strict=True)):
-            ids[row, : len(sample.input_ids) + len(answer)] = torch.tensor([*sample.input_ids, *answer])
+        rows = [torch.tensor([*sample.input_ids, *answer]) for sample, answer in zip(batch, true, strict=True)]
+        ids = pad_sequence(rows, batch_first=True).to(device)
         states = predictor.states(Batch(ids, ids, ids))
         for row, (sample, answer) in enumerate(zip(batch, true, strict=True)):
             last = len(sample.input_ids) - 1
@@ -254,8 +253,6 @@ def measure(
         ``loss_nats``, ``late_loss_nats``, ``recall`` by number of pairs, ``linear_off`` with the same or None, and
         ``answers`` as :func:`measure_answers` returns them, none where none were asked for.
     """
-    training = model.training
-    model.eval()
     has_branches = branches and any(
         part.settings.window is not None and part.settings.mix != "window" for part in linear_attention_parts(model)
     )
@@ -265,12 +262,13 @@ def measure(
         recall = {str(pairs): recall_accuracy(model, tokenizer, pairs=pairs, **options) for pairs in PAIRS}
         return {**heldout_loss(model, data, rows, length), "recall": recall}
 
-    result = once()
-    with disable_branch(model, "linear") if has_branches else nullcontext():
-        result["linear_off"] = once() if has_branches else None
     asked: dict[str, Any] = {"length": length, "samples": answers, "seed": seed, "progress": progress}
-    result["answers"] = measure_answers(model, tokenizer, **asked) if answers else []
-    model.train(training)
+    with evaluating(model):
+        result = once() | {"linear_off": None}
+        if has_branches:
+            with disable_branch(model, "linear"):
+                result["linear_off"] = once()
+        result["answers"] = measure_answers(model, tokenizer, **asked) if answers else []
     return result
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import linear_attention_parts, map_parameters
 from hf_linear_attn.distill.limits import QUANTISED
 from hf_linear_attn.distill.models import shares_weights
 from hf_linear_attn.distill.optimizer import moment_bytes
@@ -74,7 +74,7 @@ class Planner:
         with torch.device("meta"):
             self.student: PreTrainedModel = settings.convert(copy.deepcopy(empty))
         self.settings = resolve(settings, self.student, "no")
-        self.maps = sum(p.numel() for part in linear_attention_parts(self.student) for p in part.parameters())
+        self.maps = sum(p.numel() for p in map_parameters(self.student))
 
     @cached_property
     def held(self) -> dict[str, tuple[Held, list[nn.Parameter]]]:
@@ -91,7 +91,6 @@ class Planner:
                 student = prepare_stage(settings, name, student)
             stage = kind(settings, student)
             raise_trained(settings, stage)
-            trained = [p for group in stage.groups for p in group["params"]]
             models: dict[str, nn.Module] = {"student": student}
             loaded |= kind.needs_teacher(settings) and settings.teacher_logits is None and not shared
             if loaded:
@@ -126,10 +125,10 @@ class Planner:
             if settings.shard:
                 # Weights and gradients have the dtypes that they are kept in.
                 weights = sum(x.numel() * x.element_size() for x in (*student.parameters(), *student.buffers()))
-                gradients = sum(p.numel() * p.element_size() for p in trained)
+                gradients = sum(p.numel() * p.element_size() for p in stage.parameters)
                 of_models = held.models | {"student": weights}
                 held = held._replace(models=of_models, gradients=gradients, most=held.most + gradients)
-            found[name] = (held, trained)
+            found[name] = (held, stage.parameters)
         return found
 
     def message(self) -> Split:

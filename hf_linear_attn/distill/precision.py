@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import map_parameters
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages import Stage
 
@@ -42,9 +42,8 @@ def raise_precision(parameters: Iterable[nn.Parameter]) -> None:
 
 def raise_trained(settings: DistillationSettings, stage: Stage) -> None:
     """Keep in fp32 what a stage trains; where other weights are kept in bf16, what is new is not."""
-    small = {id(p) for part in linear_attention_parts(stage.student) for p in part.parameters()}
-    trained = [p for group in stage.groups for p in group["params"]]
-    raise_precision(p for p in trained if settings.master_weights == "fp32" or id(p) in small)
+    maps = map_parameters(stage.student)
+    raise_precision(p for p in stage.parameters if settings.master_weights == "fp32" or p in maps)
 
 
 def restore_precision(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_linear_attn.distill.plan import GIB, H100_TFLOPS, Planner, check_machine
+from hf_linear_attn.distill.plan import GIB, Planner, check_machine
 from hf_linear_attn.distill.planned import SLACK, Plan
 from hf_linear_attn.distill.presets import preset
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -42,10 +42,10 @@ def recipes_for(
     given: Mapping[str, Any],
     gpu_memory: float,
     *,
-    tokens: float | None = None,
-    gpus: int = 1,
-    tflops: float = H100_TFLOPS,
-    utilisation: float = 0.4,
+    tokens: float | None,
+    gpus: int,
+    tflops: float,
+    utilisation: float,
 ) -> dict[str, Plan]:
     """Return the plans of recipes by name, those that fit GPUs of so many GiB and those that do not.
 

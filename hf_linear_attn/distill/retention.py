@@ -143,7 +143,8 @@ def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -
     Raises:
         ArgumentError: If they are too short.
     """
-    step = stage_class("retain").sequences(settings, 0, settings.rows)
+    # Of this process alone: each of several looks at the same texts.
+    step = stage_class("retain").sequences(settings, 0, settings.rows * settings.accumulation)
     device = next(model.parameters()).device
     rules = learners(model)
     found: dict[LinearAttention, list[Tensor]] = {part: [] for part in rules}

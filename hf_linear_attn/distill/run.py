@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linear_attn.distill.calibrate import LONGEST_LOOK, calibrate
 from hf_linear_attn.distill.data import Batch, Data, Row, load_data
 from hf_linear_attn.distill.divide import LONGEST, TEXTS, Division, divide
-from hf_linear_attn.distill.folder import begin, run_folder, save_result
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.folder import begin, check_run_folder, save_result
+from hf_linear_attn.distill.forward import linear_attention_parts, map_parameters
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.distill.measure import measure, measure_encoders
 from hf_linear_attn.distill.models import Models, is_quantised, load_models, load_student, place
@@ -74,11 +74,10 @@ def distill(
     check_trackers(settings)
     process_state()
     accelerator = launch(settings)
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
+    load_users_maps(settings.feature_map_file)
     folder = None if settings.output_dir is None else Path(settings.output_dir)
     if folder is not None and accelerator.is_main_process:
-        run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
+        check_run_folder(settings, teacher=teacher, student=student, tokenizer=tokenizer)
     with torch.random.fork_rng(), ExitStack() as held:
         models = load_models(settings, teacher, student, tokenizer, accelerator)
         settings = models.settings
@@ -250,59 +249,50 @@ def check_trackers(settings: DistillationSettings) -> None:
 
 
 def keep_softmax(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
-    """Make the student anew, without the layers that are best kept softmax.
-
-    They are found on a student after attention transfer, if that is among the stages; a run that resumes reads the
-    choice that it saved.
-    """
-    settings, student = models.settings, models.student
-    path = None if settings.output_dir is None else Path(settings.output_dir) / "layers.json"
-    if path is not None and path.exists():
-        selection = Selection.load(path)
-        if selection.by != settings.softmax_by:
-            rule = f"be what chose the layers in {path}, {selection.by!r}"
-            raise ArgumentError("softmax_by", rule, settings.softmax_by, "Restore it, or choose another `output_dir`.")
-    else:
-        if "transfer" in settings.stages:
-            changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
-            quick = settings.with_changes(stages=["transfer"], **changes)
-            student = distill(quick, None, student, models.tokenizer, data=data).student
-        starts = range(0, settings.heldout_rows or 8, settings.rows)
-        numbers = [range(start, start + settings.rows) for start in starts]
-
-        def batches(row: Callable[[int, int], Row]) -> list[Batch]:
-            length = settings.block_tokens
-            rows = [[row(number, length) for number in each] for each in numbers]
-            return [data[1].collate(each, length).to(student.device) for each in rows]
-
-        shown: dict[str, Any] = {"budget": settings.softmax_budget, "progress": settings.progress}
-        if settings.softmax_by == "recall":
-            text, answers = batches(data[1].text_row), batches(data[1].recall_row)
-            selection = select_by_recall(student, text, answers, **shown)
-        else:
-            mixed = [data[1].batch(each, settings.block_tokens).to(student.device) for each in numbers]
-            selection = select_by_kl(student, models.source or SharedTeacher(models.student), mixed, **shown)
-        if path is not None:
-            selection.save(path)
-    converted = student.config.linear_attention["layers"]
+    """Make the student anew, without the layers that are best kept softmax; a run that resumes reads what it saved."""
+    settings = models.settings
+    selection = Selection.of_run(settings.output_dir, lambda: select_layers(models, data))
+    if selection.by != settings.softmax_by:
+        rule = f"be what chose the layers in {Path(str(settings.output_dir)) / Selection.FILE}, {selection.by!r}"
+        raise ArgumentError("softmax_by", rule, settings.softmax_by, "Restore it, or choose another `output_dir`.")
+    converted = models.student.config.linear_attention["layers"]
     kept = [layer for place, layer in enumerate(converted) if place not in selection.chosen]
     logger.info("layers kept softmax: %s", [converted[place] for place in selection.chosen])
     return load_student(settings.with_changes(layers=kept), teacher=models.given)
 
 
+def select_layers(models: Models, data: tuple[Data, Data]) -> Selection:
+    """Find the layers to keep softmax, on a student after attention transfer, if that is among the stages."""
+    settings, student, heldout = models.settings, models.student, data[1]
+    if "transfer" in settings.stages:
+        changes: dict[str, Any] = {"output_dir": None, "heldout_rows": 0, "softmax_budget": 0.0, "shard": False}
+        quick = settings.with_changes(stages=["transfer"], **changes)
+        student = distill(quick, None, student, models.tokenizer, data=data).student
+    length, starts = settings.block_tokens, range(0, settings.heldout_rows or 8, settings.rows)
+    numbers = [range(start, start + settings.rows) for start in starts]
+
+    def batches(row: Callable[[int, int], Row]) -> list[Batch]:
+        rows = [[row(number, length) for number in each] for each in numbers]
+        return [heldout.collate(each, length).to(student.device) for each in rows]
+
+    shown: dict[str, Any] = {"budget": settings.softmax_budget, "progress": settings.progress}
+    if settings.softmax_by == "recall":
+        return select_by_recall(student, batches(heldout.text_row), batches(heldout.recall_row), **shown)
+    mixed = [heldout.batch(each, length).to(student.device) for each in numbers]
+    return select_by_kl(student, models.source or SharedTeacher(models.student), mixed, **shown)
+
+
 def divide_keys(models: Models, data: tuple[Data, Data]) -> PreTrainedModel:
     """Make the student anew, with as many keys in each layer as it needs; a run that resumes reads what it saved."""
     settings, student = models.settings, models.student
-    path = None if settings.output_dir is None else Path(settings.output_dir) / "division.json"
-    if path is not None and path.exists():
-        division = Division.load(path)
-    else:
+
+    def measure_keys() -> Division:
         length = min(settings.trained_length(), LONGEST)
         starts = range(0, TEXTS, settings.rows)
         batches = [data[0].batch(range(n, min(n + settings.rows, TEXTS)), length).to(student.device) for n in starts]
-        division = divide(student, models.source or SharedTeacher(student), batches, progress=settings.progress)
-        if path is not None:
-            division.save(path)
+        return divide(student, models.source or SharedTeacher(student), batches, progress=settings.progress)
+
+    division = Division.of_run(settings.output_dir, measure_keys)
     logger.info("keys of layers that have others than the rest: %s", division.per_layer)
     layers = student.config.linear_attention["layers"]
     changes = {"layers": layers, "per_layer": division.per_layer, "divide": "evenly"}
@@ -336,9 +326,8 @@ def recompute_activations(model: nn.Module, enable: bool) -> None:
 
 def count_parameters(student: nn.Module) -> dict[str, int]:
     """Count a student's parameters: all, trained by the last stage, and those of feature maps and mixing weights."""
-    maps = {id(p) for part in linear_attention_parts(student) for p in part.parameters()}
     return {
         "all": sum(p.numel() for p in student.parameters()),
         "trained": sum(p.numel() for p in student.parameters() if p.requires_grad),
-        "feature_maps": sum(p.numel() for p in student.parameters() if id(p) in maps),
+        "feature_maps": sum(p.numel() for p in map_parameters(student)),
     }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from hf_linear_attn.distill.losses import ce_loss
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError
+from hf_linear_attn.evaluation.generation import evaluating
 from hf_linear_attn.files import write_atomic
 from hf_linear_attn.layers import LinearAttention
 
@@ -27,6 +28,19 @@ LEAST_LOSS_NATS = 0.01
 @dataclass(frozen=True)
 class Saved:
     """What a run has measured and chosen, of plain values: kept as JSON for when it goes on."""
+
+    FILE: ClassVar[str]
+    """Its name in the run's folder."""
+
+    @classmethod
+    def of_run(cls, folder: str | None, measure: Callable[[], Self]) -> Self:
+        """Return what a run has saved in its folder, or else measure it, and save it there where there is one."""
+        if folder is None:
+            return measure()
+        path = Path(folder) / cls.FILE
+        if not path.exists():
+            measure().save(path)
+        return cls.load(path)
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -52,6 +66,7 @@ class Selection(Saved):
         by: ``kl`` or ``recall``.
     """
 
+    FILE: ClassVar[str] = "layers.json"
     ranking: list[dict[str, Any]]
     curve: list[dict[str, Any]]
     chosen: list[int]
@@ -92,8 +107,8 @@ def layers_to_keep(parts: Sequence[LinearAttention], budget: float) -> int:
 @contextmanager
 def _trials(student: nn.Module, runs: int, progress: bool) -> Iterator[Callable[..., list[float]]]:
     """Yield a function that returns the mean of each loss with some layers softmax, the student being in evaluation."""
-    parts, training = linear_attention_parts(student), student.training
-    with tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
+    parts = linear_attention_parts(student)
+    with evaluating(student), tqdm(total=runs, desc="layer selection", disable=not progress) as bar:
 
         def mean(softmax: Iterable[int], *asked: tuple[list[Batch], list[Divergence]]) -> list[float]:
             with instead_of_forward([parts[layer] for layer in softmax], softmax_output):
@@ -101,11 +116,7 @@ def _trials(student: nn.Module, runs: int, progress: bool) -> Iterator[Callable[
             bar.update()
             return found
 
-        student.train(False)
-        try:
-            yield mean
-        finally:
-            student.train(training)
+        yield mean
 
 
 def _point(parts: Sequence[LinearAttention], chosen: Sequence[int], **figures: float) -> dict[str, Any]:

@@ -378,8 +378,7 @@ class DistillationSettings:
 
 def conversion_values(conversion: LinearAttentionConfig) -> dict[str, Any]:
     """Return the settings of a conversion as plain JSON values: all, where its ``to_dict`` leaves out later ones."""
-    values = asdict(conversion)
-    return dict(json.loads(json.dumps({name: values[name] for name in CONVERSION})))
+    return dict(json.loads(json.dumps({name: getattr(conversion, name) for name in CONVERSION})))
 
 
 def declared_settings(defaults: Mapping[str, Any] | None = None) -> list[Setting]:

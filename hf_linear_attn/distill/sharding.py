@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import map_parameters
 from hf_linear_attn.errors import UnsupportedError
 
 
@@ -31,7 +31,7 @@ def shard(model: nn.Module, mixed_precision: str = "no") -> None:
         raise UnsupportedError("shard", rule, True, remedy, where=type(model).__name__)
     dtype = torch.bfloat16 if mixed_precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    maps = {p for part in linear_attention_parts(model) for p in part.parameters()}
+    maps = map_parameters(model)
     for module in (*layers, model):
         fully_shard(module, ignored_params=maps, mp_policy=policy)
 

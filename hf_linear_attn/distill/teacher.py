@@ -93,7 +93,8 @@ class SharedTeacher(ModelTeacher):
     @contextmanager
     def running(self) -> Iterator[nn.Module]:
         # Told that training is over, bitsandbytes lays weights on a CPU out anew, such that no gradient passes them.
-        training = [m for m in self.student.modules() if m.training and not _is_quantised(m)]
+        numbers = [m for m in self.student.modules() if all(p.is_floating_point() for p in m.parameters(recurse=False))]
+        training = [m for m in numbers if m.training]
         for module in training:
             module.training = False
         try:
@@ -102,7 +103,3 @@ class SharedTeacher(ModelTeacher):
         finally:
             for module in training:
                 module.training = True
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    return any(not p.is_floating_point() for p in module.parameters(recurse=False))

@@ -27,7 +27,7 @@ from hf_linear_attn.distill.registry import stage_class
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Divergence, Teacher
 from hf_linear_attn.errors import ArgumentError, CheckpointError
-from hf_linear_attn.files import locked, output_folder, paths_read, remove, sync, write_atomic
+from hf_linear_attn.files import locked, output_folder, paths_read, remove, whole_file, write_atomic
 
 logger = getLogger(__name__)
 
@@ -101,17 +101,14 @@ def write_teacher_logits(
                 tensors: dict[str, Tensor] = {}
                 for first in numbers[::rows]:
                     some = range(first, min(first + rows, numbers.stop))
-                    tensors |= _top_logits(predictor, data.batch(some, length), some, top_k, device)
+                    tensors |= _top_logits(predictor, data.batch(some, length).to(device), top_k)
                     bar.update(len(some))
                 _save(path, tensors, top_k)
         firsts = {length: numbers.start for length, numbers in wanted.items()}
         write_atomic(folder / INDEX, json.dumps({"first": firsts, "top_k": top_k}))
 
 
-def _top_logits(
-    predictor: Predictor, batch: Batch, numbers: range, top_k: int, device: torch.device
-) -> dict[str, Tensor]:
-    batch = batch.to(device)
+def _top_logits(predictor: Predictor, batch: Batch, top_k: int) -> dict[str, Tensor]:
     states = weighted(batch, predictor.states(batch))
     tops: list[tuple[Tensor, Tensor]] = []
     for which in predictor.pieces(states):
@@ -121,7 +118,7 @@ def _top_logits(
     indices, log_p = (torch.cat(kept) for kept in zip(*tops, strict=True))
     counts = (batch.weights[:, 1:] > 0).sum(1).tolist()
     found: dict[str, Tensor] = {}
-    rows = zip(numbers, torch.split(indices, counts), torch.split(log_p, counts), strict=True)
+    rows = zip(batch.numbers, torch.split(indices, counts), torch.split(log_p, counts), strict=True)
     for index, (name, tokens, kept) in enumerate(rows):
         found[f"{name}.tokens"] = tokens.to("cpu", torch.int32)
         found[f"{name}.log_p"] = kept.to("cpu", torch.float16)
@@ -149,13 +146,10 @@ def _holds(path: Path, numbers: range, first: Batch, top_k: int) -> bool:
 
 
 def _save(path: Path, tensors: dict[str, Tensor], top_k: int) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        save_file(tensors, temporary, {"top_k": str(top_k)})
-        sync(temporary)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            save_file(tensors, temporary, {"top_k": str(top_k)})
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         remedy = f"Writing failed ({error}); make room and run again to go on."
         raise CheckpointError("teacher_logits", "have room for the logits", str(path.parent), remedy) from error
 
@@ -217,18 +211,13 @@ class TeacherLogits(Teacher):
     def divergence(self, batch: Batch) -> Divergence:
         """Return the KL divergence over k + 1 classes."""
         whole = batch if batch.part is None else batch.part.whole
-        tokens, log_p = self._kept(whole)
+        rows = [self.row(number, whole.rows(index, index + 1)) for index, number in enumerate(whole.numbers)]
+        tokens, log_p = (torch.cat(kept).to(whole.input_ids.device) for kept in zip(*rows, strict=True))
         if batch.part is not None:
             place = counted(whole) % (whole.input_ids.shape[1] - 1)
             here = (place >= batch.part.own.start) & (place < batch.part.own.stop)
             tokens, log_p = tokens[here], log_p[here]
         return stored_divergence(tokens, log_p)
-
-    def _kept(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the kept tokens and log-probabilities of a batch of whole sequences, ``[N, k]``."""
-        rows = [self.row(number, batch.rows(index, index + 1)) for index, number in enumerate(batch.numbers)]
-        tokens, log_p = (torch.cat(kept).to(batch.input_ids.device) for kept in zip(*rows, strict=True))
-        return tokens, log_p
 
 
 def stored_divergence(tokens: Tensor, log_p: Tensor) -> Divergence:

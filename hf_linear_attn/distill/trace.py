@@ -12,7 +12,7 @@ import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from hf_linear_attn.ops.triton import run
 from hf_linear_attn.ops.triton.plan import Launch, Target
 
 Device = Literal["cpu", "cuda"]
-_Module = TypeVar("_Module", bound=nn.Module)
 
 H100 = Target("sm_90", 132)
 """The GPU that kernels are planned for; others cut texts into other segments, whose sums are small."""
@@ -152,9 +151,8 @@ def trace_step(
             if loss.requires_grad:
                 learn(loss)
             del loss
-        trained = [p for group in stage.groups for p in group["params"]]
-        gradients = sum(p.grad.untyped_storage().nbytes() for p in trained if p.grad is not None)
-        largest = max(p.numel() for p in trained) * 4
+        gradients = sum(p.grad.untyped_storage().nbytes() for p in stage.parameters if p.grad is not None)
+        largest = max(p.numel() for p in stage.parameters) * 4
         return Held(sizes, gradients, tracker.peak - start, largest)
 
 
@@ -185,7 +183,7 @@ def _let_go(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def with_storage(model: _Module) -> _Module:
+def with_storage(model: nn.Module) -> nn.Module:
     """Return a copy of a module, its weights and buffers in storage that the mode in use gives, tied ones in common."""
     memo: dict[int, Any] = {}
     for x in (*model.parameters(), *model.buffers()):

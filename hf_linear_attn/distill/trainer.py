@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from hf_linear_attn.distill.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint, settings_then
 from hf_linear_attn.distill.data import Batch, Data
-from hf_linear_attn.distill.forward import linear_attention_parts, model_inputs
+from hf_linear_attn.distill.forward import map_parameters, model_inputs
 from hf_linear_attn.distill.optimizer import make_optimizer
 from hf_linear_attn.distill.precision import raise_trained
 from hf_linear_attn.distill.settings import DistillationSettings
@@ -31,7 +31,7 @@ from hf_linear_attn.distill.sharding import (
 )
 from hf_linear_attn.distill.stages import Stage, stage_class
 from hf_linear_attn.distill.teacher import Teacher
-from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError, explain
+from hf_linear_attn.errors import ArgumentError, CheckpointError, TrainingError
 from hf_linear_attn.files import named_in_errors, write_atomic
 from hf_linear_attn.parallel import ContextParallel, context_parallel
 
@@ -69,6 +69,7 @@ class Trainer:
         self.teacher, self.accelerator = teacher, accelerator
         self.on_step = on_step
         self.folder = None if settings.output_dir is None else Path(settings.output_dir)
+        self.log = self.folder / "log.jsonl" if self.folder is not None and accelerator.is_main_process else None
         self.rows_per_step = settings.rows * settings.accumulation * readers(settings, accelerator)
         self.context: ContextParallel | None = None
         self.history: list[dict[str, Any]] = []
@@ -124,7 +125,10 @@ class Trainer:
         self.student.train()
         shown = settings.progress and accelerator.is_main_process
         bar = tqdm(total=steps, initial=first, desc=stage.name, unit="step", disable=not shown)
-        with bar, self._log() as write:
+        if self.log is not None:
+            # What was logged after the checkpoint that the run goes on from is logged anew.
+            write_atomic(self.log, "".join(json.dumps(record) + "\n" for record in self.history))
+        with bar:
             for step in range(first, steps):
                 share = lr_share(step, steps, settings.warmup_share)
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -149,16 +153,18 @@ class Trainer:
                         "peak_mib": peak_mib(accelerator.device),
                     }
                     bar.set_postfix(loss=f"{loss:.4f}", tokens_per_s=f"{rate:.0f}")
-                    self._report(record, write, done)
+                    self._report(record, done)
                 bar.update()
                 if self.folder is not None and ((step + 1) % settings.checkpoint_every == 0 or last):
                     self._save(stage, step + 1, done, optimizer)
         stage.end()
 
-    def _report(self, record: dict[str, Any], write: Callable[[Mapping[str, Any]], None], done: int) -> None:
+    def _report(self, record: dict[str, Any], done: int) -> None:
         """Put a log record wherever it is read."""
         self.history.append(record)
-        write(record)
+        if self.log is not None:
+            with named_in_errors(self.log), self.log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         if self.settings.trackers:
             values = {f"{record['stage']}/{k}": v for k, v in record.items() if isinstance(v, (int, float))}
             self.accelerator.log(values, step=done + record["step"])
@@ -205,44 +211,26 @@ class Trainer:
             del part
         loss = (accelerator.reduce(losses, "sum") / total).item()
         if not math.isfinite(loss):
-            raise TrainingError(self._not_finite(stage, step, loss, batches[0]))
-        parameters = [p for group in stage.groups for p in group["params"]]
-        average_gradients(parameters, accelerator.num_processes)
-        norm = clip_gradients(parameters, settings.max_grad_norm)
+            raise self._not_finite(stage, step, loss, batches[0])
+        average_gradients(stage.parameters, accelerator.num_processes)
+        norm = clip_gradients(stage.parameters, settings.max_grad_norm)
         if not math.isfinite(norm):
-            raise TrainingError(self._not_finite(stage, step, norm, batches[0]))
+            raise self._not_finite(stage, step, norm, batches[0])
         optimizer.step()
         optimizer.zero_grad()
         return loss, norm
 
-    def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> str:
+    def _not_finite(self, stage: Stage, step: int, value: float, batch: Batch) -> TrainingError:
         layer = stage.suspect() or first_not_finite(self.student, batch)
-        last = None if self.folder is None else checkpoints(self.folder / "checkpoints")[-1:]
+        last = None if self.folder is None else next(reversed(checkpoints(self.folder / "checkpoints")), None)
         rule = f"be finite, and at step {step + 1} of {stage.name} loss or gradient is not"
-        remedy = f"Lower the learning rate; last good checkpoint: {last[0] if last else None}."
-        return explain("loss", rule, value, remedy, where=layer)
-
-    @contextmanager
-    def _log(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Open the JSON lines file, which holds exactly the history."""
-        if self.folder is None or not self.accelerator.is_main_process:
-            yield lambda record: None
-            return
-        path = self.folder / "log.jsonl"
-        write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.history))
-        with path.open("a") as file:
-
-            def write(record: Mapping[str, Any]) -> None:
-                with named_in_errors(path):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-
-            yield write
+        remedy = f"Lower the learning rate; last good checkpoint: {last}."
+        return TrainingError("loss", rule, value, remedy, where=layer)
 
     def _remember_trained(self) -> None:
         # Feature maps belong to every checkpoint: LoRA renames them, and may freeze them after `transfer`.
-        maps = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
-        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or id(p) in maps}
+        maps = map_parameters(self.student)
+        self.trained |= {name for name, p in self.student.named_parameters() if p.requires_grad or p in maps}
 
     def _what_weights_depend_on(self) -> dict[str, Any]:
         known: dict[str, Any] = json.loads(json.dumps(self.settings.to_dict()))

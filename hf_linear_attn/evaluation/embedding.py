@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_linear_attn.encoders import Frame, Pooling, embed
+from hf_linear_attn.evaluation.generation import evaluating
 
 LOW_PERCENT = 5
 """The percentile of cosines that is reported beside their mean."""
@@ -108,13 +109,11 @@ def compare_embeddings(
     whole: dict[str, Tensor] = {}
     found: dict[str, Any] = {}
     for name, model in models.items():
-        training = model.training
-        model.eval()
-        whole[name] = embed_all(model, texts, frame, pooling, pad=pad)
-        halves = [[text[: len(text) // 2] for text in texts], [text[len(text) // 2 :] for text in texts]]
-        first, second = (embed_all(model, half, frame, pooling, pad=pad) for half in halves)
-        found[name] = {"texts": len(texts), **retrieval(first, second)}
-        model.train(training)
+        with evaluating(model):
+            whole[name] = embed_all(model, texts, frame, pooling, pad=pad)
+            halves = [[text[: len(text) // 2] for text in texts], [text[len(text) // 2 :] for text in texts]]
+            first, second = (embed_all(model, half, frame, pooling, pad=pad) for half in halves)
+            found[name] = {"texts": len(texts), **retrieval(first, second)}
     for name in found:
         if name != "teacher" and "teacher" in whole:
             found[name] |= likeness(whole[name], whole["teacher"])

@@ -2,11 +2,12 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -38,6 +39,17 @@ def device_of(model: PreTrainedModel) -> torch.device:
     """Return the device of the model's input."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     return weight.device
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode within a ``with`` block, and then as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def accepts(model: PreTrainedModel, argument: str) -> bool:

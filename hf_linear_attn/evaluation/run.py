@@ -154,8 +154,7 @@ def _prepare(
     baselines: Mapping[str, PreTrainedModel],
 ) -> tuple[list[Subject], list[Suite]]:
     """Load what is to be loaded, and refuse at once whatever cannot work."""
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
+    load_users_maps(settings.feature_map_file)
     if process_state().num_processes > 1 and settings.output_dir is None:
         raise ArgumentError("output_dir", "be set when several processes share the work", None, "Name a folder.")
     kind = kind_of(suites_of(settings))

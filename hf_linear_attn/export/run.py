@@ -94,8 +94,7 @@ def export_model(settings: ExportSettings) -> Exported:
     """
     opset = _checked_opset(settings)
     folder = _folder(settings)
-    if settings.feature_map_file is not None:
-        load_users_maps(settings.feature_map_file)
+    load_users_maps(settings.feature_map_file)
     model = load_model(
         settings.model,
         attention="linear",

@@ -127,7 +127,7 @@ def test_fields_that_cannot_be_measured_say_why(tokenizer):
     assert table.count(NO_POSITIONS) == 2
 
 
-def test_a_length_that_the_held_out_text_does_not_have_says_so(tokenizer):
+def test_a_length_that_the_held_out_text_does_not_have_says_so():
     (row,) = ask(scripted(str), length=10**6, tasks=("capital:haystack=text",))
     assert (row["missing"], row["n"], row["held_out"], row["haystack"]) == (NO_TEXT, 0, True, "text")
 
@@ -168,8 +168,6 @@ def test_the_card_lays_written_answers_of_student_and_teacher_side_by_side(setti
     assert "the share of 1 questions per field" in card
 
 
-# PEFT reads an attribute that Transformers renames.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_teacher_that_shares_the_students_weights_is_asked_too(settings, tokenizer, data, tmp_path):
     tiny_teacher().save_pretrained(tmp_path)
     changes = {"model": str(tmp_path), "trainable": "lora", "heldout_rows": 1, "heldout_answers": 1}

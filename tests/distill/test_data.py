@@ -147,11 +147,18 @@ def test_batches_depend_on_row_numbers_alone(data):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
 
 
-def test_the_share_of_recall_sequences_is_exact(data, tokenizer):
+def test_the_share_of_recall_sequences_is_exact(data):
     train, _ = data
     rows = [train.batch([number], 64) for number in range(40)]
     alone = [row for row in rows if row.position_ids is None]
     assert sum(bool((row.real & (row.weights == 0))[0, 1:].any()) for row in alone) == 10
+
+
+def assert_pairs_stand_before_their_answers(tokenizer, ids, asked):
+    ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
+    for end in ends:
+        *before, line = tokenizer.decode(ids[:end]).splitlines()
+        assert line in before
 
 
 @pytest.mark.parametrize("length", [24, 512])
@@ -163,10 +170,7 @@ def test_answers_of_recall_sequences_stand_in_their_context(tokenizer, length):
         assert any(asked)
         text = tokenizer.decode(ids[: asked.index(True)])
         if text.startswith("<bos>Remember the code"):
-            ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
-            for end in ends:
-                *before, line = tokenizer.decode(ids[:end]).splitlines()
-                assert line in before
+            assert_pairs_stand_before_their_answers(tokenizer, ids, asked)
 
 
 @pytest.mark.parametrize("length", [8, 24, 512])

@@ -109,8 +109,6 @@ def dividing():
     return tiny_settings("kept_keys", **sizes, **changes, kept=4, retention="redundancy")
 
 
-# PEFT reads an attribute that Transformers renames.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_a_run_divides_saves_and_goes_on_with_what_it_saved(dividing, tokenizer, data, tmp_path, trainable):
     settings = dividing.with_changes(output_dir=str(tmp_path / "run"), trainable=trainable, merge_lora=False)

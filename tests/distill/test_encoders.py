@@ -118,8 +118,6 @@ def test_a_student_of_six_layers_comes_near_its_teacher(sentences):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-# PEFT asks for an old name of Transformers'.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("make", [tiny_bert, tiny_masked_lm, tiny_roberta])
 @pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_encoders_learn_and_load_again(tmp_path, sentences, make, trainable):

@@ -12,8 +12,6 @@ from hf_linear_attn.distill import DistillationSettings, distill
 from hf_linear_attn.distill.lora import add_lora
 from hf_linear_attn.errors import UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 IDS = torch.arange(3, 27)[None]
 
 

@@ -15,9 +15,6 @@ from tests.distill.peaks import measured_bytes, two_steps
 from tests.distill.tiny import tiny_multimodal, tiny_teacher
 from tests.spread import spread
 
-# PEFT reads an attribute that Transformers renames.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,

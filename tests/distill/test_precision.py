@@ -9,9 +9,6 @@ from tests.distill.test_run import StoppedError, stop_at
 from tests.distill.tiny import same, tiny_teacher
 from tests.spread import spread
 
-# PEFT reads an attribute that Transformers renames.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.05}
 
 

@@ -17,6 +17,7 @@ from hf_linear_attn.evaluation.stdlib_text import load_stdlib_documents
 from hf_linear_attn.evaluation.tasks import available_tasks, get_task
 from hf_linear_attn.evaluation.tasks.base import NOISE_SENTENCES
 from hf_linear_attn.evaluation.tasks.words import MADE_UP_KEYS, MADE_UP_VALUES
+from tests.distill.test_data import assert_pairs_stand_before_their_answers
 from tests.distill.test_run import StoppedError, stop_at
 from tests.distill.tiny import same
 
@@ -64,10 +65,7 @@ def test_needles_stand_in_training_text_and_their_answers_are_what_is_learned(tr
             around = {lines[n + 1] for n in pairs[:-1] if n + 1 not in pairs}
             assert around
             assert all(line in text for line in around)
-            ends = [i for i in range(1, len(ids)) if asked[i - 1] and not (asked[i : i + 1] or [False])[0]]
-            for end in ends:
-                *before, line = tokenizer.decode(ids[:end]).splitlines()
-                assert line in before
+            assert_pairs_stand_before_their_answers(tokenizer, ids, asked)
     # Two pairs do not fit into 256 bytes.
     assert kinds == {512, 1024}
 

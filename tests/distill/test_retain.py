@@ -124,6 +124,12 @@ def test_it_comes_before_the_other_stages(settings, teacher, tokenizer, data):
     assert all(p.any() for p in weights)
 
 
+def test_what_is_usual_is_measured_on_texts_longer_than_a_forwards_rows_too(learning, teacher, tokenizer, data):
+    """Every step reads one text of as many tokens as its four forwards have."""
+    settings = learning.with_changes(block_tokens=16, rows=1, accumulation=4, length_factors=[4], retain_steps=1)
+    assert len(go(settings, teacher, tokenizer, data).history) == 1
+
+
 def test_texts_that_are_too_short_are_refused(learning, teacher, tokenizer, data):
     with pytest.raises(ArgumentError, match=r"`block_tokens` must give `retain` sequences of 28 tokens, got 16"):
         learning.with_changes(block_tokens=16, length_factors=[1])

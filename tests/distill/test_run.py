@@ -127,8 +127,6 @@ def stop_at(step, stage="distill"):
     return callback
 
 
-# PEFT reads an attribute that Transformers renames.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(("stage", "step"), [("transfer", 3), ("distill", 1), ("distill", 4)])
 @pytest.mark.parametrize("trainable", ["full", "lora"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(

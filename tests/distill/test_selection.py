@@ -150,8 +150,6 @@ def test_a_run_goes_on_with_the_layers_it_chose_and_refuses_another_choice(setti
     assert result.student.config.linear_attention["layers"] == [n for n in range(4) if n != other]
 
 
-# PEFT reads an attribute that Transformers renames.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_recall_chooses_layers_where_adapters_share_the_teachers_weights(settings, tokenizer, data, tmp_path):
     tiny_teacher(4).save_pretrained(tmp_path / "base")
     changes = {"model": str(tmp_path / "base"), "trainable": "lora", "output_dir": str(tmp_path / "run")}

@@ -17,9 +17,6 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.patching import softmax, teacher_of
 from tests.distill.tiny import byte_tokenizer, kill_at, killed, same, save_files, tiny_settings
 
-# PEFT reads an attribute that Transformers renames.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 
 @pytest.fixture
 def saved(tmp_path):

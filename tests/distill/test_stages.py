@@ -206,6 +206,21 @@ def test_a_new_stage_is_one_new_file(teacher, tokenizer, tmp_path, monkeypatch):
     del sys.modules["hf_linear_attn.distill.stages.polish"]
 
 
+def test_a_stage_of_the_users_that_has_nothing_to_train_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(registry, "_STAGES", dict(registry._STAGES))
+
+    @registry.register_stage
+    class Idle(Distill):
+        name = "idle"
+
+        @classmethod
+        def serves(cls, settings):
+            return False
+
+    with pytest.raises(ArgumentError, match="`stages` must be without `idle`: it has nothing to train, got"):
+        DistillationSettings(stages=["distill", "idle"])
+
+
 def test_a_norm_of_0_leaves_gradients_as_they_are():
     weight = torch.nn.Parameter(torch.ones(3))
     for limit, expected in ((0.0, 3.0), (1e9, 3.0), (1.0, 3 / (27**0.5 + 1e-6))):

@@ -76,15 +76,21 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<bos>", "<eos>"]
+def tokenizer_of_bytes(frame: str, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that lays a text out in a frame; special tokens, by name, have the first numbers."""
+    names = list(special.values())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(special + alphabet)}, merges=[]))
-    tokenizer.add_special_tokens(special)
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(names + alphabet)}, merges=[]))
+    tokenizer.add_special_tokens(names)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    framing = [(name, number) for number, name in enumerate(names) if name in frame]
+    tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=framing)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_of_bytes("<bos> $A", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 def tiny_teacher(layers: int = 2, **changes: object) -> LlamaForCausalLM:

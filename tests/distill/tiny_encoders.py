@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -14,6 +13,8 @@ from transformers import (
     RobertaConfig,
     RobertaModel,
 )
+
+from tests.distill.tiny import tokenizer_of_bytes
 
 SIZES = {
     "vocab_size": 261,
@@ -30,17 +31,8 @@ SIZES = {
 
 def framing_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes that puts [CLS] and [SEP] around a text, as BERT's does."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(special + alphabet)}, merges=[]))
-    tokenizer.add_special_tokens(special)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    return tokenizer_of_bytes("[CLS] $A [SEP]", **special)
 
 
 def tiny_bert(cls: type[PreTrainedModel] = BertModel, layers: int = 2, **changes: object) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ ENCODED_AT_ONCE = 64
 """Texts per call of the tokenizer: fast ones spread them over threads."""
 
 
+@dataclass(eq=False)
 class Data:
     """The sequences of a run.
 
@@ -45,18 +47,13 @@ class Data:
         crop: Whether a batch is as long as its longest row, in place of as long as asked for.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        recall: RecallRows,
-        *,
-        recall_share: float,
-        answer_weight: float,
-        pad: int,
-        crop: bool = False,
-    ) -> None:
-        self.blocks, self.recall = blocks, recall
-        self.recall_share, self.answer_weight, self.pad, self.crop = recall_share, answer_weight, pad, crop
+    blocks: Blocks
+    recall: RecallRows
+    _: KW_ONLY
+    recall_share: float
+    answer_weight: float
+    pad: int
+    crop: bool = False
 
     def batch(self, numbers: Iterable[int], length: int) -> Batch:
         """Return the sequences of those numbers, ``T = length``."""

@@ -65,15 +65,10 @@ class RecallRows:
     def row(self, number: int, length: int) -> Asked:
         """Return at most ``length`` tokens, and which of them answer a question."""
         rng = random.Random(f"{self.seed}/recall/{number}/{length}")
-        kind = rng.choices(("pairs", "needle", "repeat"), (0.7, 0.15, 0.15))[0]
+        make = rng.choices((self._pairs, self._needle, self._repeat), (0.7, 0.15, 0.15))[0]
         haystack = None if self.in_text is None else self.in_text.haystack(number, length)
-        if kind == "pairs":
-            row = self._pairs(length, rng, haystack)
-        elif kind == "needle":
-            row = self._needle(length, rng, haystack)
-        else:
-            row = None
-        return row or self._repeat(length, rng, haystack)
+        # Where pairs or a needle do not fit, a repetition does.
+        return make(length, rng, haystack) or self._repeat(length, rng, haystack)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

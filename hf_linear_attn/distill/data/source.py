@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linear_attn.distill.data.chat import ChatTemplate, Rendered
 from hf_linear_attn.distill.data.files import BROKEN, check_whole, find_files, group_files, load_files
-from hf_linear_attn.distill.data.forms import Form, form_of
+from hf_linear_attn.distill.data.forms import Form, Template, form_of
 from hf_linear_attn.errors import ArgumentError, TrainingError, first_line
 from hf_linear_attn.evaluation.tasks.base import bos_ids
 
@@ -25,10 +25,12 @@ class Table(NamedTuple):
     form: Form
     columns: Mapping[str, str]
     """What the form calls columns, and their names here."""
+    template: Template
 
     def read(self, row: Mapping[str, Any], where: str) -> Rendered | None:
         """Return what a row says; ``where`` is what messages call it."""
-        return self.form.read({called: row[column] for called, column in self.columns.items()}, where)
+        own = {called: row[column] for called, column in self.columns.items()}
+        return self.form.read(own, self.template, where)
 
 
 class Source(NamedTuple):
@@ -53,12 +55,12 @@ class Source(NamedTuple):
                     tables.append(self._table(rows, columns, template))
         return Texts(tables, self)
 
-    def _table(self, rows: Any, columns: Sequence[str], template: Any) -> Table:
+    def _table(self, rows: Any, columns: Sequence[str], template: Template) -> Table:
         named = {name: column for name, column in self.columns if column in columns}
         form = form_of([*named, *columns], named)
         names = {name: named.get(name, name) for name in (*form.needed, *form.optional)}
         chosen = {name: column for name, column in names.items() if column in columns}
-        return Table(rows.select_columns(sorted(set(chosen.values()))), form(template), chosen)
+        return Table(rows.select_columns(sorted(set(chosen.values()))), form, chosen, template)
 
     def _load(self, streaming: bool) -> Iterator[tuple[Any, Sequence[str]]]:
         """Yield the dataset's tables as `datasets` reads them, and their columns where they are known."""

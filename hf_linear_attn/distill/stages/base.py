@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_linear_attn.distill.data import Batch, Step
-from hf_linear_attn.distill.forward import linear_attention_parts
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.errors import ArgumentError
@@ -44,6 +45,8 @@ class Stage(ABC):
     """Whether its sequences can be split over processes: the student alone reads them as it will be."""
     recomputes: ClassVar[bool] = True
     """Whether there are activations to recompute: a backward at the end of the forward."""
+    idle: ClassVar[str] = "it has nothing to train"
+    """Why it does not :meth:`serve <serves>` where it does not."""
     learn: Callable[[Tensor], None] = staticmethod(Tensor.backward)
     """Differentiates a part of the loss at once, so that its graph need not wait for the rest."""
 
@@ -52,13 +55,23 @@ class Stage(ABC):
         # Of each layer on the latest batch, where it has a loss of its own.
         self.losses: list[tuple[str, Tensor]] = []
         self.groups: list[Group] = [group for group in self.trained() if group["params"] and group["lr"] > 0]
-        chosen = {id(p) for group in self.groups for p in group["params"]}
+        chosen = set(self.parameters)
         for parameter in student.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
+            parameter.requires_grad_(parameter in chosen)
         if not chosen:
             feature_map = settings.conversion.feature_map
             remedy = f"The feature map {feature_map!r} has nothing to learn here; leave the stage out."
             raise ArgumentError("stages", "train something", self.name, remedy)
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The student's two steps."""
+        return Predictor(self.student)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, group by group."""
+        return [p for group in self.groups for p in group["params"]]
 
     @classmethod
     @abstractmethod

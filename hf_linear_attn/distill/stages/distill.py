@@ -4,16 +4,17 @@ import random
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, next_tokens, weighted
+from hf_linear_attn.distill.forward import Predictor, linear_attention_parts, map_parameters, next_tokens, weighted
 from hf_linear_attn.distill.losses import ce_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.stages.base import Group, Stage
 from hf_linear_attn.distill.teacher import Teacher
+from hf_linear_attn.patching import part_of
 
 
 @register_stage
@@ -36,10 +37,6 @@ class Distill(Stage):
     def needs_teacher(cls, settings: DistillationSettings) -> bool:
         return settings.distill_loss == "kl" and settings.ce_share < 1
 
-    def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
-        super().__init__(settings, student, teacher)
-        self.predictor = Predictor(student)
-
     @property
     def hidden_size(self) -> int:
         """The width of the language model."""
@@ -54,23 +51,17 @@ class Distill(Stage):
     @override
     def trained(self) -> list[Group]:
         settings, lr = self.settings, self.peak_lr
-        maps = {id(p) for part in linear_attention_parts(self.student) for p in part.parameters()}
-        attention = {
-            id(p)
-            for module in self.student.modules()
-            if isinstance(getattr(module, "linear_attention", None), nn.Module)
-            for p in module.parameters()
-        } - maps
-        named = list(self.student.named_parameters())
         if settings.trainable == "lora":
-            groups = [{"params": [p for name, p in named if "lora_" in name], "lr": lr}]
+            adapters = [p for name, p in self.student.named_parameters() if "lora_" in name]
+            groups = [{"params": adapters, "lr": lr}]
         else:
+            converted = [module for module in self.student.modules() if part_of(module) is not None]
+            of_attention = {p for module in converted for p in module.parameters()}
+            maps = map_parameters(self.student)
+            others = [p for p in self.student.parameters() if p not in maps]
             groups = [
-                {"params": [p for _, p in named if id(p) in attention], "lr": lr},
-                {
-                    "params": [p for _, p in named if id(p) not in attention and id(p) not in maps],
-                    "lr": lr * settings.rest_lr_share,
-                },
+                {"params": [p for p in others if p in of_attention], "lr": lr},
+                {"params": [p for p in others if p not in of_attention], "lr": lr * settings.rest_lr_share},
             ]
         if settings.train_feature_maps:
             # A stage with gentler steps is gentler to the maps too.

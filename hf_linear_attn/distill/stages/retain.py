@@ -56,6 +56,7 @@ class Retain(Stage):
     place: ClassVar[int] = 5
     encoder: ClassVar[bool | None] = False
     recomputes: ClassVar[bool] = False
+    idle: ClassVar[str] = "keys are kept by what is learned only where there are any, and retention='learned'"
 
     def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
         self.rules = learners(student)

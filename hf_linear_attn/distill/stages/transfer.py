@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.distill.data import Batch
-from hf_linear_attn.distill.forward import Predictor, encoder_inputs, linear_attention_parts
+from hf_linear_attn.distill.forward import encoder_inputs, linear_attention_parts
 from hf_linear_attn.distill.losses import output_loss, weights_loss
 from hf_linear_attn.distill.registry import register_stage
 from hf_linear_attn.distill.settings import DistillationSettings
 from hf_linear_attn.distill.softmax import instead_of_forward, softmax_output, visibility
 from hf_linear_attn.distill.stages.base import Group, Stage
-from hf_linear_attn.distill.teacher import Teacher
 from hf_linear_attn.layers import Call, LinearAttention
 
 Observe = Callable[[LinearAttention, Tensor, Tensor], None]
@@ -31,10 +30,7 @@ class Transfer(Stage):
     name: ClassVar[str] = "transfer"
     place: ClassVar[int] = 10
     recomputes: ClassVar[bool] = False
-
-    def __init__(self, settings: DistillationSettings, student: nn.Module, teacher: Teacher | None = None) -> None:
-        super().__init__(settings, student, teacher)
-        self.predictor = Predictor(student)
+    idle: ClassVar[str] = "a window alone has nothing to transfer"
 
     @override
     @classmethod
