@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.call import Branch, Call, Piece
 from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
@@ -334,7 +333,8 @@ class LinearAttention(nn.Module):
         """Return the sums of the keys beyond the window before and after these, where the mix reads them."""
         if not self.mix.sums_keys:
             return None, {}
-        sums, total = None if carried is None else carried["far_keys"], gone.sum(2, dtype=upcast(gone[:0]).dtype)
+        sums = None if carried is None else carried["far_keys"]
+        total = gone.sum(2, dtype=torch.promote_types(gone.dtype, torch.float32))
         return sums, {"far_keys": total if sums is None else total + sums}
 
     def _features(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import LinearAttention
 from hf_linear_attn.layers.call import Call, Piece
 from hf_linear_attn.layers.fused import for_kernel, fused_backend
@@ -296,7 +295,7 @@ def step_rows_(
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
         o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
     else:
-        ring = rows.ring(layer.window, upcast(q[:0]).dtype)
+        ring = rows.ring(layer.window, torch.promote_types(q.dtype, torch.float32))
         o = windowed_(layer, q, k, v, call, pool.tensors, sums, ring)
     for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)

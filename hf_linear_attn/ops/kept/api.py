@@ -1,12 +1,14 @@
 """The choice of the keys that are kept beyond a window, as one node of a graph, and who makes it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_linear_attn.ops.dispatch import choose_backend, device_obstacle, wants_loops
 from hf_linear_attn.ops.kept.problem import Choice, Entering
 from hf_linear_attn.ops.kept.torch import choose_torch
-from hf_linear_attn.ops.library import refuse_vmap
+from hf_linear_attn.ops.library import operator, refuse_vmap
 from hf_linear_attn.ops.triton.plan import padded
 from hf_linear_attn.tracing import is_transformed
 
@@ -68,35 +70,23 @@ def choice_obstacle(keys: int, width: int) -> str | None:
     return f"the kernel that chooses keys cannot hold {keys} of a head, of which {width} numbers each are compared"
 
 
-@torch.library.custom_op("hf_linear_attn::choose_kept", mutates_args=())
-def choose_op(
-    compared: Tensor,
-    enters: Tensor,
-    positions: Tensor,
-    number: Tensor,
-    nearest: Tensor,
-    at: Tensor,
-    window: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _choose_plain(*inputs: Any) -> tuple[Tensor, ...]:
     """Choose, token by token, what would be a graph as long as the text."""
-    call = Entering(compared, enters, positions, number, nearest, at, window)
-    return tuple(x.clone() for x in _choose(call, backend))  # type: ignore[return-value]
+    *call, backend = inputs
+    return tuple(x.clone() for x in _choose(Entering(*call), backend))
 
 
-@choose_op.register_fake
-def _(
-    compared: Tensor,
-    enters: Tensor,
-    positions: Tensor,
-    number: Tensor,
-    nearest: Tensor,
-    at: Tensor,
-    window: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate(compared: Tensor, enters: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _, _, nearest, at, *_ = others
     slot = at.new_empty(*at.shape[:2], enters.shape[1])
     return slot, torch.empty_like(slot), torch.empty_like(at), torch.empty_like(nearest), torch.empty_like(at)
 
 
+choose_op = operator(
+    "choose_kept",
+    _choose_plain,
+    _allocate,
+    schema="(Tensor compared, Tensor enters, Tensor positions, Tensor number, Tensor nearest, Tensor at, "
+    "SymInt window, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 refuse_vmap("torch", choose_op)
