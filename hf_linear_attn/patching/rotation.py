@@ -87,12 +87,6 @@ def angles_of(name: str, told: Any) -> Angles:
     return cos, sin
 
 
-def source_of(told: Any) -> Tensor:
-    """Return the tensor that tells a rotation from others: its cosines, or both."""
-    found: Tensor = told if isinstance(told, Tensor) else told[0]
-    return found
-
-
 def _is_rotation(value: Any) -> bool:
     """Tell whether an argument is a pair of cosines and sines, or both as complex numbers."""
     if isinstance(value, Tensor):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,26 +14,30 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.discover import shares_keys
-from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, source_of, with_angles
+from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, with_angles
 
 
+@dataclass(eq=False)
 class ModelScope:
     """What the layers of a model share in one forward.
 
     Attributes:
-        one_sequence: Whether the model's arguments leave no room for packed sequences; read while a graph is traced.
         mask: The mask that the model was called with.
         cache: The cache.
         outer: The scope of the model around it.
-        rotations: Those of the tokens so far, by the argument that tells of one and by layout.
+        one_sequence: Whether the model's arguments leave no room for packed sequences; read while a graph is traced.
+        rotations: Those of the tokens so far, by the number of the argument that tells of one and by layout, with the
+            argument itself: as long as it is held nothing else goes by its number.
     """
 
-    def __init__(self, mask: Any, cache: Any, outer: "ModelScope | None", *, one_sequence: bool) -> None:
-        self.one_sequence, self.mask, self.cache, self.outer = one_sequence, mask, cache, outer
-        # With the argument itself: as long as it is held nothing else goes by its number.
-        self.rotations: dict[tuple[int, Layout], tuple[Any, Rotation]] = {}
+    mask: Any
+    cache: Any
+    outer: "ModelScope | None"
+    one_sequence: bool
+    rotations: dict[tuple[int, Layout], tuple[Any, Rotation]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class ModuleScope:
     """What the attention calls in one forward of an attention module share.
 
@@ -40,24 +45,19 @@ class ModuleScope:
         module: The module.
         part: What is learned in it; None where it is switched off.
         layer: The cache layer of its first call; None without a cache.
-        calls: Attention calls so far: some modules make several.
         outer: The scope of the module around it.
         rotation: By which the module rotates its queries and keys; None where it does not, or where it is not needed.
         looks: Whether the forward runs only to see queries and keys, and ends there.
+        calls: Attention calls so far: some modules make several.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        part: LinearAttention | None,
-        layer: LinearAttentionCacheLayer | None,
-        outer: "ModuleScope | None",
-        rotation: Rotation | None,
-        *,
-        looks: bool = False,
-    ) -> None:
-        self.module, self.part, self.layer, self.outer, self.calls = module, part, layer, outer, 0
-        self.rotation, self.looks = rotation, looks
+    module: nn.Module
+    part: LinearAttention | None
+    layer: LinearAttentionCacheLayer | None
+    outer: "ModuleScope | None"
+    rotation: Rotation | None
+    looks: bool = False
+    calls: int = 0
 
     def next_layer(self) -> LinearAttentionCacheLayer | None:
         """Return the cache layer of the next call."""
@@ -139,7 +139,8 @@ def _rotation(
         layout = part.layout = _layout_of(module, part, layer, told, args, kwargs)
     if layout is None or layout.pairs == "none":
         return None
-    rotation = Rotation.of(cos, sin, layout, source_of(told))
+    # Layers of a model know by its cosines, or both as one tensor, that they turn alike.
+    rotation = Rotation.of(cos, sin, layout, told if isinstance(told, Tensor) else told[0])
     if known is not None:
         known[id(told), layout] = told, rotation
     return rotation
