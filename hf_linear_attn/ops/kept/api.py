@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.dispatch import choose_backend, device_obstacle, wants_loops
+from hf_linear_attn.ops.dispatch import choose_backend, tensor_obstacle, wants_loops
 from hf_linear_attn.ops.kept.problem import Choice, Entering
 from hf_linear_attn.ops.kept.torch import choose_torch
 from hf_linear_attn.ops.library import operator, refuse_vmap
@@ -42,25 +42,19 @@ def choose_kept(call: Entering, backend: str = "auto") -> Choice:
 
 
 def _choose(call: Entering, backend: str) -> Choice:
-    if choose_backend(backend, call.compared.device, lambda: _obstacle(call)) == "triton":
+    compared, sizes = call.compared, (call.at.shape[2], call.compared.shape[3])
+    chosen = choose_backend(backend, compared.device, lambda: tensor_obstacle(compared) or choice_obstacle(*sizes))
+    if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.kept.triton import choose_triton
 
         return choose_triton(call)
-    if wants_loops(backend, call.compared.device) and call.compared.dtype != torch.float64 and not is_transformed():
+    if wants_loops(backend, compared.device) and compared.dtype != torch.float64 and not is_transformed():
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.kept.numba import choose_numba
 
         return choose_numba(call)
     return choose_torch(call)
-
-
-def _obstacle(call: Entering) -> str | None:
-    """Say why the kernel cannot choose here, or None where it can."""
-    if call.compared.dtype == torch.float64:
-        return "the kernels take bf16, fp16 and fp32, not float64"
-    reason: str | None = device_obstacle(call.compared.device)
-    return reason or choice_obstacle(call.at.shape[2], call.compared.shape[3])
 
 
 def choice_obstacle(keys: int, width: int) -> str | None:
