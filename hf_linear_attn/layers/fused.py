@@ -130,17 +130,17 @@ def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
 def _learned(layer: Layer, computed: Computed | None, rotation: Rotation | None) -> dict[str, Any]:
     """Return what a step is told of a layer's map, rule and mix, and of the rotation, by its names."""
     phi, of_q, of_k = computed or ("identity", None, None)
+    found: dict[str, Any] = {"phi": phi, "factor": 1.0, "sharpness": 0.0}
+    found |= dict.fromkeys(("weight_q", "power_q", "weight_k", "power_k"))
+    if of_q is not None and of_k is not None:
+        found |= {"weight_q": of_q.weight, "power_q": of_q.power, "weight_k": of_k.weight, "power_k": of_k.power}
+        found |= {"factor": of_q.factor, "sharpness": of_q.sharpness}
     weights, of_rule = layer.weights("mix"), layer.weights("rule")
-    return {
-        **{"turns": None if rotation is None else rotation.turns, "phi": phi},
-        **{"weight_q": None if of_q is None else of_q.weight, "power_q": None if of_q is None else of_q.power},
-        **{"weight_k": None if of_k is None else of_k.weight, "power_k": None if of_k is None else of_k.power},
-        **{"factor": 1.0 if of_q is None else of_q.factor, "sharpness": 0.0 if of_q is None else of_q.sharpness},
-        **{name: of_rule.get(name) for name in ("decay_bias", "decay_key", "decay_value")},
-        **{name: weights.get(name) for name in ("bias", "weight")},
-        "pairs": "half" if rotation is None else rotation.layout.pairs,
-        "at_end": rotation is not None and rotation.layout.at_end,
-    }
+    found |= {name: weights.get(name) for name in ("bias", "weight")}
+    found |= {name: of_rule.get(name) for name in ("decay_bias", "decay_key", "decay_value")}
+    if rotation is None:
+        return found | {"turns": None, "pairs": "half", "at_end": False}
+    return found | {"turns": rotation.turns, "pairs": rotation.layout.pairs, "at_end": rotation.layout.at_end}
 
 
 def why_not(

@@ -1,20 +1,35 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
 from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD, choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import no_gradients, operator
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, check_rows, contiguous_like_values
 from hf_linear_attn.ops.step.checks import check_decode, check_step_mask
-from hf_linear_attn.ops.step.copies import copies_of
+from hf_linear_attn.ops.triton.plan import target_of, tile
+
+
+# Whatever torch.compile traces, it need not look for tiles.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def copies_of(device: torch.device, role: Literal["decode", "hybrid"], feature_dim: int, value_dim: int) -> int | None:
+    """Return how many programs share a head in a step; each keeps its own copy of the sums that all of them need.
+
+    It is None where no kernel runs, or only interpreted ones, which run one after another.
+    """
+    target = target_of(device) if device.type == "cuda" else None
+    if target is None or feature_dim > LARGEST_FEATURES or value_dim > LARGEST_HEAD:
+        return None
+    # Widths are the same for every dtype: a state is fp32.
+    return -(-value_dim // tile(target, torch.bfloat16, role, feature_dim, value_dim, 0).width)
 
 
 def decode_state(
