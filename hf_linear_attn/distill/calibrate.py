@@ -90,16 +90,16 @@ def calibrate(model: nn.Module, batches: Sequence[Batch]) -> list[Measured]:
     weight that they have. Every layer is fed the teacher's hidden states. What was measured is returned, for each layer
     whose rule has gates.
     """
-    measured = {part: Measured(part) for part in linear_attention_parts(model) if part.learned_by_rule}
+    measured = {part: Measured(part) for part in linear_attention_parts(model) if part.learned["rule"]}
     _look(model, measured, batches, outputs=False)
     for part, found in measured.items():
         known = found.mass > 0
-        if "decay_bias" in part.learned_by_rule:
+        if "decay_bias" in part.learned["rule"]:
             # softplus(bias) = log 2 / half-life.
             _set(part.rule_decay_bias, torch.expm1(math.log(2) / found.half_life).log(), known)
-        if "beta_bias" in part.learned_by_rule:
+        if "beta_bias" in part.learned["rule"]:
             _set(part.rule_beta_bias, found.beta.logit(), known)
-    scaled = {part: found for part, found in measured.items() if "scale" in part.learned_by_rule}
+    scaled = {part: found for part, found in measured.items() if "scale" in part.learned["rule"]}
     if scaled:
         for part in scaled:
             part.rule_scale.fill_(1)  # type: ignore[operator]

@@ -157,7 +157,7 @@ def start_scores(settings: DistillationSettings, model: nn.Module, data: Data) -
             remedy = "Raise it or `length_factors`, or leave the stage `retain` out."
             raise ArgumentError("block_tokens", wanted, "shorter ones", remedy)
         deviation, mean = torch.std_mean(torch.cat(found[part]), 0)
-        weights = part.retention_weights()
+        weights = part.weights("retention")
         weights["mean"].copy_(mean)
         # What hardly changes says nothing.
         weights["deviation"].copy_(deviation + 0.01 * deviation.mean())

@@ -227,7 +227,7 @@ def weaken(student: PeftModel, share: float) -> None:
 
 def start_gates(settings: DistillationSettings, student: PreTrainedModel, train: Data) -> None:
     """Start the gates of a merely patched student's update rule from the teacher's attention."""
-    if not any(part.learned_by_rule for part in linear_attention_parts(student)):
+    if not any(part.learned["rule"] for part in linear_attention_parts(student)):
         return
     starts = range(0, settings.calibration_batches * settings.rows, settings.rows)
     length = min(settings.block_tokens, LONGEST_LOOK)

@@ -25,7 +25,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_linear_attn.distill.data import Batch
 from hf_linear_attn.distill.stages import Stage
 from hf_linear_attn.layers import spans
-from hf_linear_attn.layers.rules import additive
 from hf_linear_attn.ops import dispatch, features
 from hf_linear_attn.ops.triton import run
 from hf_linear_attn.ops.triton.plan import Launch, Target
@@ -170,7 +169,7 @@ def as_on_gpu() -> Iterator[None]:
         (spans, "walks", lambda layer, whole: False),
         (run, "target_of", lambda device: H100),
         (Launch, "run", lambda launch, arguments=None: None),
-        *((module, "wants_kernels", wants_kernels) for module in (dispatch, features, additive)),
+        *((module, "wants_kernels", wants_kernels) for module in (dispatch, features)),
     ]
     with ExitStack() as stack:
         for place, name, other in changes:

@@ -35,6 +35,7 @@ class Hedgehog(ProjectedMap):
     name: ClassVar[str] = "hedgehog"
     formula: ClassVar[str] = "cat[softmax(yW), softmax(-yW)], y = sqrt(scaling) x"
     paper: ClassVar[str] = "Zhang et al., 2024, arXiv:2402.04347"
+    joint: ClassVar[bool] = True
 
     @override
     def pair(self, side: Side) -> Pair:
@@ -43,5 +44,12 @@ class Hedgehog(ProjectedMap):
 
     @override
     def features(self, x: Tensor, side: Side) -> Tensor:
-        y = (x * math.sqrt(self.scaling)) @ self.weight_of("weight", side, x)
-        return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1)
+        return _halves((x * math.sqrt(self.scaling)) @ self.weight_of("weight", side, x))
+
+    @override
+    def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
+        return _halves(self.columns_of_step(q, k) * math.sqrt(self.scaling))
+
+
+def _halves(y: Tensor) -> Tensor:
+    return torch.cat([y.softmax(-1), (-y).softmax(-1)], dim=-1)

@@ -95,6 +95,17 @@ class ProjectedMap(LearnedMap):
     def feature_dim(self) -> int:
         return self.num_features
 
+    def columns_of_step(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return ``xW`` of a step's key and of its queries after it, ``[B, HKV, 1 + G, M]``; see :meth:`phi_step`."""
+        batch, kv_heads, group, dim = q.shape
+        x, key = self.scaled(q), self.scaled(k)
+        of_q, of_k = self.weight_of("weight", "q", x), self.weight_of("weight", "k", x)
+        if len(of_q) == 1:
+            of_q, of_k = of_q.expand(kv_heads * group, -1, -1), of_k.expand(kv_heads, -1, -1)
+        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).transpose(0, 1)
+        y_k = torch.bmm(key.reshape(batch, -1, dim).transpose(0, 1), of_k).transpose(0, 1)
+        return torch.cat([y_k[:, :, None], y_q.view(batch, kv_heads, group, -1)], 2)
+
 
 def identity_like(head_dim: int, features: int) -> Tensor:
     """Return ``[D, M]``, the start of a learned projection: as near to the identity as its shape allows.

@@ -64,19 +64,14 @@ class NormPreserving(ProjectedMap):
 
     @override
     def phi_step(self, q: Tensor, k: Tensor) -> Tensor:
-        batch, kv_heads, group, dim = q.shape
-        x, key = self.scaled(q), self.scaled(k)
-        of_q, of_k = self.weight_of("weight", "q", x), self.weight_of("weight", "k", x)
-        powers = [self.weight_of("power", "k", x), self.weight_of("power", "q", x)]
+        y = self.columns_of_step(q, k)
+        kv_heads, group = q.shape[1:3]
+        of_k, of_q = self.weight_of("power", "k", y), self.weight_of("power", "q", y)
         if len(of_q) == 1:
-            of_q, of_k = of_q.expand(kv_heads * group, -1, -1), of_k.expand(kv_heads, -1, -1)
-            powers = [powers[0].expand(kv_heads, 1, 1), powers[1].expand(kv_heads * group, 1, 1)]
-        y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).transpose(0, 1)
-        y_k = torch.bmm(key.reshape(batch, -1, dim).transpose(0, 1), of_k).transpose(0, 1)
-        y = torch.cat([y_k[:, :, None], y_q.view(batch, kv_heads, group, -1)], 2)
-        power = torch.cat([powers[0], powers[1].view(kv_heads, group, 1)], 1)
+            of_k, of_q = of_k.expand(kv_heads, 1, 1), of_q.expand(kv_heads * group, 1, 1)
+        power = torch.cat([of_k, of_q.view(kv_heads, group, 1)], 1)
         constants = _constants if torch.compiler.is_compiling() else _kept_constants
-        tiny, factors, offsets = constants(group, math.sqrt(self.scaling), x.dtype, x.device)
+        tiny, factors, offsets = constants(group, math.sqrt(self.scaling), y.dtype, y.device)
         # Of each vector what its power depends on, its length, and minus that.
         lengths = torch.linalg.vector_norm(y, dim=-1, keepdim=True) * factors
         power = lengths[..., :1].tanh().add_(offsets).mul_(power)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from hf_linear_attn.config import LinearAttentionConfig
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
-from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.layers.call import Branch, Call, Piece
+from hf_linear_attn.layers.call import Branch, Call, Part, Piece
 from hf_linear_attn.layers.kept import Folded, Kept
 from hf_linear_attn.layers.mixes import MIXES, Far, Near
 from hf_linear_attn.layers.numbers import number_beyond, positions_of
@@ -75,21 +74,23 @@ class LinearAttention(nn.Module):
         # A map without parameters must leave a trace in a checkpoint too, so that software without this package
         # reports an unexpected weight instead of silently reading a softmax model.
         self.register_buffer("format_version", torch.tensor([config.format_version]))
-        self.learned_by_mix = self._learn("mix", {} if self.window is None else self.mix.weights())
-        has_far = self.window is None or self.mix.has_far
-        self.learned_by_rule = self._learn("rule", self.rule.weights(sizes) if has_far else {})
-        self.learned_by_retention = self._learn("retention", {} if self.kept is None else self.kept.retention.weights())
+        self.has_far = self.window is None or self.mix.has_far
+        """Whether there is a linear branch."""
+        starts: dict[Part, Mapping[str, Tensor]] = {
+            "mix": {} if self.window is None else self.mix.weights(),
+            "rule": self.rule.weights(sizes) if self.has_far else {},
+            "retention": {} if self.kept is None else self.kept.retention.weights(),
+        }
+        self.learned = {owner: tuple(start) for owner, start in starts.items()}
+        """Names of what parts of the layer learn, each a parameter ``mix_bias``, ``rule_decay_bias``, ..."""
+        for owner, start in starts.items():
+            for name, x in start.items():
+                self.register_parameter(f"{owner}_{name}", nn.Parameter(x))
         self.disabled: frozenset[Branch] = frozenset()
         self.shard: Shard | None = None
         """The part of the texts that calls read, where texts are split over ranks."""
         self.host: Any = None
         """What the module around this one gets back when this one is taken out."""
-
-    def _learn(self, owner: str, starts: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Register what a part of the layer learns, and return its names."""
-        for name, start in starts.items():
-            self.register_parameter(f"{owner}_{name}", nn.Parameter(start))
-        return tuple(starts)
 
     def extra_repr(self) -> str:
         """Show the settings that matter in ``print(model)``."""
@@ -104,7 +105,7 @@ class LinearAttention(nn.Module):
         features = self.feature_map.feature_dim
         copies = copies_of(device, "decode" if self.window is None else "hybrid", features, value_dim)
         slots = {"seen": Slot((), torch.int64)}
-        if self.window is None or self.mix.has_far:
+        if self.has_far:
             slots |= self.rule.slots(kv_heads, features, value_dim, copies)
         if self.window is not None:
             slots |= self.window.slots(kv_heads, head_dim, value_dim, turned=self.undoes) | self.mix.slots(copies)
@@ -197,21 +198,13 @@ class LinearAttention(nn.Module):
         """Return the factor on ``q.k`` in softmax attention."""
         return self.sizes.scaling if call.scaling is None else call.scaling
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return what the mix has learned, by its names."""
-        return {part: getattr(self, f"mix_{part}") for part in self.learned_by_mix}
-
-    def rule_weights(self) -> dict[str, Tensor]:
-        """Return what the rule has learned, by its names."""
-        return {part: getattr(self, f"rule_{part}") for part in self.learned_by_rule}
-
-    def retention_weights(self) -> dict[str, Tensor]:
-        """Return what the choice of kept keys has learned, by its names."""
-        return {part: getattr(self, f"retention_{part}") for part in self.learned_by_retention}
+    def weights(self, owner: Part) -> dict[str, Tensor]:
+        """Return what the mix, the rule or the choice of kept keys has learned, by its names."""
+        return {name: getattr(self, f"{owner}_{name}") for name in self.learned[owner]}
 
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates for keys as the linear branch reads them; None where it learns nothing."""
-        return self.rule.gates(k, v, self.rule_weights()) if self.learned_by_rule else None
+        return self.rule.gates(k, v, self.weights("rule")) if self.learned["rule"] else None
 
     def split(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Piece:
         """Put what a call of :meth:`attend` reads side by side: all of it is one piece."""
@@ -255,7 +248,7 @@ class LinearAttention(nn.Module):
         if kept is None or window is None or tokens is None or positions is None:
             return piece
         number = None if piece.number is None else (piece.number - kept.size).clamp(min=0)
-        count, backend, weights = piece.q.shape[2], self.settings.backend, self.retention_weights()
+        count, backend, weights = piece.q.shape[2], self.settings.backend, self.weights("retention")
         beyond = kept.open(tokens, positions, count, before, held, weights, backend)
         return piece._replace(number=number, beyond=beyond)
 
@@ -277,7 +270,7 @@ class LinearAttention(nn.Module):
         kept = None if piece.beyond is None or "kept" in self.disabled else piece.beyond.exact()
         near = Near(piece.q, tokens.k, tokens.v, tokens.mask, sinks, size, piece.scaling, backend, kept)
         if not self.mix.has_far:
-            return self.mix.join(near, Far(piece.q, piece.positions, piece.positions, None, None), {}), {}
+            return near.attend(), {}
         far, carried = (
             self._read_far(piece, tokens, count, carried)
             if piece.beyond is None
@@ -287,7 +280,7 @@ class LinearAttention(nn.Module):
             return far.o, carried
         if "linear" in self.disabled:
             return near.attend(), carried
-        return self.mix.join(near, far, self.weights()), carried
+        return self.mix.join(near, far, self.weights("mix")), carried
 
     def _read_far(
         self, piece: Piece, tokens: Tokens, count: int, carried: Mapping[str, Tensor] | None
@@ -301,7 +294,7 @@ class LinearAttention(nn.Module):
         q, k, v = piece.q, tokens.k[:, :, :count], tokens.v[:, :, :count]
         of_q, of_k = piece.rotation, None if tokens.rotation is None else tokens.rotation.cut(0, count)
         # More than features is made of them: gates, or a map that the rule applies.
-        plain = bool(self.learned_by_rule) or self.elementwise is not None
+        plain = bool(self.learned["rule"]) or self.elementwise is not None
         if of_q is not None and of_k is not None and plain:
             backend = self.settings.backend
             q, k, of_q, of_k = of_q.undo(q, backend), of_k.undo(k, backend), None, None
@@ -334,7 +327,8 @@ class LinearAttention(nn.Module):
         """Return the sums of the keys beyond the window before and after these, where the mix reads them."""
         if not self.mix.sums_keys:
             return None, {}
-        sums, total = None if carried is None else carried["far_keys"], gone.sum(2, dtype=upcast(gone[:0]).dtype)
+        sums = None if carried is None else carried["far_keys"]
+        total = gone.sum(2, dtype=torch.promote_types(gone.dtype, torch.float32))
         return sums, {"far_keys": total if sums is None else total + sums}
 
     def _features(
@@ -364,10 +358,9 @@ class LinearAttention(nn.Module):
             kept |= whole.beyond.close(self.sizes.head_dim)
         state.allocate(self.slots(v.shape[3], v.device), batch, v, kept)
         new = whole.mask.sum(1) if whole.mask is not None else count
-        state.padded |= whole.mask is not None
         kept["seen"] = state.tensors["seen"] + new
         state.write(kept)
-        state.advance(count, v.device)
+        state.advance(count, v.device, masked=whole.mask is not None)
         self.look_for_sinks(state, count)
 
     def look_for_sinks(self, state: State, tokens: int) -> None:

@@ -17,6 +17,8 @@ from hf_linear_attn.layers.window import Tokens, Window
 from hf_linear_attn.ops.rotation import Rotation
 
 Branch = Literal["window", "sinks", "kept", "linear"]
+Part = Literal["mix", "rule", "retention"]
+"""What of a layer learns beside its feature map."""
 
 
 class Call(NamedTuple):
@@ -143,14 +145,8 @@ class Layer(Protocol):
     def scaling(self, call: Call) -> float:
         """Return the factor on ``q.k``."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return what the mix has learned."""
-
-    def rule_weights(self) -> dict[str, Tensor]:
-        """Return what the rule has learned."""
-
-    def retention_weights(self) -> dict[str, Tensor]:
-        """Return what the choice of kept keys has learned."""
+    def weights(self, owner: Part) -> dict[str, Tensor]:
+        """Return what a part of the layer has learned."""
 
     def gates(self, k: Tensor, v: Tensor) -> Gates | None:
         """Return the rule's gates."""

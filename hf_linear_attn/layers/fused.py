@@ -38,12 +38,9 @@ Computed = tuple[str, Pair | None, Pair | None]
 
 
 def fused_step_(
-    layer: Layer, window: Window, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State
+    chosen: FusedBackend, layer: Layer, window: Window, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State
 ) -> Tensor | None:
-    """Take a step in one call of a kernel or a loop, and count its token; None where neither serves it."""
-    chosen = fused_backend(layer.settings.backend, q.device)
-    if chosen is None:
-        return None
+    """Take a step in one call of a kernel or a loop, and count its token; None where the one chosen does not."""
     whole = for_kernel(chosen, layer, window, q, k, v, call, state.tensors, state.tensors["seen"], state.length)
     if whole is None:
         return None
@@ -57,8 +54,7 @@ def fused_step_(
     o = hybrid_step_(whole, chosen)
     count_(whole.seen, call.key_mask)
     # It tells sinks by the number of tokens seen.
-    state.advance(1, q.device)
-    state.padded |= call.key_mask is not None
+    state.advance(1, q.device, masked=call.key_mask is not None)
     return o
 
 
@@ -126,7 +122,7 @@ def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
         turns=tensors.get("kept_turns"),
         nearest=tensors.get("kept_nearest"),
         scores=tensors.get("kept_scores"),
-        weights=tuple(layer.retention_weights().values()),
+        weights=tuple(layer.weights("retention").values()),
         ahead=layer.kept.retention.ahead,
     )
 
@@ -134,17 +130,17 @@ def _kept(layer: Layer, tensors: Mapping[str, Tensor]) -> KeptStep | None:
 def _learned(layer: Layer, computed: Computed | None, rotation: Rotation | None) -> dict[str, Any]:
     """Return what a step is told of a layer's map, rule and mix, and of the rotation, by its names."""
     phi, of_q, of_k = computed or ("identity", None, None)
-    weights, of_rule = layer.weights(), layer.rule_weights()
-    return {
-        **{"turns": None if rotation is None else rotation.turns, "phi": phi},
-        **{"weight_q": None if of_q is None else of_q.weight, "power_q": None if of_q is None else of_q.power},
-        **{"weight_k": None if of_k is None else of_k.weight, "power_k": None if of_k is None else of_k.power},
-        **{"factor": 1.0 if of_q is None else of_q.factor, "sharpness": 0.0 if of_q is None else of_q.sharpness},
-        **{name: of_rule.get(name) for name in ("decay_bias", "decay_key", "decay_value")},
-        **{name: weights.get(name) for name in ("bias", "weight")},
-        "pairs": "half" if rotation is None else rotation.layout.pairs,
-        "at_end": rotation is not None and rotation.layout.at_end,
-    }
+    found: dict[str, Any] = {"phi": phi, "factor": 1.0, "sharpness": 0.0}
+    found |= dict.fromkeys(("weight_q", "power_q", "weight_k", "power_k"))
+    if of_q is not None and of_k is not None:
+        found |= {"weight_q": of_q.weight, "power_q": of_q.power, "weight_k": of_k.weight, "power_k": of_k.power}
+        found |= {"factor": of_q.factor, "sharpness": of_q.sharpness}
+    weights, of_rule = layer.weights("mix"), layer.weights("rule")
+    found |= {name: weights.get(name) for name in ("bias", "weight")}
+    found |= {name: of_rule.get(name) for name in ("decay_bias", "decay_key", "decay_value")}
+    if rotation is None:
+        return found | {"turns": None, "pairs": "half", "at_end": False}
+    return found | {"turns": rotation.turns, "pairs": rotation.layout.pairs, "at_end": rotation.layout.at_end}
 
 
 def why_not(

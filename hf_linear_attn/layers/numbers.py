@@ -32,7 +32,7 @@ def shared_by_texts(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(compute)
     def shared(device: torch.device, *settings: Any) -> Tensor:
-        if is_tracing() or any(isinstance(x, Tensor) for x in settings):
+        if is_tracing() or Tensor in map(type, settings):
             return compute(device, *settings)
         stream = _stream(device) if device.type == "cuda" else 0
         return compute(device, *settings) if stream is None else once(stream, device, *settings)

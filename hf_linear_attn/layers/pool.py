@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.attention import LinearAttention
 from hf_linear_attn.layers.call import Call, Piece
 from hf_linear_attn.layers.fused import for_kernel, fused_backend
@@ -15,7 +14,6 @@ from hf_linear_attn.layers.spans import read_whole
 from hf_linear_attn.layers.state import Slot, State
 from hf_linear_attn.layers.step import Entered, Ring, can_step, grouped, read_far, windowed_
 from hf_linear_attn.layers.window import Tokens, Window
-from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.hybrid import hybrid_step_
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.window import NOWHERE
@@ -59,7 +57,7 @@ class PoolRing(Ring):
         held = window.held(lengths + 1)
         hidden = torch.zeros_like(held, dtype=dtype).masked_fill_(~held, torch.finfo(dtype).min)
         number = (lengths + 1 - size - sinks).clamp_(min=0).to(dtype)
-        self.entered = hidden[:, None, None], number[:, None]
+        self.entered = hidden[:, None, None], number[:, None, None, None]
 
     @override
     def left(self, x: Tensor, dim: int) -> Tensor:
@@ -69,10 +67,6 @@ class PoolRing(Ring):
     def position(self) -> Tensor:
         # It came W tokens before.
         return self.seen - self.size
-
-    @override
-    def held(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self.rows)
 
     @override
     def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
@@ -275,18 +269,18 @@ def step_rows_(
     """
     rotation = rotation if layer.undoes else None
     call, lengths = Call(rotation=rotation), rows.lengths
-    if layer.window is not None:
-        chosen = fused_backend(layer.settings.backend, q.device)
-        parts = q, k, v, call, pool.tensors, lengths, lengths, rows.places
-        whole = None if chosen is None else for_kernel(chosen, layer, layer.window, *parts)
-        if chosen is not None and whole is not None:
+    chosen = fused_backend(layer.settings.backend, q.device)
+    if layer.window is not None and chosen is not None:
+        whole = for_kernel(chosen, layer, layer.window, q, k, v, call, pool.tensors, lengths, lengths, rows.places)
+        if whole is not None:
             return hybrid_step_(whole, chosen)
+    kernels = chosen == "triton"
     if layer.kept is not None:
         texts = Texts(rows.places, rows.lengths, torch.ones_like(rows.lengths), 1)
         return read_rows_(layer, q, k, v, pool, texts, rotation)
     sums = {name: x for name, x in pool.tensors.items() if not name.startswith("near_")}
     # What a rule's kernel reads and writes by itself.
-    by_rows = layer.rule.steps_rows and wants_kernels(layer.settings.backend, q.device)
+    by_rows = layer.rule.steps_rows and kernels
     stay = layer.rule.slots(1, 1, 1).keys() if by_rows else set()
     taken = {name: x.index_select(0, rows.places) for name, x in sums.items() if name not in stay}
     sums, at = sums | taken, rows.places if by_rows else None
@@ -294,10 +288,10 @@ def step_rows_(
         if rotation is not None:
             backend = layer.settings.backend
             q, k = rotation.undo(q, backend), rotation.undo(k, backend)
-        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, rows.lengths, rows.lengths, sums, at)
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, None, lengths, lengths, sums, at, kernels=kernels)
     else:
-        ring = rows.ring(layer.window, upcast(q[:0]).dtype)
-        o = windowed_(layer, q, k, v, call, pool.tensors, sums, ring)
+        ring = rows.ring(layer.window, torch.promote_types(q.dtype, torch.float32))
+        o = windowed_(layer, q, k, v, call, pool.tensors, sums, ring, kernels=kernels)
     for name, x in taken.items():
         pool.tensors[name].index_copy_(0, rows.places, x)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)

@@ -164,8 +164,9 @@ class State:
             else:
                 self.tensors[name] = x if copies in (None, 1) else x.repeat_interleave(copies, 2)
 
-    def advance(self, tokens: int, device: torch.device) -> None:
-        """Count ``tokens`` more tokens."""
+    def advance(self, tokens: int, device: torch.device, *, masked: bool = False) -> None:
+        """Count ``tokens`` more tokens, of which some may be ``masked``."""
+        self.padded |= masked
         if isinstance(self.length, Tensor):
             if self.length.device != device:
                 self.length = _staying(self.length.to(device))

@@ -11,12 +11,11 @@ from typing_extensions import override
 
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.layers.call import Call, Layer
-from hf_linear_attn.layers.fused import count_, fused_step_
+from hf_linear_attn.layers.fused import count_, fused_backend, fused_step_
 from hf_linear_attn.layers.mixes import LastToken
 from hf_linear_attn.layers.rules import RuleStep
 from hf_linear_attn.layers.state import State
 from hf_linear_attn.layers.window import Window
-from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.features import features_of
 from hf_linear_attn.ops.rotation import Rotation
 from hf_linear_attn.ops.step import constant
@@ -50,25 +49,26 @@ def step_(layer: Layer, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor |
     state, window, real = call.state, layer.window, call.key_mask
     if state is None:
         raise RuntimeError("there is no state to step")
-    whole = None if window is None else fused_step_(layer, window, q, k, v, call, state)
+    chosen = fused_backend(layer.settings.backend, q.device)
+    whole = None if window is None or chosen is None else fused_step_(chosen, layer, window, q, k, v, call, state)
     if whole is not None or layer.kept is not None:
         return whole
+    kernels = chosen == "triton"
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
-    if real is not None and (window is not None or not wants_kernels(layer.settings.backend, q.device)):
+    if real is not None and (window is not None or not kernels):
         # What is masked must not matter, whatever it holds.
         hidden = ~real[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     if window is None:
         # The token is folded at once.
         seen = state.tensors["seen"]
-        o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors)
+        o = read_far(layer, grouped(q, k.shape[1]), k, v, real, seen, seen, state.tensors, kernels=kernels)
         count_(seen, real)
     else:
         ring = OwnRing(window, state, real, q.dtype)
-        o = windowed_(layer, q, k, v, call, state.tensors, state.tensors, ring)
-    state.advance(1, q.device)
-    state.padded |= real is not None
+        o = windowed_(layer, q, k, v, call, state.tensors, state.tensors, ring, kernels=kernels)
+    state.advance(1, q.device, masked=real is not None)
     layer.look_for_sinks(state, 1)
     return o.flatten(1, 2)[:, :, None].to(q.dtype)
 
@@ -83,28 +83,32 @@ def read_far(
     position_k: Tensor,
     tensors: Mapping[str, Tensor],
     rows: Tensor | None = None,
+    *,
+    kernels: bool,
 ) -> Tensor:
     """Fold a key into the linear branch and read it: return ``o [B, HKV, G, V]``.
 
     Queries are ``[B, HKV, G, D]``, the key and its value ``[B, HKV, 1, *]``, their positions ``[B]``; ``counts [B, 1]``
-    says whether the key counts, None where all do. The rule's tensors are updated; ``rows`` as of :class:`RuleStep`.
+    says whether the key counts, None where all do. The rule's tensors are updated; ``rows`` and ``kernels`` are as of
+    :class:`RuleStep`.
     """
     feature_map, backend, gates = layer.feature_map, layer.settings.backend, layer.gates(k, v)
     phi = layer.elementwise
-    if phi is None and feature_map.joint and not wants_kernels(backend, q.device):
+    if phi is None and feature_map.joint and not kernels:
         both = feature_map(q, "q", key=k)
         q, k = both[:, :, 1:], both[:, :, :1]
     elif phi is None:
         group = q.shape[1:3]
         of_q = features_of(feature_map, q.flatten(1, 2)[:, :, None], "q", position_q[:, None], backend)
         q, k = of_q.view(len(q), *group, -1), features_of(feature_map, k, "k", position_k[:, None], backend)
-    return layer.rule.step_(RuleStep(q, k, v, gates, phi, counts, not feature_map.non_negative, rows), tensors)
+    step = RuleStep(q, k, v, gates, phi, counts, not feature_map.non_negative, rows, kernels)
+    return layer.rule.step_(step, tensors)
 
 
 Entered = tuple[Tensor | None, Tensor | int]
 """What is added to scores once a token has come, 0 or far below it ``[B, 1, 1, slots]``, None where all slots but the
-free one are in sight; and the keys beyond the window ``[B, 1]``, in the dtype of the scores, or the number of all rows.
-"""
+free one are in sight; and the keys beyond the window ``[B, 1, 1, 1]``, in the dtype of the scores, or the number of
+all rows."""
 
 
 class Ring(ABC):
@@ -131,10 +135,6 @@ class Ring(ABC):
     @abstractmethod
     def position(self) -> Tensor:
         """Return the number of that token ``[B]``."""
-
-    @abstractmethod
-    def held(self, x: Tensor) -> Tensor:
-        """Return the rows of a tensor."""
 
     @abstractmethod
     def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
@@ -178,10 +178,6 @@ class OwnRing(Ring):
         return self.seen - (self.window.size if self.full else self.mask[:, self.window.sinks :].sum(1))
 
     @override
-    def held(self, x: Tensor) -> Tensor:
-        return x
-
-    @override
     def enter_(self, new: Sequence[tuple[Tensor, int, Tensor]], cleared: Sequence[Tensor]) -> Entered:
         mask, seen, state = self.mask, self.seen, self.state
         if self.full:
@@ -194,7 +190,7 @@ class OwnRing(Ring):
                 slots.append(x.narrow(2, self.old, 1))
                 values.append(constant(0.0, x).expand_as(slots[-1]))
             torch._foreach_copy_(slots, values)
-            count_(seen, None)
+            seen.add_(1)
             return None, state.length + 1 - self.window.size - self.window.sinks
         (_, _, k), (_, _, v) = new[:2]
         _put_(mask, 1, self.new, _enter_(self.window, k, v, self.real, state))
@@ -206,7 +202,8 @@ class OwnRing(Ring):
         count_(seen, self.real)
         like = upcast(mask.new_empty(0, dtype=self.dtype))
         hidden = torch.where(mask, constant(0.0, like), constant(torch.finfo(like.dtype).min, like))
-        return hidden[:, None, None], seen[:, None] - mask.sum(1, keepdim=True, dtype=like.dtype)
+        number = seen[:, None] - mask.sum(1, keepdim=True, dtype=like.dtype)
+        return hidden[:, None, None], number[:, :, None, None]
 
 
 def windowed_(
@@ -218,11 +215,13 @@ def windowed_(
     tensors: Mapping[str, Tensor],
     sums: Mapping[str, Tensor],
     ring: Ring,
+    *,
+    kernels: bool,
 ) -> Tensor:
     """Step a layer with a window: return ``o [B, HKV, G, V]``.
 
     The window's tensors, where the ring lies, and the sums of rule and mix are updated. The rule's lie in a pool where
-    it takes rows.
+    it takes rows. ``kernels`` is as of :class:`RuleStep`.
     """
     rotation, scaling = call.rotation, layer.scaling(call)
     near_k, near_v, keys, far = tensors["near_k"], tensors["near_v"], sums.get("far_keys"), None
@@ -230,7 +229,6 @@ def windowed_(
     wide, gone_k, gone_v = upcast(rows), ring.left(near_k, 2), ring.left(near_v, 2)
     new = [(near_k, 2, k), (near_v, 2, v)]
     if mix.has_far:
-        kernels = wants_kernels(backend, q.device)
         plain, queries = gone_k, rows if kernels else wide
         if rotation is not None:
             turns = tensors["near_turns"][..., : rotation.turns.shape[2]]
@@ -240,7 +238,7 @@ def windowed_(
         reads_position = layer.feature_map.positional and layer.feature_map.kernel is None
         position = ring.position() if reads_position else ring.seen
         at = ring.rows if layer.rule.steps_rows and kernels else None
-        far = read_far(layer, queries, plain, gone_v, ring.counts, ring.seen, position, sums, at)
+        far = read_far(layer, queries, plain, gone_v, ring.counts, ring.seen, position, sums, at, kernels=kernels)
         if keys is not None:
             gone = gone_k[:, :, 0] if keys.ndim == 3 else gone_k
             if ring.counts is None:
@@ -250,7 +248,7 @@ def windowed_(
     takes_slot = ring.full and mix.takes_slot
     cleared = [near_v] if takes_slot or far is None else []
     hidden, number = ring.enter_(new, cleared if ring.full or far is not None else [near_k, near_v])
-    held_k, held_v = ring.held(near_k), ring.held(near_v)
+    held_k, held_v = (near_k, near_v) if ring.rows is None else (x.index_select(0, ring.rows) for x in (near_k, near_v))
     if hidden is not None:
         scores = torch.add(hidden, rows @ held_k.mT, alpha=scaling)
     else:
@@ -258,11 +256,12 @@ def windowed_(
         scores = upcast(scores).view(*rows.shape[:3], -1)
         if not takes_slot:
             _put_(scores, 3, ring.old, torch.finfo(wide.dtype).min)
+    if far is None:
+        return scores.softmax(-1).to(held_v.dtype) @ held_v
     if keys is not None and keys.ndim == 4:
         keys = keys[:, :, 0]
     free = ring.old if takes_slot else None
-    last = LastToken(wide, scores, held_v, far, None if far is None else number, keys, scaling, free)
-    return mix.join_last(last, layer.weights())
+    return mix.join_last(LastToken(wide, scores, held_v, far, number, keys, scaling, free), layer.weights("mix"))
 
 
 @cache

@@ -156,16 +156,22 @@ def kernel_obstacle(q: Tensor, k: Tensor, v: Tensor, largest: int = LARGEST_HEAD
         v: Values.
         largest: The size of queries up to which it can.
     """
-    reason: str | None = device_obstacle(q.device)
+    reason = tensor_obstacle(q)
     if reason is not None:
         return reason
-    if q.dtype == torch.float64:
-        return "the kernels take bf16, fp16 and fp32, not float64"
     if q.shape[3] > largest:
         return f"q has head size {q.shape[3]}, and the kernels hold at most {largest}"
     if v.shape[3] > LARGEST_HEAD:
         return f"v has head size {v.shape[3]}, and the kernels hold at most {LARGEST_HEAD}"
     return None
+
+
+def tensor_obstacle(x: Tensor) -> str | None:
+    """Say why no kernel can take a tensor of such a dtype, or run where it is, or None where one can."""
+    reason: str | None = device_obstacle(x.device)
+    if reason is None and x.dtype == torch.float64:
+        return "the kernels take bf16, fp16 and fp32, not float64"
+    return reason
 
 
 # Whatever torch.compile traces, it need not look into this: a device does not change while a program runs.

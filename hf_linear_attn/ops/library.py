@@ -64,30 +64,24 @@ def refuse_vmap(backend: str, *ops: Any) -> None:
         torch.library.register_vmap(op, vmap)
 
 
-def refuse_forward_mode(backend: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors with a tangent, where an op would answer with a derivative of 0, or not at all.
-
-    Raises:
-        BackendError: If one has a tangent, as under ``torch.func.jvp``.
-    """
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
-        for x in tensors
-    ):
-        _refuse("for forward-mode derivatives", backend, "Its derivatives are computed backwards only.")
-
-
 def refuse_functional(backend: str, *tensors: Tensor | None) -> None:
     """Refuse tensors that torch.func differentiates, forwards or backwards; torch.library's ops know neither.
+
+    An op would answer a tangent with a derivative of 0, or not at all.
 
     Raises:
         BackendError: If one is being differentiated so.
     """
-    refuse_forward_mode(backend, *tensors)
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in given
+    ):
+        _refuse("for forward-mode derivatives", backend, "Its derivatives are computed backwards only.")
     # A compiler cannot trace the question; an op in its graph says itself what it cannot do.
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    if any(x is not None and torch._C._functorch.is_gradtrackingtensor(x) for x in tensors):
+    if any(torch._C._functorch.is_gradtrackingtensor(x) for x in given):
         _refuse("under torch.func", backend, "Use torch.autograd.grad or backward().")
 
 

@@ -53,7 +53,7 @@ def bytes_sent(
     # What a layer turns is known once it has been called.
     turned = head_dim if turned is None else turned
     numbers = 0
-    if layer.window is None or layer.mix.has_far:
+    if layer.has_far:
         features, rule = layer.feature_map.feature_dim, layer.settings.update_rule
         numbers += features * (value_dim + (features if "delta" in rule else 1)) + (rule == "decay")
     if layer.window is not None:

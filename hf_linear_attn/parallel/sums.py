@@ -151,7 +151,7 @@ def key_sums(layer: LinearAttention, k: Tensor, mask: Tensor | None) -> Sums:
     if not layer.mix.sums_keys:
         return {}
     keys = k if mask is None else k.masked_fill(~mask[:, None, :, None], 0)
-    return {"far_keys": keys.sum(2, dtype=upcast(keys[:0]).dtype)}
+    return {"far_keys": keys.sum(2, dtype=torch.promote_types(keys.dtype, torch.float32))}
 
 
 def _passing(

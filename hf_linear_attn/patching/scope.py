@@ -139,7 +139,7 @@ def _rotation(
         layout = part.layout = _layout_of(module, part, layer, told, args, kwargs)
     if layout is None or layout.pairs == "none":
         return None
-    # What tells it from others: its cosines, or both.
+    # Layers of a model know by its cosines, or both as one tensor, that they turn alike.
     rotation = Rotation.of(cos, sin, layout, told if isinstance(told, Tensor) else told[0])
     if known is not None:
         known[id(told), layout] = told, rotation

@@ -12,7 +12,7 @@ from hf_linear_attn import LinearAttentionConfig
 from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.layers import Call, LinearAttention, Sizes, State, fused
 from hf_linear_attn.ops.rotation import Layout, Rotation
-from tests.ops.oracle import DEVICE
+from tests.ops.oracle import DEVICE, assert_near
 from tests.spread import spread
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -124,12 +124,6 @@ def read(case: Case, backend: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     return outputs, {} if state is None else state.read()
 
 
-def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Compare by norm."""
-    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-3)
-    assert error < tolerance
-
-
 def skip_fp16(case: Case, backend: str) -> None:
     if backend == "numba" and case.dtype == torch.float16:
         pytest.skip("loops take no fp16")
@@ -169,7 +163,7 @@ def test_gives_what_the_general_path_gives(name: str, backend: str, monkeypatch:
     assert calls
     wanted, expected = read(case, "torch")
     for x, y in zip((*found, *state.values()), (*wanted, *(expected[name] for name in state)), strict=True):
-        assert_close(x, y, TOLERANCE[case.dtype])
+        assert_near(x, y, TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("backend", ["numba", "triton"])
@@ -183,7 +177,7 @@ def test_a_cache_of_bf16_goes_on_in_fp32(backend: str) -> None:
                 text, call = case.call(18, n)
                 o = layer(*(x.to(dtype) for x in text), call._replace(state=state, in_place=False))
         found.append(o)
-    assert_close(*found, TOLERANCE[torch.bfloat16])
+    assert_near(*found, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.filterwarnings("ignore:<class .torch.autograd.function.Function.*:DeprecationWarning")
@@ -194,7 +188,7 @@ def test_a_compiled_layer_reads_it_too() -> None:
         wanted = case.layer("torch")(*text, call)
         found = torch.compile(layer, backend="aot_eager", fullgraph=True)(*text, call)
     torch.compiler.reset()
-    assert_close(found, wanted, TOLERANCE[case.dtype])
+    assert_near(found, wanted, TOLERANCE[case.dtype])
 
 
 def test_who_asks_for_gradients_gets_them() -> None:
@@ -216,7 +210,7 @@ def test_loops_lose_nothing_behind_keys_that_leave_nothing() -> None:
             layer.rule_decay_value.zero_()
             layer.rule_decay_key.zero_()[:, 0] = 1e4
             found.append(layer(q, k, v, call))
-    assert_close(*found[::-1], 2e-6)
+    assert_near(*found[::-1], 2e-6)
 
 
 @pytest.mark.parametrize("value_dim", [8, 24])

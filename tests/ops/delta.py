@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_linear_attn import DeltaRuleState, delta_rule
-from tests.ops.oracle import DEVICE
+from tests.ops.oracle import DEVICE, laid_out
 
 LEAVES = ("q", "k", "v", "beta", "log_decay", "kv0")
 
@@ -39,11 +39,7 @@ class Case:
         rows = B if self.lengths is None else len(self.lengths)
 
         def draw(heads: int, dim: int) -> Tensor:
-            if self.layout == "bthd":
-                return torch.randn(B, self.T, heads, dim, generator=g).to(self.dtype).transpose(1, 2)
-            if self.layout == "sliced":
-                return torch.randn(B, heads, self.T, 2 * dim, generator=g).to(self.dtype)[..., dim:]
-            return torch.randn(B, heads, self.T, dim, generator=g).to(self.dtype)
+            return laid_out(self.layout, (B, heads, self.T, dim), self.dtype, g)
 
         heads = self.HKV * self.group
         x = {"q": draw(heads, self.F), "k": draw(self.HKV, self.F), "v": draw(self.HKV, self.V)}

@@ -169,7 +169,7 @@ def specs() -> tuple[list[Spec], list[Spec]]:
 
 def params_of(layer: LinearAttention) -> HybridParams:
     """Return what a layer computes, for the definition."""
-    settings, learned = layer.settings, layer.rule_weights()
+    settings, learned = layer.settings, layer.weights("rule")
     gates = {name: x for name, x in learned.items() if name.split("_")[0] in GATES}
     return HybridParams(
         feature_map=layer.feature_map,
@@ -179,8 +179,8 @@ def params_of(layer: LinearAttention) -> HybridParams:
         rule_weights={name: x for name, x in learned.items() if name not in gates},
         mix=settings.mix,
         retention=settings.retention,
-        retention_weights=layer.retention_weights(),
-        mix_weights=layer.weights(),
+        retention_weights=layer.weights("retention"),
+        mix_weights=layer.weights("mix"),
         scaling=layer.sizes.scaling,
         eps=settings.eps,
     )

@@ -14,6 +14,16 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 MAPS = ("elu", "relu", "squared_relu", "exp", "sigmoid", "identity")
 
 
+def laid_out(layout: str, size: tuple[int, int, int, int], dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    """Draw ``[B, heads, T, D]``: ``"bhtd"``, with tokens before heads as ``"bthd"``, or ``"sliced"`` of wider rows."""
+    B, heads, tokens, dim = size
+    if layout == "bthd":
+        return torch.randn(B, tokens, heads, dim, generator=g).to(dtype).transpose(1, 2)
+    if layout == "sliced":
+        return torch.randn(B, heads, tokens, 2 * dim, generator=g).to(dtype)[..., dim:]
+    return torch.randn(size, generator=g).to(dtype)
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem; everything in it follows from its fields."""
@@ -44,11 +54,7 @@ class Case:
         B = 1 if self.lengths is not None else self.B
 
         def draw(heads: int, tokens: int, dim: int) -> Tensor:
-            if self.layout == "bthd":
-                return torch.randn(B, tokens, heads, dim, generator=g).to(self.dtype).transpose(1, 2)
-            if self.layout == "sliced":
-                return torch.randn(B, heads, tokens, 2 * dim, generator=g).to(self.dtype)[..., dim:]
-            return torch.randn(B, heads, tokens, dim, generator=g).to(self.dtype)
+            return laid_out(self.layout, (B, heads, tokens, dim), self.dtype, g)
 
         x = {
             "q": draw(self.H, self.T, self.D),
@@ -173,6 +179,13 @@ def check(case: Case, backend: str, tolerance: float) -> None:
     worst = errors(run(case, backend, x), exact, scales(case, x, exact))
     bad = {name: e for name, e in worst.items() if not (e[0] <= tolerance and e[1] <= most)}
     assert not bad, f"{case}: {bad}"
+
+
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str = "it", least: float = 1e-3) -> None:
+    """Compare by norm, with ``least`` where that is smaller."""
+    assert found.isfinite().all(), f"{what} is not finite"
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=least)
+    assert error <= tolerance, f"{what} off by {error:.1e}"
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@ import torch
 
 from hf_linear_attn import LinearAttentionState, linear_attention
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
-from hf_linear_attn.ops.step import copies as step_copies
-from hf_linear_attn.ops.step import decode_state, decode_step_
+from hf_linear_attn.ops.step import copies_of, decode, decode_state, decode_step_
 from hf_linear_attn.ops.triton.plan import Target
 from tests.ops.oracle import DEVICE
 
@@ -166,15 +165,26 @@ def test_states_are_stepped_where_they_lie_in_a_pool(backend: str) -> None:
 def test_a_state_that_does_not_fit_is_refused(backend: str) -> None:
     """A kernel would write beyond it, also where one that fits was stepped before."""
     q, k, v = draw(2, 2, 1, 8, 8, torch.float32)
-    kv, z = decode_state(2, 2, 8, 8, device=q.device)
-    decode_step_(q, k, v, LinearAttentionState(kv, z), backend=backend)
-    for name, one in (("kv", kv[:1]), ("kv", kv.half()), ("kv", kv.mT), ("z", z[..., :4]), ("z", z.double())):
-        state = LinearAttentionState(kv, z)._replace(**{name: one})
-        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"`state.{name}`"):
-            decode_step_(q, k, v, state, backend=backend)
+    kv, z = state = decode_state(2, 2, 8, 8, device=q.device)
+    decode_step_(q, k, v, state, backend=backend)
+    for name, one, rule in (
+        ("kv", kv[:1], r"have shape \(2, 2, 8, 8\), got \(1, 2, 8, 8\)"),
+        ("kv", kv[:, :, :5], r"have shape \(2, 2, 8, 8\), got \(2, 2, 5, 8\)"),
+        ("kv", kv.half(), "be torch.float32, got torch.float16"),
+        ("kv", kv.mT, "be contiguous, to be updated in place"),
+        ("z", z[..., :4], r"have shape \(2, 2, 1, 8\)"),
+        ("z", z.double(), "be torch.float32, got torch.float64"),
+        ("z", z.expand(2, 2, 9, 8), "have 1 to V = 8 copies, got 9"),
+    ):
+        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"`state.{name}` must {rule}"):
+            decode_step_(q, k, v, state._replace(**{name: one}), backend=backend)
     for mask in (torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=torch.uint8)):
-        with pytest.raises(ArgumentError, match="`key_mask` must be bool of shape"):
-            decode_step_(q, k, v, LinearAttentionState(kv, z), key_mask=mask, backend=backend)
+        with pytest.raises(ArgumentError, match=r"`key_mask` must be bool of shape \[B, T\] = \(2, 1\)"):
+            decode_step_(q, k, v, state, key_mask=mask, backend=backend)
+    with pytest.raises(ArgumentError, match="`k` must have a head count that divides q's 3"):
+        decode_step_(torch.cat([q, q], 1)[:, :3], k, v, state, backend=backend)
+    with pytest.raises(ArgumentError, match="`backend` must be a known backend, got 'gpu'"):
+        decode_step_(q, k, v, state, backend="gpu")
 
 
 @pytest.mark.parametrize(
@@ -195,9 +205,9 @@ def test_a_pool_that_does_not_fit_is_refused(rows: torch.Tensor, copies: tuple[i
 
 def test_a_traced_step_does_not_look_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is a file, at which a graph would break, in every layer."""
-    monkeypatch.setattr(step_copies, "target_of", lambda device: Target("sm_90", 132))
+    monkeypatch.setattr(decode, "target_of", lambda device: Target("sm_90", 132))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return x + (step_copies.copies_of(torch.device("cuda", 0), "decode", 64, 64) or 0)
+        return x + (copies_of(torch.device("cuda", 0), "decode", 64, 64) or 0)
 
     assert int(torch.compile(step, backend="eager", fullgraph=True)(torch.zeros((), dtype=torch.int64))) == 2

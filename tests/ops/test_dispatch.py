@@ -200,25 +200,6 @@ def test_knows_processors(major: int, minor: int, arch: str | None, monkeypatch:
     assert target == (None if arch is None else plan.Target(arch, 100))
 
 
-def test_decode_refuses_what_does_not_fit() -> None:
-    q, k, v = tensors()
-    state = decode_state(1, 2, 4, 4, device=DEVICE)
-    with pytest.raises(ArgumentError, match=r"`state.kv` must have shape \(1, 2, 4, 4\), got \(1, 2, 5, 4\)"):
-        decode_step_(q, k, v, decode_state(1, 2, 5, 4, device=DEVICE))
-    with pytest.raises(ArgumentTypeError, match=r"`state.z` must be torch.float32, got torch.float64"):
-        decode_step_(q, k, v, state._replace(z=state.z.double()))
-    with pytest.raises(ArgumentError, match=r"`state.z` must have 1 to V = 4 copies, got 5"):
-        decode_step_(q, k, v, state._replace(z=torch.zeros(1, 2, 5, 4)))
-    with pytest.raises(ArgumentError, match=r"`state.kv` must be contiguous, to be updated in place"):
-        decode_step_(q, k, v, state._replace(kv=state.kv.transpose(2, 3)))
-    with pytest.raises(ArgumentError, match=r"`key_mask` must be bool of shape \[B, T\] = \(1, 3\)"):
-        decode_step_(q, k, v, state, key_mask=torch.ones(1, 2, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match=r"`backend` must be a known backend, got 'gpu'"):
-        decode_step_(q, k, v, state, backend="gpu")
-    with pytest.raises(ArgumentError, match=r"`k` must have a head count that divides q's 3"):
-        decode_step_(torch.randn(1, 3, 3, 4), k, v, state)
-
-
 @pytest.mark.parametrize("name", ["elu", "relu", "squared_relu", "exp", "sigmoid", "identity"])
 @pytest.mark.parametrize("which", ["torch", "triton"])
 def test_maps_agree_at_the_extremes(name: str, which: str) -> None:

@@ -11,7 +11,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.rotation.triton import triton_turn
 from tests.spread import spread
 
-from .oracle import DEVICE, poison
+from .oracle import DEVICE, assert_near, poison
 
 MAPS = ("hedgehog", "norm_preserving")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -38,6 +38,16 @@ def tokens(heads: int, dtype: torch.dtype, layout: str = "bhtd", dim: int = D) -
     return (x, do) if layout == "bthd" else (x.contiguous(), do.contiguous())
 
 
+HALF = Layout("half", "pair")
+
+
+def rotation_of(turned: int, rows: int, dtype: torch.dtype, layout: Layout = HALF) -> Rotation:
+    """Return a rotation of so many entries, by a factor, too."""
+    g = torch.Generator(torch.get_default_device()).manual_seed(2)
+    angles = 6 * torch.rand(rows, T, turned // 2, generator=g)
+    return Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), layout)
+
+
 def run(
     feature_map: FeatureMap, x: Tensor, do: Tensor, side: str, backend: str, rotation: Rotation | None = None
 ) -> dict[str, Tensor]:
@@ -52,11 +62,10 @@ def run(
     return found | {name: p.grad.clone() for name, p in feature_map.named_parameters() if p.grad is not None}
 
 
-def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+def assert_all_near(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
     assert found.keys() == exact.keys()
     for name, expected in exact.items():
-        error = (found[name].double() - expected).norm() / expected.norm()
-        assert error <= tolerance, f"{name} off by {error:.1e}"
+        assert_near(found[name], expected, tolerance, name, least=0)
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -66,7 +75,7 @@ def test_features_and_gradients(name: str, side: str, dtype: torch.dtype) -> Non
     x, do = tokens(H if side == "q" else HKV, dtype)
     found = run(drawn(name), x, do, side, "triton")
     assert found["o"].dtype == dtype
-    assert_near(found, run(drawn(name), x, do, side, "torch"), TOLERANCE[dtype])
+    assert_all_near(found, run(drawn(name), x, do, side, "torch"), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -80,10 +89,9 @@ def test_features_and_gradients(name: str, side: str, dtype: torch.dtype) -> Non
 )
 def test_weights_that_no_program_holds_whole(name: str, dim: int, dtype: torch.dtype) -> None:
     x, do = (0.5 * y for y in tokens(HKV, dtype, dim=dim))
-    angles = 6 * torch.rand(1, T, dim // 2, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
-    rotation = Rotation(torch.cat([angles.cos(), angles.sin()], -1).to(dtype), Layout("half", "pair"))
+    rotation = rotation_of(dim, 1, dtype)
     found, exact = (run(drawn(name, dim), x, do, "k", backend, rotation) for backend in ("triton", "torch"))
-    assert_near(found, exact, 2 * TOLERANCE[dtype])
+    assert_all_near(found, exact, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -102,7 +110,7 @@ def test_settings_of_maps(name: str, options: dict[str, object]) -> None:
     x, do = tokens(H, torch.float32, layout="bthd")
     do = do[..., : options.get("num_features", 2 * D)]
     maps = (drawn(name, **options) for _ in range(2))
-    assert_near(run(next(maps), x, do, "q", "triton"), run(next(maps), x, do, "q", "torch"), 2e-5)
+    assert_all_near(run(next(maps), x, do, "q", "triton"), run(next(maps), x, do, "q", "torch"), 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -129,18 +137,9 @@ def test_fp16_features_stay_finite(backend: str) -> None:
 )
 def test_what_is_turned_is_turned_back(name: str, turned: int, rows: int, layout: Layout, dtype: torch.dtype) -> None:
     x, do = tokens(H, dtype)
-    g = torch.Generator(torch.get_default_device()).manual_seed(2)
-    angles = 6 * torch.rand(rows, T, turned // 2, generator=g)
-    rotation = Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), layout)
+    rotation = rotation_of(turned, rows, dtype, layout)
     found = run(drawn(name), x, do, "q", "triton", rotation)
-    assert_near(found, run(drawn(name), x, do, "q", "torch", rotation), 2 * TOLERANCE[dtype])
-
-
-def rotation_of(dim: int, rows: int, pairs: str, dtype: torch.dtype) -> Rotation:
-    """Return a rotation of all entries, by a factor, too."""
-    g = torch.Generator(torch.get_default_device()).manual_seed(2)
-    angles = 6 * torch.rand(rows, T, dim // 2, generator=g)
-    return Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), Layout(pairs, "pair"))
+    assert_all_near(found, run(drawn(name), x, do, "q", "torch", rotation), 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", spread(TOLERANCE, 3), ids=str)
@@ -160,15 +159,15 @@ def test_heads_in_halves(
 ) -> None:
     x, do = tokens(H, dtype, layout, HALVED)
     do = do[..., : options.get("num_features", 2 * HALVED)]
-    rotation = rotation_of(HALVED, rows, pairs, dtype) if rows else None
+    rotation = rotation_of(HALVED, rows, dtype, Layout(pairs, "pair")) if rows else None
     found, exact = (run(drawn(name, HALVED, **options), x, do, "q", kind, rotation) for kind in ("triton", "torch"))
-    assert_near(found, exact, 2 * TOLERANCE[dtype])
+    assert_all_near(found, exact, 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dim", [D, HALVED])
 def test_gradients_that_are_not_asked_for(dim: int) -> None:
     x, do = tokens(H, torch.bfloat16, dim=dim)
-    rotation, feature_map = rotation_of(dim, 1, "half", torch.bfloat16), drawn("norm_preserving", dim)
+    rotation, feature_map = rotation_of(dim, 1, torch.bfloat16), drawn("norm_preserving", dim)
     whole = run(feature_map, x, do, "q", "triton", rotation)
     features_of(feature_map, x, "q", backend="triton", rotation=rotation).backward(do)
     for name, p in feature_map.named_parameters():
@@ -185,16 +184,14 @@ def test_gradients_that_are_not_asked_for(dim: int) -> None:
 def test_a_kernel_turns_back_for_maps_without_one(turned: int, rows: int, layout: Layout, dtype: torch.dtype) -> None:
     g = torch.Generator(torch.get_default_device()).manual_seed(3)
     x, do = (torch.randn(2, T, H, D, generator=g).to(dtype).transpose(1, 2) for _ in range(2))
-    angles = 6 * torch.rand(rows, T, turned // 2, generator=g)
-    rotation = Rotation(1.3 * torch.cat([angles.cos(), angles.sin()], -1).to(dtype), layout)
-    found = {}
+    rotation, found = rotation_of(turned, rows, dtype, layout), {}
     for backend, wide in (("triton", dtype), ("torch", torch.float64)):
         leaf = x.to(wide).requires_grad_()
         o = rotation._replace(turns=rotation.turns.to(wide)).undo(leaf, backend)
         (dx,) = torch.autograd.grad(o, leaf, do.to(wide))
         found[backend] = {"o": o, "dx": dx}
     assert found["triton"]["o"].dtype == found["triton"]["dx"].dtype == dtype
-    assert_near(found["triton"], found["torch"], TOLERANCE[dtype])
+    assert_all_near(found["triton"], found["torch"], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -222,7 +219,7 @@ def test_opcheck(name: str, dim: int, turned: int) -> None:
 @pytest.mark.parametrize("name", MAPS)
 def test_writes_all_it_allocates(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, do = tokens(H, torch.bfloat16, dim=dim)
-    rotation = rotation_of(dim, 1, "half", torch.bfloat16)
+    rotation = rotation_of(dim, 1, torch.bfloat16)
     clean = run(drawn(name, dim), x, do, "q", "triton", rotation)
     poison(monkeypatch)
     for key, y in run(drawn(name, dim), x, do, "q", "triton", rotation).items():

@@ -39,7 +39,7 @@ from tests.ops.hybrid import (
     shown,
     specs,
 )
-from tests.ops.oracle import DEVICE
+from tests.ops.oracle import DEVICE, assert_near
 
 # By norm. In fp64 only the order of sums differs. In fp32 sums of some twenty terms are rounded, and what is divided by
 # a normaliser. In half precision features and the linear branch's output are rounded once or twice.
@@ -142,13 +142,6 @@ WAYS: dict[str, tuple[str, Callable[[LinearAttention, Tokens], Found]]] = {
 """What text is read, and how."""
 
 
-def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, least: float = 1e-3) -> None:
-    """Compare by norm, with ``least`` where that is smaller."""
-    assert found.isfinite().all(), f"{what} is not finite"
-    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=least)
-    assert error <= tolerance, f"{what} off by {error:.1e}"
-
-
 def cases() -> list[object]:
     """List layers, backends, ways and dtypes, of which some are slow."""
     (first, others), found = specs(), []
@@ -238,7 +231,7 @@ def test_gradients_are_those_of_the_definition(spec: Spec, backend: str, kind: s
         # Where features of a query hardly meet those of the only key that it reads, it is divided by little more than
         # eps, twice: half of the digits of fp32 are left, in that token alone. What a single key gives does not depend
         # on its features: gradients of 1 cancel.
-        assert_near(x, y.double(), 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}", least=1.0)
+        assert_near(x, y, 1e-10 if dtype == torch.float64 else 1e-3, f"the gradient of {name}", least=1.0)
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")

@@ -17,7 +17,7 @@ from hf_linear_attn.ops.hybrid.triton import op
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from tests.spread import spread
 
-from .oracle import DEVICE
+from .oracle import DEVICE, assert_near
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """By norm: the general path rounds features and the linear branch's output to the tokens' dtype."""
@@ -204,11 +204,6 @@ def poison(case: Case, state: State) -> None:
         state.tensors[name].masked_fill_(unused, float("nan"))
 
 
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
-    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)
-    assert error <= TOLERANCE[dtype], f"{what} off by {error:.1e}"
-
-
 @pytest.mark.parametrize(
     ("case", "backend"),
     [*product(CASES, ["numba"]), *spread(product(CASES, ["triton"]), 2), *spread(product(MANY, ["triton"]), 2)],
@@ -229,12 +224,12 @@ def test_steps_are_the_general_path(
     assert found.isfinite().all()
     mask = case.mask()
     real = 1 if mask is None else mask[:, None, case.first :, None]
-    assert_near(found * real, expected[:, :, case.first :] * real, case.dtype, "o")
+    assert_near(found * real, expected[:, :, case.first :] * real, TOLERANCE[case.dtype], "o", least=1e-9)
     assert {name: x.data_ptr() for name, x in state.tensors.items()} == addresses
     assert int(state.length) == whole.length == case.T
     held, exact = state.read(), whole.read()
     for name in exact.keys() & {"kv", "z", "far_keys"}:
-        assert_near(held[name], exact[name], case.dtype, name)
+        assert_near(held[name], exact[name], TOLERANCE[case.dtype], name, least=1e-9)
         copies = state.tensors[name]
         if case.copies is not None and name != "kv":
             assert copies.shape[2] == case.copies
@@ -266,7 +261,7 @@ def test_pieces_and_steps_alternate(
         found.append(read(case.layer("torch" if n % 3 == 2 else backend), case, state, start, end))
     assert launches
     real = case.mask()[:, None, 1:, None]
-    assert_near(torch.cat(found, 2) * real, expected[:, :, 1:] * real, case.dtype, "o")
+    assert_near(torch.cat(found, 2) * real, expected[:, :, 1:] * real, TOLERANCE[case.dtype], "o", least=1e-9)
 
 
 @pytest.mark.parametrize("feature_map", ["dpfp", "taylor"])
@@ -277,7 +272,7 @@ def test_maps_without_a_kernel_take_the_general_path(
     state, other = begin(case, monkeypatch), begin(case, monkeypatch)
     found = read(case.layer("triton"), case, state, 1, 2)
     assert not launches
-    assert_near(found, read(case.layer("torch"), case, other, 1, 2), case.dtype, "o")
+    assert_near(found, read(case.layer("torch"), case, other, 1, 2), TOLERANCE[case.dtype], "o", least=1e-9)
 
 
 def test_plan_does_not_depend_on_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +401,7 @@ def test_steps_in_a_pool_keep_keys_as_rows_that_are_read(case: Case, backend: st
                 step_rows_(layer, *new, held, Rows(places, lengths + t), of_rows)
                 for layer, held in zip(layers, pools, strict=True)
             ]
-            assert_near(found[1], found[0], case.dtype, "o")
+            assert_near(found[1], found[0], TOLERANCE[case.dtype], "o", least=1e-9)
     assert len(launches) == case.T - 9
     # Windows have a slot that holds what nobody sees.
     for name, x in pools[0].tensors.items():

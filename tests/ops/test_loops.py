@@ -253,7 +253,7 @@ def note(table):
 def noted(units=7):
     """Return how often each of some units is run."""
     found = np.zeros(units, np.int64)
-    run.in_parts(compiling.entry(note), units, run.LEAST_WORK, (found.ctypes.data,), found)
+    run.in_parts(compiling.entry(note), run.parts_of(units, run.LEAST_WORK), units, (found.ctypes.data,), found)
     return found.tolist()
 
 

@@ -20,7 +20,7 @@ from hf_linear_attn.ops.window.triton.forward import window_launches
 from hf_linear_attn.ops.window.triton.problem import WindowProblem
 from tests.spread import spread
 
-from .oracle import DEVICE, poison
+from .oracle import DEVICE, laid_out, poison
 
 BACKENDS = ("torch", "triton")
 SCALE = 10 if DEVICE.type == "cuda" else 1
@@ -56,9 +56,7 @@ class Case:
         S = self.past + self.T
 
         def draw(heads: int, tokens: int, dim: int) -> Tensor:
-            if self.layout == "bthd":
-                return torch.randn(self.B, tokens, heads, dim, generator=g).to(self.dtype).transpose(1, 2)
-            return torch.randn(self.B, heads, tokens, dim, generator=g).to(self.dtype)
+            return laid_out(self.layout, (self.B, heads, tokens, dim), self.dtype, g)
 
         x = {"q": draw(self.H, self.T, self.D), "k": draw(self.HKV, S, self.D), "v": draw(self.HKV, S, self.V)}
         x["do"] = draw(self.H, self.T, self.V)

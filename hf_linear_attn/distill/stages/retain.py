@@ -82,7 +82,7 @@ class Retain(Stage):
 
     @override
     def trained(self) -> list[Group]:
-        learned = [(name, x) for part in self.rules for name, x in part.retention_weights().items()]
+        learned = [(name, x) for part in self.rules for name, x in part.weights("retention").items()]
         params = [x for name, x in learned if name not in MEASURED]
         return [{"params": params, "lr": self.settings.retain_lr}]
 
@@ -112,7 +112,7 @@ class Retain(Stage):
         self.losses = []
         weight = batch.real.sum() / len(self.rules)
         for part, rule in self.rules.items():
-            weights, found = part.retention_weights(), []
+            weights, found = part.weights("retention"), []
             for text in (text[part] for text in [*new, *again] if part in text):
                 inputs, targets, keys, times = (x.to(batch.input_ids.device) for x in text)
                 scores = rule.scores_of(inputs[None].float(), weights)[0]

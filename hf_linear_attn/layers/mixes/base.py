@@ -1,6 +1,5 @@
 """What a mixing rule is: how the exact and the linear branch become one output."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -96,9 +95,9 @@ class LastToken(NamedTuple):
         q: ``[B, HKV, G, D]``, fp32 (fp64).
         scores: Of the window and the sinks ``[B, HKV, G, P]``, fp32 (fp64), far below 0 where a slot is not seen.
         v: Their values ``[B, HKV, P, V]``.
-        o_far: The linear branch's output ``[B, HKV, G, V]``; None where there is no such branch.
-        number: Keys beyond the window ``[B, 1]``, in the dtype of the scores; where all rows have as many, and some,
-            their number itself.
+        o_far: The linear branch's output ``[B, HKV, G, V]``.
+        number: Keys beyond the window ``[B, 1, 1, 1]``, in the dtype of the scores; where all rows have as many, and
+            some, their number itself.
         keys: Their sum ``[B, HKV, D]``; None where the mix keeps none.
         scaling: Factor on ``q.k``.
         free: A free slot, with a value of 0, whose score may be anything; given to a mix that takes it.
@@ -107,25 +106,14 @@ class LastToken(NamedTuple):
     q: Tensor
     scores: Tensor
     v: Tensor
-    o_far: Tensor | None
-    number: Tensor | int | None
+    o_far: Tensor
+    number: Tensor | int
     keys: Tensor | None
     scaling: float
     free: int | None = None
 
-    @property
-    def far(self) -> tuple[Tensor, Tensor | int]:
-        """The linear branch's output, and the number of its keys ``[B, 1, 1, 1]``, or the same of all rows."""
-        if self.o_far is None or self.number is None:
-            raise RuntimeError("there is no linear branch")
-        return self.o_far, self.number if isinstance(self.number, int) else self.number[:, :, None, None]
 
-    def attend(self) -> Tensor:
-        """Return the exact branch's output ``[B, HKV, G, V]``."""
-        return self.scores.softmax(-1).to(self.v.dtype) @ self.v
-
-
-class Mix(ABC):
+class Mix:
     """A mixing rule; a subclass is found by its :attr:`name`. To normalisers ``eps`` > 0 is added."""
 
     name: ClassVar[str]
@@ -133,11 +121,11 @@ class Mix(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     """What it asks of the update rule, of what :attr:`Rule.provides` names."""
     has_far: ClassVar[bool] = True
-    """Whether there is a linear branch at all."""
+    """Whether there is a linear branch at all; without one the layer's output is the exact branch's."""
     sums_keys: ClassVar[bool] = False
     """Whether it reads the mean of the keys beyond the window."""
     steps: ClassVar[bool] = False
-    """Whether it has :meth:`join_last`; without it a step is read as a call of one token."""
+    """Whether it joins in a step, too, by :meth:`join_last`; else a step is read as a call of one token."""
     takes_slot: ClassVar[bool] = False
     """Whether that puts a score of its own into :attr:`LastToken.free`."""
 
@@ -153,9 +141,9 @@ class Mix(ABC):
         keys = Slot((self.sizes.num_kv_heads, self.sizes.head_dim), copies=copies)
         return {"far_keys": keys} if self.sums_keys else {}
 
-    @abstractmethod
     def join(self, near: Near, far: Far, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the layer's output ``[B, H, T, V]``, by what :meth:`weights` began."""
+        raise NotImplementedError(f"{type(self).__name__} must define join")
 
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the layer's output ``[B, HKV, G, V]`` in a step, in the dtype of the values; see :meth:`join`."""

@@ -34,11 +34,10 @@ class Gate(Mix):
 
     @override
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
-        o_far, number = last.far
         learned, bias = weights["weight"].view(last.q.shape[1:]), weights["bias"].view(*last.q.shape[1:3], 1)
-        score = (last.q * learned).sum(-1, keepdim=True) + bias
-        gate = score.sigmoid()
-        if isinstance(number, Tensor):
-            gate = gate * (number > 0)
+        gate = ((last.q * learned).sum(-1, keepdim=True) + bias).sigmoid()
+        if isinstance(last.number, Tensor):
+            gate = gate * (last.number > 0)
+        near = last.scores.softmax(-1).to(last.v.dtype) @ last.v
         # Kernels answer in the dtype of tokens.
-        return torch.lerp(last.attend().to(gate.dtype), o_far.to(gate.dtype), gate).to(last.v.dtype)
+        return torch.lerp(near.to(gate.dtype), last.o_far.to(gate.dtype), gate).to(last.v.dtype)

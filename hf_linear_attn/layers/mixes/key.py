@@ -37,10 +37,9 @@ class Key(Mix):
 
     @override
     def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
-        o_far, number = last.far
         if last.keys is None:
             raise RuntimeError("the sum of the keys beyond the window is not kept")
-        q = last.q
+        q, o_far, number = last.q, last.o_far, last.number
         learned, bias = weights["weight"].view(q.shape[1:]), weights["bias"].view(*q.shape[1:3], 1)
         if isinstance(number, Tensor):
             direction = torch.addcdiv(learned, last.keys[:, :, None], number.clamp(min=1), value=last.scaling)

@@ -1,12 +1,8 @@
 """No linear branch: the baseline that a conversion has to beat."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor
-from typing_extensions import override
-
-from hf_linear_attn.layers.mixes.base import Far, LastToken, Mix, Near
+from hf_linear_attn.layers.mixes.base import Mix
 
 
 class WindowAlone(Mix):
@@ -15,11 +11,3 @@ class WindowAlone(Mix):
     name: ClassVar[str] = "window"
     has_far: ClassVar[bool] = False
     steps: ClassVar[bool] = True
-
-    @override
-    def join(self, near: Near, far: Far | None, weights: Mapping[str, Tensor]) -> Tensor:
-        return near.attend()
-
-    @override
-    def join_last(self, last: LastToken, weights: Mapping[str, Tensor]) -> Tensor:
-        return last.attend()

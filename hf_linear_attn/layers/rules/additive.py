@@ -12,7 +12,6 @@ from hf_linear_attn.feature_maps.elementwise import elementwise_map
 from hf_linear_attn.layers.rules.base import Reading, Rule, RuleCall, RuleStep
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import LinearAttentionState, linear_attention
-from hf_linear_attn.ops.dispatch import wants_kernels
 from hf_linear_attn.ops.step import decode_opaque_, decode_plain_, fade_, fold_and_read_
 from hf_linear_attn.ops.window import key_product, running_sum
 
@@ -64,11 +63,11 @@ class Additive(Rule):
 
     @override
     def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
-        phi_q, phi_k, v, gates, kernel, key_mask, signed, rows = step
+        phi_q, phi_k, v, gates, kernel, key_mask, signed, rows, kernels = step
         # An elementwise map is chosen by name, which a compiler does not trace: one node of its graph does all.
         named = kernel is not None and torch.compiler.is_compiling()
         log_decay = None if gates is None else gates.log_decay
-        if not named and not wants_kernels(self.backend, v.device):
+        if not named and not kernels:
             if kernel is not None:
                 phi = elementwise_map(kernel)
                 phi_q, phi_k, signed = phi.phi(phi_q), phi.phi(phi_k), not phi.non_negative

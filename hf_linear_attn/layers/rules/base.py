@@ -74,6 +74,7 @@ class RuleStep(NamedTuple):
         signed: Whether features can be negative.
         rows: Where in a pool the states of the rows lie ``[B]`` int64, all different; None where row b's is the b-th.
             Only where :attr:`Rule.steps_rows` says so.
+        kernels: Whether kernels compute what they can take.
     """
 
     phi_q: Tensor
@@ -84,6 +85,7 @@ class RuleStep(NamedTuple):
     key_mask: Tensor | None = None
     signed: bool = True
     rows: Tensor | None = None
+    kernels: bool = False
 
 
 class Reading(NamedTuple):

@@ -12,7 +12,6 @@ from hf_linear_attn.layers.rules.gates import BETA_START, Gates, betas, gate_wei
 from hf_linear_attn.layers.state import Slot
 from hf_linear_attn.ops import DeltaRuleState, delta_rule
 from hf_linear_attn.ops.delta_rule.step import delta_opaque_, delta_plain_, overwrite_and_read_
-from hf_linear_attn.ops.dispatch import wants_kernels
 
 
 class Delta(Rule):
@@ -60,10 +59,10 @@ class Delta(Rule):
 
     @override
     def step_(self, step: RuleStep, state: Mapping[str, Tensor]) -> Tensor:
-        phi_q, phi_k, v, gates, _, key_mask, _, rows = step
+        phi_q, phi_k, v, gates, _, key_mask, _, rows, kernels = step
         beta, scale = _needed(gates)
         log_decay, kv = None if gates is None else gates.log_decay, state["kv"]
-        if wants_kernels(self.backend, v.device):
+        if kernels:
             overwrite = delta_opaque_ if torch.compiler.is_compiling() else delta_plain_
             q = phi_q.flatten(1, 2)[:, :, None]
             o = overwrite(q, phi_k, v.to(phi_k.dtype), beta, log_decay, kv, key_mask, True, self.backend, rows)

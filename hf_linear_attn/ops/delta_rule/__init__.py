@@ -2,6 +2,6 @@
 
 from hf_linear_attn.ops.delta_rule.api import delta_rule
 from hf_linear_attn.ops.delta_rule.state import DeltaRuleState
-from hf_linear_attn.ops.delta_rule.step import delta_opaque_, delta_plain_, delta_step_, overwrite_and_read_
+from hf_linear_attn.ops.delta_rule.step import delta_opaque_, delta_step_
 
-__all__ = ["DeltaRuleState", "delta_opaque_", "delta_plain_", "delta_rule", "delta_step_", "overwrite_and_read_"]
+__all__ = ["DeltaRuleState", "delta_opaque_", "delta_rule", "delta_step_"]

@@ -1,6 +1,5 @@
 """The public op: checks its arguments and hands over to a backend."""
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 from torch import Tensor
@@ -118,16 +117,12 @@ def delta_rule(
     check_call(call)
     # States have a precision of their own, whatever products around them are cast to.
     with own_precision(q.device):
-        o, final = _backend(backend, call)(call)
+        chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v))
+        if chosen == "triton":
+            # Imported here so that the package needs neither Triton nor a GPU.
+            from hf_linear_attn.ops.delta_rule.triton.op import delta_rule_triton
+
+            o, final = delta_rule_triton(call)
+        else:
+            o, final = (delta_rule_reference if chosen == "reference" else delta_rule_chunked)(call)
     return (o, final) if return_state else o
-
-
-def _backend(backend: str, call: DeltaCall) -> Callable[[DeltaCall], tuple[Tensor, DeltaRuleState]]:
-    """Return the backend's function."""
-    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(call.q, call.k, call.v))
-    if chosen == "triton":
-        # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops.delta_rule.triton.op import delta_rule_triton
-
-        return delta_rule_triton
-    return delta_rule_reference if chosen == "reference" else delta_rule_chunked

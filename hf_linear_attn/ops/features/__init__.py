@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps import FeatureMap
 from hf_linear_attn.feature_maps.base import Pair
-from hf_linear_attn.ops.dispatch import LARGEST_HEAD, device_obstacle, wants_kernels, warn_fallback
+from hf_linear_attn.ops.dispatch import LARGEST_HEAD, tensor_obstacle, wants_kernels, warn_fallback
 from hf_linear_attn.ops.rotation import Rotation
 
 LARGEST_PAIR = LARGEST_HEAD
@@ -30,7 +30,6 @@ def features_of(
         side: Which of both they are.
         positions: ``[B, T]`` int64; only position-dependent maps read them.
         backend: As in :func:`linear_attention`. Maps without a kernel of their own are PyTorch's with every backend.
-
         rotation: By which ``x`` is turned, where the features are those of what it was before.
 
     Returns:
@@ -53,13 +52,15 @@ def features_of(
 
 def feature_obstacle(x: Tensor, pair: Pair) -> str | None:
     """Say why no kernel can compute these features here, or None where one can."""
-    largest = max(pair.weight.shape[1:])
-    if pair.weight.device != x.device:
+    return weights_obstacle(x.device, pair.weight) or tensor_obstacle(x)
+
+
+def weights_obstacle(device: torch.device, *weights: Tensor) -> str | None:
+    """Say why no kernel can take weights of paired maps on a device, or None where one can."""
+    if any(weight.device != device for weight in weights):
         # They come with the map's own forward.
         return "the map's weights are kept elsewhere"
-    if x.dtype == torch.float64:
-        return "the kernels take bf16, fp16 and fp32, not float64"
+    largest = max(size for weight in weights for size in weight.shape[1:])
     if largest > LARGEST_PAIR:
         return f"the map's weights have size {largest}, and the kernels hold at most {LARGEST_PAIR}"
-    reason: str | None = device_obstacle(x.device)
-    return reason
+    return None

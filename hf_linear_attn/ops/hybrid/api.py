@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import Pair
 from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD
-from hf_linear_attn.ops.features import LARGEST_PAIR, feature_obstacle
+from hf_linear_attn.ops.features import feature_obstacle, weights_obstacle
 from hf_linear_attn.ops.hybrid.checks import HYBRID_MIXES
 from hf_linear_attn.ops.hybrid.records import HybridStep, Prefill, Prefilled
 from hf_linear_attn.ops.kept import AGES, choice_obstacle
@@ -30,12 +30,17 @@ PREFILLS = {"triton": {("additive", "key")}, "numba": STEPS}
 
 def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> str | None:
     """Say why the kernel, or the loop, cannot take a step here, or None where it can."""
+    kept = step.kept
     if backend == "numba":
-        return _loop_obstacle(step)
+        # Imported here so that the package needs no Numba.
+        from hf_linear_attn.ops.numba.run import loop_obstacle
+
+        held, weights = ((), ()) if kept is None else ((kept.k, kept.v, kept.turns), kept.weights)
+        tokens = step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns, *held
+        return loop_obstacle(tokens, (*step.learned, *weights))
     reason = window_obstacle(step.q, step.k, step.v)
     if reason is not None:
         return reason
-    kept = step.kept
     if not step.q.dtype == step.k.dtype == step.v.dtype == step.near_k.dtype == (kept or step).k.dtype:
         return "tokens and window are of several dtypes"
     if kept is not None:
@@ -44,23 +49,7 @@ def hybrid_obstacle(step: HybridStep, backend: Literal["triton", "numba"]) -> st
             return reason
     if step.weight_q is None or step.weight_k is None:
         return None
-    if max(step.weight_k.shape[1:]) > LARGEST_PAIR:
-        return (
-            f"the map's weights have size {max(step.weight_k.shape[1:])}, and the kernels hold at most {LARGEST_PAIR}"
-        )
-    if not step.weight_q.device == step.weight_k.device == step.q.device:
-        return "the map's weights are kept elsewhere"
-    return None
-
-
-def _loop_obstacle(step: HybridStep) -> str | None:
-    # Imported here so that the package needs no Numba.
-    from hf_linear_attn.ops.numba.run import loop_obstacle
-
-    kept = step.kept
-    held = () if kept is None else (kept.k, kept.v, kept.turns)
-    tokens = step.q, step.k, step.v, step.near_k, step.near_v, step.near_turns, *held
-    return loop_obstacle(tokens, (*step.learned, *(() if kept is None else kept.weights)))
+    return weights_obstacle(step.q.device, step.weight_q, step.weight_k)
 
 
 def hybrid_step_(step: HybridStep, backend: Literal["triton", "numba"]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
 from hf_linear_attn.ops.hybrid.records import HybridStep
 from hf_linear_attn.ops.kept import AGES
+from hf_linear_attn.ops.linear_attention.checks import check_groups
 
 HYBRID_MIXES = ("gate", "key", "window")
 """Mixing rules that the kernel knows."""
@@ -20,10 +21,7 @@ def check_hybrid(step: HybridStep) -> None:
     (_, kv_heads, slots, _), heads = step.near_k.shape, step.q.shape[1]
     if step.mix not in HYBRID_MIXES:
         raise ArgumentError("mix", "be one that the kernel knows", step.mix, "Use one of those", available=HYBRID_MIXES)
-    if heads % kv_heads:
-        raise ArgumentError(
-            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
-        )
+    check_groups(heads, kv_heads)
     if not 0 <= step.sinks <= slots - 2:
         raise ArgumentError("sinks", f"leave 2 of {slots} slots to the window", step.sinks, "Pass the layer's own.")
     if step.near_turns is not None and step.pairs not in PAIRS:

@@ -1,12 +1,14 @@
 """The choice of the keys that are kept beyond a window, as one node of a graph, and who makes it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_linear_attn.ops.dispatch import choose_backend, device_obstacle, wants_loops
+from hf_linear_attn.ops.dispatch import choose_backend, tensor_obstacle, wants_loops
 from hf_linear_attn.ops.kept.problem import Choice, Entering
 from hf_linear_attn.ops.kept.torch import choose_torch
-from hf_linear_attn.ops.library import refuse_vmap
+from hf_linear_attn.ops.library import operator, refuse_vmap
 from hf_linear_attn.ops.triton.plan import padded
 from hf_linear_attn.tracing import is_transformed
 
@@ -40,25 +42,19 @@ def choose_kept(call: Entering, backend: str = "auto") -> Choice:
 
 
 def _choose(call: Entering, backend: str) -> Choice:
-    if choose_backend(backend, call.compared.device, lambda: _obstacle(call)) == "triton":
+    compared, sizes = call.compared, (call.at.shape[2], call.compared.shape[3])
+    chosen = choose_backend(backend, compared.device, lambda: tensor_obstacle(compared) or choice_obstacle(*sizes))
+    if chosen == "triton":
         # Imported here so that the package needs neither Triton nor a GPU.
         from hf_linear_attn.ops.kept.triton import choose_triton
 
         return choose_triton(call)
-    if wants_loops(backend, call.compared.device) and call.compared.dtype != torch.float64 and not is_transformed():
+    if wants_loops(backend, compared.device) and compared.dtype != torch.float64 and not is_transformed():
         # Imported here so that the package needs no Numba.
         from hf_linear_attn.ops.kept.numba import choose_numba
 
         return choose_numba(call)
     return choose_torch(call)
-
-
-def _obstacle(call: Entering) -> str | None:
-    """Say why the kernel cannot choose here, or None where it can."""
-    if call.compared.dtype == torch.float64:
-        return "the kernels take bf16, fp16 and fp32, not float64"
-    reason: str | None = device_obstacle(call.compared.device)
-    return reason or choice_obstacle(call.at.shape[2], call.compared.shape[3])
 
 
 def choice_obstacle(keys: int, width: int) -> str | None:
@@ -68,35 +64,23 @@ def choice_obstacle(keys: int, width: int) -> str | None:
     return f"the kernel that chooses keys cannot hold {keys} of a head, of which {width} numbers each are compared"
 
 
-@torch.library.custom_op("hf_linear_attn::choose_kept", mutates_args=())
-def choose_op(
-    compared: Tensor,
-    enters: Tensor,
-    positions: Tensor,
-    number: Tensor,
-    nearest: Tensor,
-    at: Tensor,
-    window: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _choose_plain(*inputs: Any) -> tuple[Tensor, ...]:
     """Choose, token by token, what would be a graph as long as the text."""
-    call = Entering(compared, enters, positions, number, nearest, at, window)
-    return tuple(x.clone() for x in _choose(call, backend))  # type: ignore[return-value]
+    *call, backend = inputs
+    return tuple(x.clone() for x in _choose(Entering(*call), backend))
 
 
-@choose_op.register_fake
-def _(
-    compared: Tensor,
-    enters: Tensor,
-    positions: Tensor,
-    number: Tensor,
-    nearest: Tensor,
-    at: Tensor,
-    window: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate(compared: Tensor, enters: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    _, _, nearest, at, *_ = others
     slot = at.new_empty(*at.shape[:2], enters.shape[1])
     return slot, torch.empty_like(slot), torch.empty_like(at), torch.empty_like(nearest), torch.empty_like(at)
 
 
+choose_op = operator(
+    "choose_kept",
+    _choose_plain,
+    _allocate,
+    schema="(Tensor compared, Tensor enters, Tensor positions, Tensor number, Tensor nearest, Tensor at, "
+    "SymInt window, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 refuse_vmap("torch", choose_op)

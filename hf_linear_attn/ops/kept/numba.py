@@ -11,7 +11,7 @@ from hf_linear_attn.ops.kept.torch import point_at
 from hf_linear_attn.ops.numba.compile import entry
 from hf_linear_attn.ops.numba.parts import project, sigmoid
 from hf_linear_attn.ops.numba.primitives import NOTHING, ONE, ahead, narrow, pointer, turn, unpacked, wide, within
-from hf_linear_attn.ops.numba.run import HEAD, addresses, in_parts
+from hf_linear_attn.ops.numba.run import HEAD, addresses, in_parts, parts_of
 
 NUMBERS = 15
 
@@ -162,5 +162,5 @@ def choose_numba(call: Entering) -> Choice:
     tensors = compared, enters, call.positions.contiguous(), call.number.contiguous(), nearest, at, held, slot, gone
     points = points_of(call.window) if call.window else None
     numbers = *addresses(*tensors, points), 0 if points is None else len(points) - 1, HKV, T, C, V
-    in_parts(entry(_task), B * HKV, T * C * V, numbers, tensors)
+    in_parts(entry(_task), parts_of(B * HKV, T * C * V), B * HKV, numbers, tensors)
     return Choice(slot, gone, held, call.nearest if call.window else nearest, at)

@@ -1,6 +1,5 @@
 """The public op: checks its arguments, applies feature maps, and hands over to a backend."""
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -157,22 +156,17 @@ def linear_attention(
             else:
                 phi = feature_map.kernel
         check_state(q, k, v, cu_seqlens, state)
-        # Chosen last: features may be wider than heads, and kernels hold only so much.
         kv0, z0 = state or (None, None)
         call = LinearCall(q, k, v, key_mask, cu_seqlens, kv0, z0, log_decay, phi, causal, delay, eps)
-        o, final = _backend(backend, call)(call)
+        # Chosen last: features may be wider than heads, and kernels hold only so much. Products of fp32 over so many
+        # columns take kilobytes of stack.
+        largest = LARGEST_HEAD if q.dtype == torch.float32 else LARGEST_FEATURES
+        chosen = choose_backend(backend, q.device, lambda: kernel_obstacle(q, k, v, largest))
+        if chosen == "triton":
+            # Imported here so that the package needs neither Triton nor a GPU.
+            from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
+
+            o, final = linear_attention_triton(call)
+        else:
+            o, final = (linear_attention_reference if chosen == "reference" else linear_attention_chunked)(call)
     return (o, final) if return_state else o
-
-
-def _backend(backend: str, call: LinearCall) -> Callable[[LinearCall], tuple[Tensor, LinearAttentionState]]:
-    """Return the backend's function."""
-    # Products of fp32 over so many columns take kilobytes of stack.
-    largest = LARGEST_HEAD if call.q.dtype == torch.float32 else LARGEST_FEATURES
-    tokens = call.q, call.k, call.v
-    chosen = choose_backend(backend, call.q.device, lambda: kernel_obstacle(*tokens, largest))
-    if chosen == "triton":
-        # Imported here so that the package needs neither Triton nor a GPU.
-        from hf_linear_attn.ops.linear_attention.triton.op import linear_attention_triton
-
-        return linear_attention_triton
-    return linear_attention_reference if chosen == "reference" else linear_attention_chunked

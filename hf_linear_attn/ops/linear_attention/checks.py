@@ -56,12 +56,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         raise ArgumentError("k", f"have q's batch size {of_q[0]}", tuple(of_k), "Pass the same batch.")
     if of_q[3] != of_k[3]:
         raise ArgumentError("k", f"have q's head dim {of_q[3]}", tuple(of_k), "Pass q and k of one layer.")
-    if of_q[1] % of_k[1]:
-        raise ArgumentError(
-            "k", f"have a head count that divides q's {of_q[1]}", of_k[1], "Check the grouping of heads."
-        )
+    check_groups(of_q[1], of_k[1])
     if causal and of_q[2] != of_k[2]:
         raise ArgumentError("k", f"have q's {of_q[2]} tokens where causal", of_k[2], "Carry earlier tokens in `state`.")
+
+
+def check_groups(heads: int, kv_heads: int) -> None:
+    """Check that as many query heads share each key head."""
+    if heads % kv_heads:
+        rule = f"have a head count that divides q's {heads}"
+        raise ArgumentError("k", rule, kv_heads, "Check the grouping of heads.")
 
 
 def check_masks(

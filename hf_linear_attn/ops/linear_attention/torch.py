@@ -74,11 +74,12 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         s1 = far.state(one.kv0, one.z0)
         if not causal:
             for span in pieces(far.k.shape[2], SPAN):
-                s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
+                phi_k, v1 = far.keys_and_values(span)
+                s1.baddbmm_(phi_k.transpose(1, 2), v1)
         for span in pieces(lead, SPAN):
             divide(far, o_rows[:, :, :lead], den_rows[:, :, :lead], span, torch.bmm(far.queries(span), s1))
         for span in spans(near.q.shape[2], CHUNK, SPAN):
-            phi_q, phi_k, v1, fade = near.queries(span), near.keys(span), near.values(span), near.fade(span)
+            phi_q, (phi_k, v1), fade = near.queries(span), near.keys_and_values(span), near.fade(span)
             before = near.before_(s1, phi_k, v1, span, fade)
             o1 = torch.bmm(phi_q, before)
             if fade is not None:
@@ -151,11 +152,12 @@ def _derive_queries(
     s1 = far.state(one.kv0, one.z0)
     if not one.causal:
         for span in pieces(far.k.shape[2], SPAN):
-            s1.baddbmm_(far.keys(span).transpose(1, 2), far.values(span))
+            phi_k, v1 = far.keys_and_values(span)
+            s1.baddbmm_(phi_k.transpose(1, 2), v1)
     for span in pieces(lead, SPAN):
         far.derive(dq[:, :, :lead], far.q, span, torch.bmm(far.weighted(far_errors, span), s1.transpose(1, 2)))
     for span in spans(near.q.shape[2], CHUNK, SPAN):
-        phi_k, v1, g1 = near.keys(span), near.values(span), near.weighted(near_errors, span)
+        (phi_k, v1), g1 = near.keys_and_values(span), near.weighted(near_errors, span)
         fade, phi_q = near.fade(span), None
         before = near.before_(s1, phi_k, v1, span, fade)
         dphi = torch.bmm(g1, before.transpose(1, 2))
@@ -182,8 +184,8 @@ def _derive_keys(
     far, near, lead = parts
     far_errors, near_errors = ([x[:, :, part] for x in errors] for part in (slice(lead), slice(lead, None)))
     for span in reversed(spans(near.q.shape[2], CHUNK, SPAN)):
-        phi_q, phi_k = near.queries(span), near.keys(span)
-        v1, g1, fade = near.values(span), near.weighted(near_errors, span), near.fade(span)
+        phi_q, (phi_k, v1) = near.queries(span), near.keys_and_values(span)
+        g1, fade = near.weighted(near_errors, span), near.fade(span)
         read_q = phi_q if fade is None else scaled(phi_q, fade.read)
         whole = None if fade is None else fade.whole
         after = running_(r1, torch.bmm(read_q.transpose(1, 2), g1), span.n, reverse=True, whole=whole)
@@ -205,7 +207,7 @@ def _derive_keys(
         dv[:, :, unread:] = 0
         return
     for span in pieces(far.k.shape[2], SPAN):
-        phi_k, v1 = far.keys(span), far.values(span)
+        phi_k, v1 = far.keys_and_values(span)
         far.derive(dk, far.k, span, torch.bmm(v1, r1.transpose(1, 2)), phi_k)
         far.paste(dv, span, torch.bmm(phi_k, r1)[..., :-1])
 

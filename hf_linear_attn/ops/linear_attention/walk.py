@@ -52,8 +52,14 @@ class Walk:
 
     def cut(self, x: Tensor, span: Span) -> Tensor:
         """View a span's tokens of ``x [B, heads, T, E]`` as ``[B, HKV, n, G, C, E]``."""
-        of_span = torch.unflatten(x[:, :, span.a : span.b], 2, (span.n, -1))
-        return torch.unflatten(of_span, 1, (self.k.shape[1], -1)).transpose(2, 3)
+        kv_heads, chunk = self.k.shape[1], (span.b - span.a) // span.n
+        shape = len(x), kv_heads, x.shape[1] // kv_heads, span.n, chunk, x.shape[3]
+        return x[:, :, span.a : span.b].view(shape).transpose(2, 3)
+
+    def rows(self, x: Tensor, span: Span) -> Tensor:
+        """Return a span's tokens of ``x`` as ``[rows, G C, E]``."""
+        x = self.cut(x, span)
+        return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
 
     def before_(self, state: Tensor, phi_k: Tensor, v1: Tensor, span: Span, fade: Fade | None) -> Tensor:
         """Return the state before each chunk of a span, and take the span's keys into ``state``."""
@@ -75,23 +81,20 @@ class Walk:
 
     def queries(self, span: Span) -> Tensor:
         """Return phi(q) as ``[rows, G C, F]``."""
-        return _rows(self.phi.phi(self.cut(self.q, span)))
+        return self.phi.phi(self.rows(self.q, span))
 
-    def keys(self, span: Span) -> Tensor:
-        """Return phi(k), masked, as ``[rows, C, F]``."""
-        phi_k = _rows(self.phi.phi(self.cut(self.k, span)))
-        return phi_k if self.hidden is None else phi_k.masked_fill(_rows(self.cut(self.hidden, span)), 0)
-
-    def values(self, span: Span) -> Tensor:
-        """Return [v, 1], masked, as ``[rows, C, V + 1]``."""
-        v = self.cut(self.v, span)
+    def keys_and_values(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Return phi(k) as ``[rows, C, F]`` and [v, 1] as ``[rows, C, V + 1]``, both masked."""
+        phi_k, v = self.phi.phi(self.rows(self.k, span)), self.cut(self.v, span)
         v1 = torch.empty(*v.shape[:-1], v.shape[-1] + 1, dtype=self.dtype, device=v.device)
         v1[..., :-1] = v
         v1[..., -1] = 1
-        if self.hidden is not None:
-            # 0 times a NaN is one.
-            v1.masked_fill_(self.cut(self.hidden, span), 0)
-        return _rows(v1)
+        v1 = v1.flatten(0, 3)
+        if self.hidden is None:
+            return phi_k, v1
+        # Of values, too: 0 times a NaN is one.
+        hidden = self.rows(self.hidden, span)
+        return phi_k.masked_fill(hidden, 0), v1.masked_fill_(hidden, 0)
 
     def weighted(self, errors: Sequence[Tensor], span: Span) -> Tensor:
         """Return [G, h] as ``[rows, G C, V + 1]``, G = do / den, given do, h and 1 / den."""
@@ -99,7 +102,7 @@ class Walk:
         g1 = torch.empty(*do.shape[:-1], do.shape[-1] + 1, dtype=self.dtype, device=do.device)
         torch.mul(do, inverse, out=g1[..., :-1])
         g1[..., -1:] = h
-        return _rows(g1)
+        return g1.flatten(3, 4).flatten(0, 2)
 
     def derive(self, dx: Tensor, x: Tensor, span: Span, dphi: Tensor, features: Tensor | None = None) -> None:
         """Write ``dphi phi'(x)`` over a span's tokens of ``dx``; ``features`` are phi(x) where they are at hand."""
@@ -111,7 +114,7 @@ class Walk:
         """Return how sums fade within a span; None where they do not."""
         if self.log_decay is None:
             return None
-        b = _rows(self.cut(self.log_decay, span)).cumsum(1)
+        b = self.rows(self.log_decay, span).cumsum(1)
         last = b[:, -1:]
         read, kept, within, whole = (
             x.to(self.dtype).exp() for x in (b, last - b, (b - b.transpose(1, 2)).clamp_(max=0), last)
@@ -146,11 +149,6 @@ def walks(call: LinearCall) -> tuple[Walk, Walk, int]:
     )
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Reshape ``[B, HKV, n, G, C, E]`` to ``[B HKV n, G C, E]``."""
-    return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
-
-
 def causal_(scores: Tensor, fade: Fade | None = None) -> Tensor:
     """Zero the scores ``[rows, G C, C]`` of keys that a query cannot see yet, and fade the others, in place."""
     if fade is not None:
@@ -175,16 +173,13 @@ def running_(state: Tensor, changes: Tensor, n: int, *, reverse: bool = False, w
 
     In reverse a chunk follows the later ones; ``whole [rows, 1, 1]`` says how the state fades over each chunk.
     """
-    before = torch.empty_like(changes)
-    steps, added = (torch.unflatten(x, 0, (-1, n)).unbind(1) for x in (before, changes))
-    order = range(n)[::-1] if reverse else range(n)
-    steps[order[0]].copy_(state)
-    targets = [*(steps[i] for i in order[1:]), state]
-    if whole is None:
-        for i, target in zip(order, targets, strict=True):
-            torch.add(steps[i], added[i], out=target)
-    else:
-        factors = torch.unflatten(whole, 0, (-1, n)).unbind(1)
-        for i, target in zip(order, targets, strict=True):
-            torch.addcmul(added[i], steps[i], factors[i], out=target)
+    before, order = torch.empty_like(changes), slice(None, None, -1 if reverse else 1)
+    steps, added = torch.unflatten(before, 0, (-1, n)).unbind(1)[order], torch.unflatten(changes, 0, (-1, n)).unbind(1)
+    factors = (None,) * n if whole is None else torch.unflatten(whole, 0, (-1, n)).unbind(1)
+    steps[0].copy_(state)
+    for step, change, factor, after in zip(steps, added[order], factors[order], (*steps[1:], state), strict=True):
+        if factor is None:
+            torch.add(step, change, out=after)
+        else:
+            torch.addcmul(change, step, factor, out=after)
     return before

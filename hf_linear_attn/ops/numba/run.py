@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from hf_linear_attn.ops.numba.compile import Entry
+
+MaybeT = TypeVar("MaybeT", Tensor, Tensor | None)
 
 DTYPES = {torch.float32, torch.bfloat16}
 """What loops read and write."""
@@ -42,6 +44,16 @@ def loop_obstacle(tokens: Sequence[Tensor | None], learned: Sequence[Tensor | No
         if len(kinds) > 1 or not kinds <= DTYPES:
             return f"loops take tensors of one dtype, fp32 or bf16, not {', '.join(sorted(map(str, kinds)))}"
     return None
+
+
+def in_rows(x: MaybeT) -> MaybeT:
+    """Return a tensor as loops read it: the entries of its last dimension side by side."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def in_fp32(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors in fp32, contiguous."""
+    return [None if x is None else x.float().contiguous() for x in tensors]
 
 
 def addresses(*tensors: Tensor | None) -> list[int]:
@@ -80,20 +92,19 @@ HEAD = 3
 """Numbers before a task's own: the part that is next, how many there are, and units."""
 
 
-def in_parts(task: "Entry", units: int, work: int, numbers: Sequence[int], held: object = None) -> None:
-    """Run a task over units, by several threads where that pays.
+def in_parts(task: "Entry", parts: int, units: int, numbers: Sequence[int], held: object = None) -> None:
+    """Run a task over units, each of several threads some of them.
 
     PyTorch's own threads do it where they can be reached. They look for work for a while after each operation: other
     threads would have to share cores with them.
 
     Args:
         task: Takes the address of a table: what says :data:`HEAD`, then the numbers. Takes turns with other threads.
-        units: How many there are.
-        work: About how many multiplications each of them is.
+        parts: By how many threads, see :func:`parts_of`.
+        units: How many units there are.
         numbers: The task's own, int64.
         held: What is read and written: it must outlive a thread, also where the caller that waits is interrupted.
     """
-    parts = parts_of(units, work)
     table = array("q", (0, parts, units, *numbers))
     address = table.buffer_info()[0]
     if parts == 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.feature_maps.base import upcast
-from hf_linear_attn.ops.dispatch import device_obstacle, wants_kernels
+from hf_linear_attn.ops.dispatch import tensor_obstacle, wants_kernels
 from hf_linear_attn.tracing import needs_operations
 
 
@@ -86,11 +86,6 @@ class Rotation(NamedTuple):
         """Return the rotation of other tokens."""
         return Rotation(turns, self.layout)
 
-    def fits(self, x: Tensor) -> bool:
-        """Tell whether there are angles for the tokens, and entries for the angles, of queries or keys."""
-        batch, tokens, width = self.turns.shape
-        return batch in (1, x.shape[0]) and tokens == x.shape[2] and width <= x.shape[3]
-
     def do(self, x: Tensor) -> Tensor:
         """Turn queries or keys ``[B, H, T, D]``."""
         cos, sin = upcast(self.turns).chunk(2, -1)
@@ -103,7 +98,7 @@ class Rotation(NamedTuple):
             x: What the model has turned.
             backend: As in :func:`linear_attention`.
         """
-        if wants_kernels(backend, x.device) and x.dtype != torch.float64 and device_obstacle(x.device) is None:
+        if wants_kernels(backend, x.device) and tensor_obstacle(x) is None:
             # Imported here so that the package needs neither Triton nor a GPU.
             from hf_linear_attn.ops.rotation.triton import turn
 

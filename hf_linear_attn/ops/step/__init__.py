@@ -1,8 +1,8 @@
 """A step without a window, against a state that is updated in place, at fixed addresses."""
 
-from hf_linear_attn.ops.step.copies import copies_of
 from hf_linear_attn.ops.step.decode import (
     constant,
+    copies_of,
     decode_opaque_,
     decode_plain_,
     decode_state,

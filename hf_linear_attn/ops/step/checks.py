@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError
+from hf_linear_attn.ops.linear_attention.checks import check_groups
 
 
 def check_decode(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, rows: Tensor | None) -> None:
@@ -27,10 +28,7 @@ def check_decode(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, rows: T
         raise ArgumentError(
             "state.z", f"have 1 to V = {value_dim} copies", z.shape[2], "Allocate it with decode_state()."
         )
-    if heads % kv_heads:
-        raise ArgumentError(
-            "k", f"have a head count that divides q's {heads}", kv_heads, "Check the grouping of heads."
-        )
+    check_groups(heads, kv_heads)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, x in (("state.kv", kv), ("state.z", z)):
         if x.dtype != dtype:

@@ -1,20 +1,35 @@
 """The decode step: a few new tokens against a state that is updated in place, at fixed addresses."""
 
 from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.elementwise import elementwise_map
-from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, choose_backend, kernel_obstacle
+from hf_linear_attn.ops.dispatch import LARGEST_FEATURES, LARGEST_HEAD, choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import no_gradients, operator
 from hf_linear_attn.ops.linear_attention.api import linear_attention
 from hf_linear_attn.ops.linear_attention.checks import check_log_decay
 from hf_linear_attn.ops.linear_attention.reference import guarded
 from hf_linear_attn.ops.state import LinearAttentionState, check_rows, contiguous_like_values
 from hf_linear_attn.ops.step.checks import check_decode, check_step_mask
-from hf_linear_attn.ops.step.copies import copies_of
+from hf_linear_attn.ops.triton.plan import target_of, tile
+
+
+# Whatever torch.compile traces, it need not look for tiles.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def copies_of(device: torch.device, role: Literal["decode", "hybrid"], feature_dim: int, value_dim: int) -> int | None:
+    """Return how many programs share a head in a step; each keeps its own copy of the sums that all of them need.
+
+    It is None where no kernel runs, or only interpreted ones, which run one after another.
+    """
+    target = target_of(device) if device.type == "cuda" else None
+    if target is None or feature_dim > LARGEST_FEATURES or value_dim > LARGEST_HEAD:
+        return None
+    # Widths are the same for every dtype: a state is fp32.
+    return -(-value_dim // tile(target, torch.bfloat16, role, feature_dim, value_dim, 0).width)
 
 
 def decode_state(
@@ -105,15 +120,21 @@ def decode_step_(
         for x, y in zip(state, own, strict=True):
             x.index_copy_(0, rows, y)
         return o
-    if log_decay is None or q.shape[2] == 1:
+    feature_map = elementwise_map(phi)
+    if q.shape[2] == 1:
+        if key_mask is not None:
+            # What is masked must not matter, whatever it holds.
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+        phi_q = feature_map.phi(torch.unflatten(q[:, :, 0], 1, (k.shape[1], -1)))
         if log_decay is not None:
             fade_(*state, log_decay)
-        return _decode_step_torch_(q, k, v, state, phi, key_mask, eps)
+        o = fold_and_read_(phi_q, feature_map.phi(k), v, *state, key_mask, eps, not feature_map.non_negative)
+        return o.view(*q.shape[:3], -1).to(q.dtype)
     one = state.z if state.z.ndim == 3 else state.z[:, :, 0]
-    before, feature_map = LinearAttentionState(state.kv, one), elementwise_map(phi)
     o, (kv, z) = linear_attention(
-        q, k, v, feature_map, key_mask=key_mask, state=before, eps=eps, log_decay=log_decay, backend="torch"
-    )
+        q, k, v, feature_map, key_mask=key_mask, state=LinearAttentionState(state.kv, one), eps=eps,
+        log_decay=log_decay, backend="torch",
+    )  # fmt: skip
     state.kv.copy_(kv)
     state.z.copy_(z if state.z.ndim == 3 else z[:, :, None])
     return o
@@ -193,46 +214,3 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 _kept_constant = cache(_constant)
-
-
-def _decode_step_torch_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearAttentionState,
-    phi: str,
-    key_mask: Tensor | None,
-    eps: float,
-) -> Tensor:
-    tokens = k.shape[2]
-    feature_map = elementwise_map(phi)
-    kv, z = state
-    batch, kv_heads, _, dim = k.shape
-    rows, value_dim = batch * kv_heads, v.shape[3]
-    phi_q = feature_map.phi(q).reshape(rows, -1, dim)
-    phi_k = feature_map.phi(k)
-    if key_mask is not None:
-        # Of both: 0 times a NaN is one.
-        hidden = ~key_mask[:, None, :, None]
-        phi_k, v = phi_k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    phi_k = phi_k.reshape(rows, tokens, dim)
-    v_rows = v.to(kv.dtype).reshape(rows, tokens, value_dim)
-    kv_rows = kv.view(rows, dim, value_dim)
-    z_one = z if z.ndim == 3 else z[:, :, 0]
-    if tokens == 1:
-        # Fold first: the token sees itself, and no [T, T] scores are needed.
-        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
-        sums = phi_k.view(batch, kv_heads, dim)
-        z += sums if z.ndim == 3 else sums[:, :, None]
-        num = torch.bmm(phi_q, kv_rows)
-        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1))
-    else:
-        scores = torch.bmm(phi_q, phi_k.transpose(1, 2))
-        scores.view(rows, -1, tokens, tokens).tril_()
-        num = torch.bmm(phi_q, kv_rows).baddbmm_(scores, v_rows)
-        den = torch.bmm(phi_q, z_one.reshape(rows, dim, 1)).add_(scores.sum(-1, keepdim=True))
-        kv_rows.baddbmm_(phi_k.transpose(1, 2), v_rows)
-        sums = phi_k.sum(1).view(batch, kv_heads, dim)
-        z += sums if z.ndim == 3 else sums[:, :, None]
-    den = den.add_(eps) if feature_map.non_negative else guarded(den, eps)
-    return num.div_(den).view(*q.shape[:3], value_dim).to(q.dtype)

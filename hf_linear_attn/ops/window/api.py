@@ -10,10 +10,9 @@ from hf_linear_attn.errors import ArgumentError
 from hf_linear_attn.feature_maps.base import upcast
 from hf_linear_attn.ops.dispatch import choose_backend, kernel_obstacle
 from hf_linear_attn.ops.library import is_exporting
-from hf_linear_attn.ops.window.opaque import sums_forward, window_forward
 from hf_linear_attn.ops.window.problem import KeptKeys, Sinks, WindowCall
 from hf_linear_attn.ops.window.reference import window_attention_reference
-from hf_linear_attn.ops.window.torch import window_attention_torch, window_sums_torch
+from hf_linear_attn.ops.window.torch import sums_forward, window_attention_torch, window_forward, window_sums_torch
 
 LARGEST_FP32 = 128
 """Dimensions up to which the kernels find enough registers for fp32."""

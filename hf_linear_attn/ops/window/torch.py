@@ -4,15 +4,17 @@ Sinks and kept keys stand before the band, and a key of each query's own is one 
 whose value is added apart: one product makes all other scores, one softmax joins them, one product makes the output.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linear_attn.errors import BackendError
 from hf_linear_attn.feature_maps.base import second_gradients, upcast
-from hf_linear_attn.ops.library import own_precision
-from hf_linear_attn.ops.window.problem import NOWHERE, KeptKeys, WindowCall
+from hf_linear_attn.ops.library import operator, own_precision, refuse_vmap
+from hf_linear_attn.ops.state import contiguous_like_values
+from hf_linear_attn.ops.window.problem import INPUTS, NOWHERE, KeptKeys, WindowCall
 from hf_linear_attn.tracing import is_symbol, needs_operations
 
 BLOCKS = (32, 64)
@@ -262,3 +264,33 @@ class _Bands(torch.autograd.Function):
         start = 0 if first else lead
         dbefore = dbands[:, :, :, : ctx.before] if ctx.before else None
         return dx[:, :, start : start + ctx.shape[2]], dbefore, *(None,) * len(ctx.size)
+
+
+def _allocate_sums(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _refuse_gradients(ctx: Any, *gradients: Tensor) -> NoReturn:
+    raise BackendError(
+        "backend", "be able to run here", "torch", "An exported window has no gradients; train with torch.compile."
+    )
+
+
+# Of an export, or of inference, a window is one node of a graph: it is cut into blocks, and what a tracer would have to
+# know of their sizes ties a graph to one length, and takes it a minute to find out.
+window_forward = operator(
+    "window_forward",
+    lambda *inputs: window_attention_torch(WindowCall.of(*inputs)).contiguous(),
+    contiguous_like_values,
+    schema=f"({INPUTS}) -> Tensor",
+)
+sums_forward = operator(
+    "sums_forward",
+    lambda *inputs: tuple(x.contiguous() for x in window_sums_torch(WindowCall.of(*inputs))),
+    _allocate_sums,
+    schema=f"({INPUTS}) -> (Tensor, Tensor)",
+)
+for op in (window_forward, sums_forward):
+    torch.library.register_autograd(op, _refuse_gradients)
+    refuse_vmap("torch", op)

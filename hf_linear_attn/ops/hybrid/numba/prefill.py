@@ -47,7 +47,7 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts
+from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_fp32, in_parts, in_rows, parts_of
 from hf_linear_attn.ops.state import empty_like_tokens
 
 BLOCK = 16
@@ -506,20 +506,14 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     vectors = E * (D + V) + F * (V + 1) + D + rows * (2 * D + E + 2 * V + M + F + BLOCK + 2)
     # What is int64, int32 and fp32 there, in the order of the loop, and a flag of each column.
     size = -(-(vectors + BLOCK * (2 * F + 2 * D + V + 1) + 6 * E) // 16) * 16
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    q, k, v = map(in_rows, (call.q, call.k, call.v))
     sinks = [None if x is None else x.contiguous() for x in (call.sink_k, call.sink_v)]
-    masks = [None if x is None else x if x.stride(1) == 1 else x.contiguous() for x in (call.key_mask, call.counts)]
-    seen = None if call.seen is None else call.seen if call.seen.stride(2) == 1 else call.seen.contiguous()
-    plain = [None if x is None else x.float().contiguous() for x in (call.far_keys, call.kv, call.z)]
-    turns = [None if x is None else x.float().contiguous() for x in (call.turns, turns_k)]
-    learned = [
-        None if x is None else x.float().contiguous()
-        for x in (
-            *(call.weight_q, call.power_q, *((None, None) if of_k is None else (of_k.weight, of_k.power))),
-            *(call.bias, call.weight),
-            *(call.decay_bias, call.decay_key, call.decay_value),
-        )
-    ]
+    masks, seen = [in_rows(call.key_mask), in_rows(call.counts)], in_rows(call.seen)
+    plain, turns = in_fp32(call.far_keys, call.kv, call.z), in_fp32(call.turns, turns_k)
+    learned = in_fp32(
+        *(call.weight_q, call.power_q, *((None, None) if of_k is None else (of_k.weight, of_k.power))),
+        *(call.bias, call.weight, call.decay_bias, call.decay_key, call.decay_value),
+    )
     o, work = empty_like_tokens(q, V), q.new_empty(B * HKV * S * size, dtype=torch.float32)
     kv, z, keys = (work.new_empty(B, HKV, *shape) for shape in ((F, V), (F,), (D,)))
     of_kept = [None] * 8 if kept is None else _kept(kept)
@@ -534,13 +528,12 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
         MAPS[call.phi], MIXES[call.mix], *bits(call.scaling, call.eps, call.factor, call.sharpness),
         call.pairs == "half", call.at_end,
     )  # fmt: skip
-    work_of_unit = T * G * (D * M + 2 * F * V + 2 * E * D)
-    in_parts(entry(TASKS[q.dtype]), B * HKV * S, work_of_unit, numbers, tensors)
+    units, work_of_unit = B * HKV * S, T * G * (D * M + 2 * F * V + 2 * E * D)
+    in_parts(entry(TASKS[q.dtype]), parts_of(units, work_of_unit), units, numbers, tensors)
     return Prefilled(o, kv, z, keys)
 
 
 def _kept(kept: KeptPrefill) -> list[Tensor | None]:
     """Return kept keys as the loop reads them."""
-    turns = None if kept.gone_turns is None else kept.gone_turns.float()
-    found = *kept[:-1], turns
-    return [None if x is None else x.contiguous() for x in found]
+    *found, turns = kept
+    return [None if x is None else x.contiguous() for x in (*found, *in_fp32(turns))]

@@ -48,7 +48,7 @@ from hf_linear_attn.ops.numba.primitives import (
     wide,
     within,
 )
-from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts, parts_of, scratch
+from hf_linear_attn.ops.numba.run import HEAD, addresses, bits, in_parts, in_rows, parts_of, scratch
 from hf_linear_attn.ops.specs import MOST_PLANS, Number, meta_of, specs_of
 
 NUMBERS = 59
@@ -411,7 +411,7 @@ def _plan_of(specs: Any) -> Plan:
     dtype = next((x.dtype for x in learned if x is not None), torch.float32)
     turned = 0 if step.turns is None else step.turns.shape[2]
     tokens = step.q, step.k, step.v
-    strides = [number for x in tokens for number in _in_rows(x).stride()[:2]]
+    strides = [number for x in tokens for number in in_rows(x).stride()[:2]]
     size = 2 * D + 2 * V + M + 2 * F + slots + G * (V + F) + turned
     lying = step.kv, z, step.far_keys, step.near_k, step.near_v, step.near_turns
     work, of_kept = F * V * (1 + G), tuple[int, ...]()
@@ -501,13 +501,13 @@ class LoopedStep:
         """
         plan = self._plan
         if not plan.plain:
-            q, k, v = map(_in_rows, (q, k, v))
+            q, k, v = map(in_rows, (q, k, v))
         if turns is not None and (turns.dtype != plan.dtype or not turns.is_contiguous()):
             turns = turns.to(plan.dtype).contiguous()
         # Of one token, [B, H, 1, V] lies as [B, 1, H, V] does.
         o = q.new_empty(plan.shape)
-        alone = parts_of(plan.units, plan.work) < 2
-        work = None if alone else q.new_empty(plan.room, dtype=torch.float32)
+        parts = parts_of(plan.units, plan.work)
+        work = None if parts == 1 else q.new_empty(plan.room, dtype=torch.float32)
         numbers = (
             *(0, counts, *self._seen, q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()),
             *((0, 0) if key_mask is None else (key_mask.data_ptr(), key_mask.stride(0))),
@@ -515,14 +515,9 @@ class LoopedStep:
             *(scratch(plan.room) if work is None else work.data_ptr(), self._numbers),
         )
         held = q, k, v, o, work, key_mask, turns, self._held
-        in_parts(plan.task, plan.units, plan.work, numbers, held)
+        in_parts(plan.task, parts, plan.units, numbers, held)
         increment_version(self._changing)
         return o
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """Return queries, keys or values as loops read them: the entries of a vector side by side."""
-    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def hybrid_step_numba_(step: HybridStep) -> Tensor:
