@@ -61,6 +61,11 @@ def is_ruler(task: str) -> bool:
     return task.startswith(_RULER_PREFIXES)
 
 
+def is_babilong(task: str) -> bool:
+    """Tell whether a harness task is one of BABILong's, whose data have names by length."""
+    return task.startswith("babilong")
+
+
 @register_suite
 class LmEval(Suite):
     """How does the model do on the field's common benchmarks?"""
@@ -145,8 +150,7 @@ class LmEval(Suite):
         try:
             with tempfile.TemporaryDirectory() as folder, self._network():
                 self.tokenizer.save_pretrained(folder)
-                babilong = name.startswith("babilong")
-                lengths = f"{(length or 0) // 1024}k" if babilong else list(self.settings.lengths)
+                lengths = f"{(length or 0) // 1024}k" if is_babilong(name) else list(self.settings.lengths)
                 manager = TaskManager(metadata={"max_seq_lengths": lengths, "tokenizer": folder})
                 task = next(iter(manager.load([name])["tasks"].values()))
         finally:
@@ -178,7 +182,7 @@ class LmEval(Suite):
             batch_size=self.settings.batch_size,
             # The harness leaves BOS out unless told; everywhere else a text begins as the tokenizer begins it.
             add_bos_token=bool(bos_ids(self.tokenizer)),
-            max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else length and _UNCUT,
+            max_length=max(self.settings.lengths) + _RULER_BUDGET if ruler else _UNCUT if is_babilong(name) else None,
         )
         with self._network():
             found = simple_evaluate(
