@@ -465,9 +465,13 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
         length, wide = launch.arguments["L"], launch.arguments["BN"]
         others = (length + tokens) / 2 / wide
         of_keys = launch.role != "stored_forward" and launch.role != "stored_dq"
-        trips = (config.group, others) if of_keys else (others,)
+        # A loop over one head is none.
+        trips = (config.group, others) if of_keys and config.group > 1 else (others,)
         share = clocks / (config.group if of_keys else 1)
         tiles = -(-config.D // launch.arguments["BD"])
+        if launch.arguments.get("APART"):
+            # Of programs of two kinds, each runs one half of the code.
+            return _of_both(listing, trips, tiles) * share
         if tiles == 1 or launch.role in ("stored_dq", "stored_dk"):
             # Programs share out what is too wide for one.
             return listing.executed(trips) * tiles * share
@@ -487,6 +491,17 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     if launch.role in ("dk", "dv"):
         return listing.executed((config.group,), *loop) * clocks * passes / config.group
     return listing.executed((), *loop) * clocks * passes
+
+
+def _of_both(listing: Listing, trips: Sequence[float], tiles: int) -> float:
+    """Return the instructions of programs that share out a tile's dk, and of the one for its dv.
+
+    Each skips what is the others'; what stands outside of loops is taken as once for all of them.
+    """
+    of_k, of_v = sorted(sorted(listing.outermost(), key=lambda loop: loop[0] - loop[1])[:2])
+    around = listing.count() - listing.count(*of_k) - listing.count(*of_v)
+    inner = trips[1:]
+    return around + trips[0] * (tiles * listing.executed(inner, *of_k) + listing.executed((*inner, tiles), *of_v))
 
 
 def _listing(code: str, label: str, branch: str, instruction: str) -> Listing:
