@@ -119,7 +119,7 @@ def write_keys(
     MAP: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dv or both of the BT keys of a head from ``j`` on; tensors begin where the head's do, keys' at ``j``."""
+    """Write dk, dv or both of BT keys of a head, from key ``j`` on, where keys, values and what is theirs begin."""
     EXACT_D: tl.constexpr = D % BD == 0
     WHOLE: tl.constexpr = BD >= D
     EXACT_V: tl.constexpr = V == BV
@@ -212,8 +212,8 @@ def stored_dkv_kernel(
 ):  # fmt: skip
     """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time.
 
-    ``APART``: dk and dv are of programs of their own, side by side, so that what both read crosses memory once. ``ADD``:
-    dv is added to what is there.
+    ``APART``: dk and dv are of programs of their own, side by side, so that what both read crosses memory once.
+    ``ADD``: dv is added to what is there.
     """
     # Programs share out the features where one of them does not hold all, but for dv, which needs all.
     ND: tl.constexpr = (D + BD - 1) // BD if OF_K else 1
