@@ -72,7 +72,8 @@ from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, LARGEST_FEATURES, LARGEST_HEAD, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
-from hf_linear_attn.ops.hybrid.triton.prefill import Left, prefill_launches, read_launches
+from hf_linear_attn.ops.hybrid.triton.prefill import Left, linear_problem, prefill_launches, read_launches
+from hf_linear_attn.ops.hybrid.triton.queries import queries_backward_launches
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
@@ -278,6 +279,10 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         left = Left(phi_q, found.o, *[torch.empty_like(out.den)] * 3)
         states, prefix = (found.kv, found.z), planned[-1].arguments["prefix"]
         yield read_launches(p.target, of_text, found.o, states, prefix, left)[-1]
+        if of_features is not None and of_features.in_halves:
+            linear, dx = linear_problem(p.target, of_text), torch.empty_like(p.q)
+            numbers_of = left.lse, left.score
+            yield queries_backward_launches(linear, of_features, found.o, *numbers_of, dx, of_weight=True)[1][-1]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
