@@ -72,7 +72,8 @@ from hf_linear_attn.ops.delta_rule.triton import forward as delta_forward
 from hf_linear_attn.ops.delta_rule.triton.step import step_launch
 from hf_linear_attn.ops.dispatch import FAULTS, LARGEST_FEATURES, LARGEST_HEAD, numbers
 from hf_linear_attn.ops.features.triton.kernels import features_backward_launch, features_launch
-from hf_linear_attn.ops.hybrid.triton.prefill import Left, prefill_launches, read_launches
+from hf_linear_attn.ops.hybrid.triton.prefill import Left, linear_problem, prefill_launches, read_launches
+from hf_linear_attn.ops.hybrid.triton.queries import queries_backward_launches
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
 from hf_linear_attn.ops.kept.triton import choose_launch
 from hf_linear_attn.ops.linear_attention.triton.backward import backward_launches, save
@@ -278,6 +279,10 @@ def _of_call(config: Config, p: Problem) -> Iterator[Launch]:
         left = Left(phi_q, found.o, *[torch.empty_like(out.den)] * 3)
         states, prefix = (found.kv, found.z), planned[-1].arguments["prefix"]
         yield read_launches(p.target, of_text, found.o, states, prefix, left)[-1]
+        if of_features is not None and of_features.in_halves:
+            linear, dx = linear_problem(p.target, of_text), torch.empty_like(p.q)
+            numbers_of = left.lse, left.score
+            yield queries_backward_launches(linear, of_features, found.o, *numbers_of, dx, of_weight=True)[1][-1]
 
 
 def _of_delta_rule(config: Config, p: Problem) -> Iterator[Launch]:
@@ -465,9 +470,13 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
         length, wide = launch.arguments["L"], launch.arguments["BN"]
         others = (length + tokens) / 2 / wide
         of_keys = launch.role != "stored_forward" and launch.role != "stored_dq"
-        trips = (config.group, others) if of_keys else (others,)
+        # A loop over one head is none.
+        trips = (config.group, others) if of_keys and config.group > 1 else (others,)
         share = clocks / (config.group if of_keys else 1)
         tiles = -(-config.D // launch.arguments["BD"])
+        if launch.arguments.get("APART"):
+            # Of programs of two kinds, each runs one half of the code.
+            return _of_both(listing, trips, tiles) * share
         if tiles == 1 or launch.role in ("stored_dq", "stored_dk"):
             # Programs share out what is too wide for one.
             return listing.executed(trips) * tiles * share
@@ -487,6 +496,17 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
     if launch.role in ("dk", "dv"):
         return listing.executed((config.group,), *loop) * clocks * passes / config.group
     return listing.executed((), *loop) * clocks * passes
+
+
+def _of_both(listing: Listing, trips: Sequence[float], tiles: int) -> float:
+    """Return the instructions of programs that share out a tile's dk, and of the one for its dv.
+
+    Each skips what is the others'; what stands outside of loops is taken as once for all of them.
+    """
+    of_k, of_v = sorted(sorted(listing.outermost(), key=lambda loop: loop[0] - loop[1])[:2])
+    around = listing.count() - listing.count(*of_k) - listing.count(*of_v)
+    inner = trips[1:]
+    return around + trips[0] * (tiles * listing.executed(inner, *of_k) + listing.executed((*inner, tiles), *of_v))
 
 
 def _listing(code: str, label: str, branch: str, instruction: str) -> Listing:

@@ -90,7 +90,8 @@ def whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 def apart(whole_sequences: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no kernel read a text in one, as on most GPUs: features, linear branch and window have one each."""
     has = plan.Problem.has
-    monkeypatch.setattr(plan.Problem, "has", lambda p, role: role != "prefill" and has(p, role))
+    fused = "prefill", "queries_backward"
+    monkeypatch.setattr(plan.Problem, "has", lambda p, role: role not in fused and has(p, role))
 
 
 @pytest.fixture

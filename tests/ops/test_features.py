@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from hf_linear_attn.feature_maps import FeatureMap, get_feature_map
 from hf_linear_attn.ops.features import features_of
-from hf_linear_attn.ops.features.triton import op
+from hf_linear_attn.ops.features.triton import kernels, op
 from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.ops.rotation.triton import triton_turn
+from hf_linear_attn.ops.triton.plan import Target
 from tests.spread import spread
 
 from .oracle import DEVICE, assert_near, poison
@@ -162,6 +163,25 @@ def test_heads_in_halves(
     rotation = rotation_of(HALVED, rows, dtype, Layout(pairs, "pair")) if rows else None
     found, exact = (run(drawn(name, HALVED, **options), x, do, "q", kind, rotation) for kind in ("triton", "torch"))
     assert_all_near(found, exact, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("name", "per_head"), [("norm_preserving", False), ("hedgehog", True)], ids=str)
+def test_gradients_of_weights_are_summed_by_piece(name: str, per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LONGER", 1)
+    poison(monkeypatch)
+    test_heads_in_halves(name, 2, "half", "bthd", {"per_head": per_head}, torch.float32)
+
+
+def test_a_sum_of_weights_is_over_as_many_tokens_as_keep_processors_busy() -> None:
+    def walk(heads: int, tokens: int) -> int:
+        x = torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
+        turns, weight = x[:, 0], torch.empty(heads, 128, 128, device="meta")
+        settings = "hedgehog", 1.0, 0.0, "half", False
+        return kernels.FeatureProblem(Target("sm_90", 132), x, turns, weight, None, *settings).walk("features_backward")
+
+    assert walk(8, 4_096) == 256
+    assert walk(32, 4_096) == 1_024
+    assert walk(32, 32_768) == 2_048
 
 
 @pytest.mark.parametrize("dim", [D, HALVED])

@@ -18,6 +18,7 @@ from hf_linear_attn.layers.pool import Pool, Rows, Texts, can_step, pool_slots, 
 from hf_linear_attn.ops import delta_rule, linear_attention
 from hf_linear_attn.ops.dispatch import BACKENDS, HAS_NUMBA
 from hf_linear_attn.ops.hybrid import Geometry, Tokens, hybrid_reference
+from hf_linear_attn.ops.triton import plan, run
 from hf_linear_attn.ops.window import window_attention
 from tests.ops.hybrid import (
     HALVED,
@@ -39,7 +40,7 @@ from tests.ops.hybrid import (
     shown,
     specs,
 )
-from tests.ops.oracle import DEVICE, assert_near
+from tests.ops.oracle import DEVICE, assert_near, poison
 
 # By norm. In fp64 only the order of sums differs. In fp32 sums of some twenty terms are rounded, and what is divided by
 # a normaliser. In half precision features and the linear branch's output are rounded once or twice.
@@ -238,6 +239,46 @@ def test_gradients_are_those_of_the_definition(spec: Spec, backend: str, kind: s
 @pytest.mark.parametrize(("shape", "kind"), [(SHAPES[0], "padded"), (HALVED, "plain")], ids=str)
 def test_so_are_those_of_kernels_that_follow_one_another(shape: Shape, kind: str, apart: None) -> None:
     test_gradients_are_those_of_the_definition(Spec(shape=shape), "triton", kind)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
+@pytest.mark.parametrize("feature_map", ["norm_preserving", "hedgehog"])
+def test_so_are_those_of_several_segments(feature_map: str, stored_states: None) -> None:
+    test_gradients_are_those_of_the_definition(Spec(feature_map=feature_map, shape=HALVED), "triton", "long")
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="there are no kernels")
+@pytest.mark.parametrize(
+    ("feature_map", "kind", "dtype"),
+    [
+        ("norm_preserving", "padded", torch.bfloat16),
+        ("norm_preserving", "long", torch.float16),
+        ("hedgehog", "padded", torch.float16),
+        ("hedgehog", "long", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_one_kernel_derives_queries_as_two_do(
+    feature_map: str, kind: str, dtype: torch.dtype, stored_states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch)
+    spec, has = Spec(feature_map=feature_map, shape=HALVED), plan.Problem.has
+
+    def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
+        layer, tokens = spec.layer("triton", dtype), hidden(spec.text(kind, dtype))
+        leaves = {name: getattr(tokens, name).detach().requires_grad_() for name in "qkv"}
+        o = layer(*leaves.values(), call_of(replace(tokens, **leaves)))
+        probe = torch.randn(o.shape, generator=torch.Generator(DEVICE).manual_seed(3)).to(dtype)
+        inputs = leaves | dict(layer.named_parameters())
+        return dict(zip(inputs, torch.autograd.grad((o * probe).sum(), list(inputs.values())), strict=True))
+
+    found = gradients(dtype)
+    monkeypatch.setattr(plan.Problem, "has", lambda p, role: role != "queries_backward" and has(p, role))
+    run.plan_of.cache_clear()
+    for name, wanted in gradients(torch.float32).items():
+        error = (found[name].double() - wanted).norm() / wanted.norm()
+        # By norm: what crosses memory is rounded to the dtype a few times.
+        assert error <= (3e-2 if dtype == torch.bfloat16 else 4e-3), f"the gradient of {name} is off by {error:.1e}"
 
 
 ASKED = (["q"], ["k"], ["v"], ["mix_bias"], ["feature_map.weight_q"], ["feature_map.power_k"], ["k", "mix_weight"], [])

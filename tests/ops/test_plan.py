@@ -9,7 +9,7 @@ import torch
 
 from hf_linear_attn.ops.hybrid.triton import prefill
 from hf_linear_attn.ops.hybrid.triton.trade import hybrid_launches
-from hf_linear_attn.ops.linear_attention.triton.backward import Saved, backward_launches, save
+from hf_linear_attn.ops.linear_attention.triton.backward import Saved, Wanted, backward_launches, save
 from hf_linear_attn.ops.linear_attention.triton.forward import forward_launches
 from hf_linear_attn.ops.triton import plan
 from hf_linear_attn.ops.triton.plan import Launch, Problem, Segments, Target
@@ -75,6 +75,24 @@ def test_counted_traffic(B: int, H: int, HKV: int, D: int, N: int, kind: str, mo
     # Four bytes per query: delta, then two reads by dq and dk each and one by dv.
     assert row_bytes(backward) == ((7 if split else 6) - merged) * B * H * N * 4
     assert saved_bytes(p, saved) <= 4.04 * U
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_keys_and_values_of_256_features_read_queries_once(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_as(monkeypatch, *CUTS["stored"])
+    q, k = (torch.empty(1, heads, 1_024, 256, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    p = Problem(Target(arch, 132), q, k, k[..., :128], None, None, None, None, "identity", True, 64)
+    out, _ = forward_launches(p, 1e-6)
+    given = save(p, out), torch.empty_like(out.o), None, None
+    (both,) = (a for a in backward_launches(p, *given)[1] if a.role.startswith("stored_d") and a.role != "stored_dq")
+    assert both.arguments["APART"]
+    # A program for dk and one for dv of each tile and key head.
+    assert both.programs == 2 * 2 * 1_024 // both.tile.tokens
+    assert sum(x is p.q for x in both.reads) == 1
+    found, launches = backward_launches(p, *given, Wanted(v=False, state=False))
+    (alone,) = (a for a in launches if a.role == "stored_dk")
+    assert not alone.arguments["APART"]
+    assert alone.writes == (found.dk,)
 
 
 def test_bidirectional_traffic() -> None:

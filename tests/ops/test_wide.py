@@ -1,6 +1,7 @@
 """Heads of more than 128 dimensions and the features that a paired map makes of them: no program holds them whole."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hf_linear_attn import linear_attention
 from hf_linear_attn.feature_maps import get_feature_map
 from hf_linear_attn.ops import dispatch
 from hf_linear_attn.ops.features import features_of
-from tests.ops.oracle import DEVICE, assert_near
+from tests.ops.oracle import DEVICE, assert_near, poison
+from tests.spread import spread
 
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """By norm: of dq, a difference of sums, 5e-4 and 1.8e-2, as of 256 features in one program; half of the rest."""
 CASES = {
     "plain": {},
@@ -51,6 +53,17 @@ def assert_like_the_reference(F: int, V: int, T: int, dtype: torch.dtype, **sett
 def test_features_that_no_program_holds_whole() -> None:
     """Of 272 features three tiles of 128, of which the last is not full."""
     assert_like_the_reference(272, 16, 20, torch.float16, key_mask=True, delay=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), spread(product(("plain", "masked, delayed", "faded"), TOLERANCE), 4), ids=str
+)
+def test_keys_and_values_of_programs_side_by_side(
+    case: str, dtype: torch.dtype, stored_states: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than 128 features no program holds the gradients of both."""
+    poison(monkeypatch)
+    assert_like_the_reference(144, 72, 40, dtype, **CASES[case])
 
 
 @pytest.mark.slow

@@ -365,6 +365,15 @@ class Problem(NamedTuple):
         """Tell whether the table has a tile for a kernel that not every size has."""
         return has_tile(self.target, self.q.dtype, role, int(self.k.shape[3]), int(self.v.shape[3]))
 
+    @property
+    def keys_apart(self) -> bool:
+        """Whether gradients of keys and of values are of programs of their own in the launch that gives both.
+
+        Sums of both in one program take more registers than there are, but for warp groups of up to 128 features,
+        whose operands lie in shared memory.
+        """
+        return self.k.shape[3] > HELD or self.target.arch not in ("sm_90", "interpreter")
+
     def segments(self, tokens: int, length: int) -> Segments:
         """Cut the sequences into segments of so many tokens."""
         return cut(tokens, self.rows, length, self.cu_seqlens)

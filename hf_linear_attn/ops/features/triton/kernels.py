@@ -4,8 +4,8 @@ A program takes one head and walks tiles of BT tokens: x ``[BT, BD]``, W ``[BD, 
 features ``[BT, BM]`` twice. A W that is too large for that is read BD rows at a time by each tile. Where sizes allow it
 (:func:`in_halves`) x comes as its first half and its second, which rotations turn against each other, and so does W.
 bf16 x meets W as a sum of two rounded parts, so that y is as exact as from fp32; the rest is fp32. The backward
-computes y anew from x and writes its gradient, and of x in halves that of x and x turned back; the other products with
-W and x are a library's.
+computes y anew from x and writes its gradient; of x in halves it goes on to those of x and of W, a sum over its tokens.
+Of others these products are a library's.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,assignment,var-annotated"
 
@@ -41,6 +41,9 @@ LARGEST_FP16 = tl.constexpr(65504.0)
 
 WEIGHTS = 1 << 14
 """Entries of W that a program holds at a time."""
+
+LONGER = 8
+"""How many times as many tokens as a tile says a program walks at most."""
 
 
 @triton.jit
@@ -269,17 +272,105 @@ def features_kernel(
         store_parts(o + c * o_t + M, ot[:, None] * o_t, (om,), below, rows, M, M == BM)
 
 
+@triton.jit
+def derive(
+    y, above, below, power, sharpness, om,
+    M: tl.constexpr, MAP: tl.constexpr, QUERY: tl.constexpr, dtype: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of y from those of both halves of its features, and each row's part of the power's."""
+    if MAP == "hedgehog":
+        p = softmax((y,), (om,), M)[0]
+        g = p * (above - tl.sum(p * above, 1)[:, None])
+        p = softmax((-y,), (om,), M)[0]
+        g -= p * (below - tl.sum(p * below, 1)[:, None])
+        dp = tl.zeros([y.shape[0]], tl.float32)
+    else:
+        length, p, r, logs = roots((y,), power, sharpness, (om,), M, QUERY, PIN)
+        r, logs = r[0], logs[0]
+        # Of the magnitudes length r; those that fp16 cuts off have none.
+        dm = tl.where(y > 0, above, tl.where(y < 0, below, 0.0))
+        if dtype == tl.float16:
+            dm = tl.where(length[:, None] * r > LARGEST_FP16, 0.0, dm)
+        dlength = tl.sum(dm * r, 1)
+        half = 0.5 * length[:, None] * dm * r
+        du = half - r * r * tl.sum(half, 1)[:, None]
+        dp = tl.sum(tl.where((om < M)[None, :], du * logs, 0.0), 1) * (2 / LOG2E)
+        if QUERY:
+            t = tl.exp2(sharpness * length * (-2 * LOG2E))
+            tanh = (1 - t) / (1 + t)
+            dlength += dp * power * sharpness * (1 - tanh * tanh)
+            dp *= 0.5 + tanh
+        sign = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
+        g = (2 * p)[:, None] * du * tl.exp2(-logs) * sign + (dlength / length)[:, None] * y
+    return g, dp
+
+
+@triton.jit
+def write_products(
+    x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, stop, T, x_t, dy_t, dx_t, oh, om, ot,
+    D: tl.constexpr, M: tl.constexpr, R: tl.constexpr, kind: tl.constexpr, PRECISION: tl.constexpr,
+    OF_X: tl.constexpr, OF_WEIGHT: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of x and of W from that of ``x W``, of a program's tokens as two halves.
+
+    Once more through the tokens: registers hold no more above, and what goes from one product into another Triton lays
+    out so that half of the warps repeat what the others do.
+    """
+    BT: tl.constexpr = ot.shape[0]
+    HALF: tl.constexpr = D // 2
+    tl.debug_barrier()
+    # [BM, HALF] twice
+    if OF_X:
+        if HELD:
+            w, w_b = tl.trans(w), tl.trans(w_b)
+        else:
+            w = load_transposed(weight, w_d, oh, om, M, kind, PRECISION)
+            w_b = load_transposed(weight + HALF * w_d, w_d, oh, om, M, kind, PRECISION)
+    if OF_WEIGHT:
+        # [HALF, BM] twice
+        sum_a = tl.zeros([HALF, om.shape[0]], tl.float32)
+        sum_b = tl.zeros([HALF, om.shape[0]], tl.float32)
+    for c in range(start, stop, BT):
+        rows = ot < (T - c).to(tl.int32)
+        of_tokens = turns
+        if R > 0:
+            of_tokens = turns + c * R
+        # [BT, BM]
+        g = load_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], rows, om < M, om.shape[0] == M)
+        g = operand(g, kind, PRECISION)
+        if OF_WEIGHT:
+            # [BT, HALF] twice
+            first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
+            sum_a = dot(tl.trans(first), g, sum_a, PRECISION)
+            sum_b = dot(tl.trans(second), g, sum_b, PRECISION)
+        if OF_X:
+            # [BT, HALF] twice
+            da = product(g, w, PRECISION)
+            db = product(g, w_b, PRECISION)
+            if R > 0:
+                cos, sin = load_angles(of_tokens, ot, rows, R)
+                da, db = da * cos - db * sin, db * cos + da * sin
+            if ADD:
+                da += load_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], rows, oh < HALF, True)
+                db += load_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], rows, oh < HALF, True)
+            store_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], da, rows, oh < HALF, True)
+            store_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], db, rows, oh < HALF, True)
+    if OF_WEIGHT:
+        store_tile(dweight, oh[:, None] * M + om[None, :], sum_a, oh < HALF, om < M, om.shape[0] == M)
+        store_tile(dweight + HALF * M, oh[:, None] * M + om[None, :], sum_b, oh < HALF, om < M, om.shape[0] == M)
+
+
 @triton.jit(do_not_specialize=["T", "N", "L", "factor", "sharpness"])
 def features_backward_kernel(
-    x, turns, weight, power, do, dy, dx, plain, dpower,
+    x, turns, weight, power, do, dy, dx, dweight, dpower,
     T, N, L, heads, factor, sharpness,
-    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, dx_b, dx_h, dx_t, plain_b, plain_h, plain_t, t_b, w_h, w_d, p_h,
+    x_b, x_h, x_t, do_b, do_h, do_t, dy_b, dy_h, dy_t, dx_b, dx_h, dx_t, t_b, w_h, w_d, p_h,
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
-    OF_X: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
+    OF_X: tl.constexpr, OF_WEIGHT: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of ``x W`` and of x of L tokens of one head, x turned back, and their part of the power's.
+    """Write the gradients of ``x W`` and of x of L tokens of one head, and their parts of W's and of the power's.
 
     Only the first N of all tokens have a ``do`` that is not 0.
     """
@@ -295,7 +386,6 @@ def features_backward_kernel(
         turns += i_b * t_b
     do += i_b * do_b + i_h.to(tl.int64) * do_h
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
-    plain += i_b * plain_b + i_h.to(tl.int64) * plain_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     weight += i_h.to(tl.int64) * w_h
     w, rest, w_b, rest_b = 0.0, 0.0, 0.0, 0.0
@@ -308,7 +398,7 @@ def features_backward_kernel(
     elif BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
-    inside = (om < M)[None, :]
+    a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     sum_p = tl.zeros([BT], tl.float32)
@@ -325,71 +415,23 @@ def features_backward_kernel(
         if HALVES:
             first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
             y = project_halves(first, second, w, rest, w_b, rest_b, factor, PRECISION, SPLIT)
-            if PLAIN:
-                store_tile(plain + c * plain_t, ot[:, None] * plain_t + oh[None, :], first, rows, oh < HALF, True)
-                store_tile(
-                    plain + c * plain_t, ot[:, None] * plain_t + HALF + oh[None, :], second, rows, oh < HALF, True
-                )
         else:
             y = project_rows(
                 x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
                 D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
             )  # fmt: skip
-        if MAP == "hedgehog":
-            p = softmax((y,), (om,), M)[0]
-            g = p * (above - tl.sum(p * above, 1)[:, None])
-            p = softmax((-y,), (om,), M)[0]
-            g -= p * (below - tl.sum(p * below, 1)[:, None])
-        else:
-            length, p, r, logs = roots((y,), a, sharpness, (om,), M, QUERY, PIN)
-            r, logs = r[0], logs[0]
-            # Of the magnitudes length r; those that fp16 cuts off have none.
-            dm = tl.where(y > 0, above, tl.where(y < 0, below, 0.0))
-            if do.dtype.element_ty == tl.float16:
-                dm = tl.where(length[:, None] * r > LARGEST_FP16, 0.0, dm)
-            dlength = tl.sum(dm * r, 1)
-            half = 0.5 * length[:, None] * dm * r
-            du = half - r * r * tl.sum(half, 1)[:, None]
-            dp = tl.sum(tl.where(inside, du * logs, 0.0), 1) * (2 / LOG2E)
-            if QUERY:
-                t = tl.exp2(sharpness * length * (-2 * LOG2E))
-                tanh = (1 - t) / (1 + t)
-                sum_p += dp * (0.5 + tanh)
-                dlength += dp * a * sharpness * (1 - tanh * tanh)
-            else:
-                sum_p += dp
-            sign = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
-            g = (2 * p)[:, None] * du * tl.exp2(-logs) * sign + (dlength / length)[:, None] * y
+        g, dp = derive(y, above, below, a, sharpness, om, M, MAP, QUERY, do.dtype.element_ty, PIN)
+        sum_p += dp
         store_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
     if MAP == "norm_preserving":
         tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))
-    if OF_X:
-        # Once more through the tokens: registers hold no more above, and what goes from one product into another Triton
-        # lays out so that half of the warps repeat what the others do.
-        tl.debug_barrier()
+    if OF_X or OF_WEIGHT:
         dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
-        # [BM, HALF] twice
-        if HELD:
-            w, w_b = tl.trans(w), tl.trans(w_b)
-        else:
-            w = load_transposed(weight, w_d, oh, om, M, kind, PRECISION)
-            w_b = load_transposed(weight + HALF * w_d, w_d, oh, om, M, kind, PRECISION)
-        for c in range(start, tl.minimum(start + L, T), BT):
-            rows = ot < (T - c).to(tl.int32)
-            # [BT, BM]
-            g = load_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], rows, om < M, M == BM)
-            g = operand(g, kind, PRECISION)
-            # [BT, HALF]
-            da = product(g, w, PRECISION)
-            db = product(g, w_b, PRECISION)
-            if R > 0:
-                cos, sin = load_angles(turns + c * R, ot, rows, R)
-                da, db = da * cos - db * sin, db * cos + da * sin
-            if ADD:
-                da += load_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], rows, oh < HALF, True)
-                db += load_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], rows, oh < HALF, True)
-            store_tile(dx + c * dx_t, ot[:, None] * dx_t + oh[None, :], da, rows, oh < HALF, True)
-            store_tile(dx + c * dx_t, ot[:, None] * dx_t + HALF + oh[None, :], db, rows, oh < HALF, True)
+        dweight += ((i_b * heads + i_h) * tl.cdiv(T, L) + i_l) * (D * M)
+        write_products(
+            x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
+            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT, ADD, HELD, PIN,
+        )  # fmt: skip
 
 
 def in_halves(D: int, BD: int, R: int, pairs: str) -> bool:
@@ -441,36 +483,62 @@ class FeatureProblem(NamedTuple):
         self, role: str, kernel: Any, reads: dict[str, Tensor], writes: dict[str, Tensor], **others: Any
     ) -> Launch:
         """Plan a kernel, with its tensors over tokens and whatever else is its own."""
-        copies, D, M = self.weight.shape
         B, heads, T, _ = self.x.shape
         chosen = self.tile(role)
-        known = {
-            **{"turns": self.turns, "weight": self.weight, "power": self.power, **reads, **writes, **others},
-            **{"T": T, "L": chosen.width, "heads": heads, "factor": self.factor, "sharpness": self.sharpness},
+        known = self.known() | reads | writes | others
+        known |= {"T": T, "L": self.walk(role), "heads": heads, "BT": chosen.tokens, "HELD": self.held(chosen)}
+        programs = B * heads * self.pieces(role)
+        read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
+        return planned(role, kernel, programs, known, chosen, read, tuple(writes.values()))
+
+    def known(self) -> dict[str, Any]:
+        """Return what kernels are told of the map."""
+        copies, D, M = self.weight.shape
+        return {
+            **{"turns": self.turns, "weight": self.weight, "power": self.power},
+            **{"factor": self.factor, "sharpness": self.sharpness},
             **{"w_h": 0 if copies == 1 else D * M, "w_d": M},
             "p_h": 0 if self.power is None or len(self.power) == 1 else 1,
-            **{"D": D, "M": M, "BD": self.rows, "BM": padded(M), "BT": chosen.tokens},
+            **{"D": D, "M": M, "BD": self.rows, "BM": padded(M)},
             "t_b": 0 if self.turns is None or len(self.turns) == 1 else self.turns.stride(0),
             **{"R": self.turned, "PAIRS": self.pairs, "AT_END": self.at_end, "HALVES": self.in_halves},
             **{"MAP": self.name, "QUERY": self.sharpness > 0},
             # Three products of 128 columns and more would need both parts of W in shared memory.
             "PRECISION": precision(self.target, self.x.dtype, 2 * max(D, M)),
             "SPLIT": self.x.dtype == torch.bfloat16,
-            # Warp groups, of 64 rows, read W from shared memory either way around; else it takes registers meanwhile.
-            "HELD": self.target.arch == "sm_90" and self.x.dtype == torch.bfloat16 and chosen.tokens >= 64,
             "PIN": self.target.arch.startswith("sm_"),
         }
-        programs = B * heads * self.pieces(role)
-        read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
-        return planned(role, kernel, programs, known, chosen, read, tuple(writes.values()))
+
+    def held(self, chosen: Tile) -> bool:
+        """Tell whether products with W^T read W; else it is loaded anew, transposed.
+
+        Warp groups, of 64 rows, read W from shared memory either way around; others take registers meanwhile.
+        """
+        return self.target.arch == "sm_90" and self.x.dtype == torch.bfloat16 and chosen.tokens >= 64
 
     def tile(self, role: str) -> Tile:
         """Return the tile with which a kernel is launched; its width is the number of tokens that a program walks."""
         return tile(self.target, self.x.dtype, role, self.weight.shape[1], self.weight.shape[2], 0)
 
+    def walk(self, role: str) -> int:
+        """Return the number of tokens that a program walks.
+
+        A sum for W is as large as what some hundred tokens hold. So it is over up to :data:`LONGER` times as many as
+        the tile says, the most with which rounds of programs take no longer.
+        """
+        (B, heads, T, _), width = self.x.shape, self.tile(role).width
+        if role != "features_backward" or not self.in_halves:
+            return width
+
+        def lasts(tokens: int) -> tuple[int, int]:
+            programs = B * heads * -(-T // tokens)
+            return -(-programs // self.target.processors) * tokens, -tokens
+
+        return min((width << i for i in range(LONGER.bit_length())), key=lasts)
+
     def pieces(self, role: str) -> int:
         """Return the number of programs that share a head's tokens."""
-        return -(-self.x.shape[2] // self.tile(role).width)
+        return -(-self.x.shape[2] // self.walk(role))
 
 
 def allocate_features(p: FeatureProblem) -> Tensor:
@@ -490,26 +558,26 @@ class FeatureGradients(NamedTuple):
     Attributes:
         dy: Gradient of ``x W [B, heads, T, M]``. It goes through one more product, which fp16 need not hold.
         dx: That of x ``[B, heads, T, D]``.
-        plain: x turned back ``[B, heads, T, D]``, for the gradient of W.
-        dpower: That of the power, by piece ``[B, heads, pieces]``.
+        dweight: That of W, by piece of the tokens ``[B, heads, pieces, D, M]``, fp32.
+        dpower: That of the power, likewise ``[B, heads, pieces]``.
     """
 
     dy: Tensor
     dx: Tensor
-    plain: Tensor
+    dweight: Tensor
     dpower: Tensor
 
 
 def allocate_features_backward(p: FeatureProblem, of_x: bool = True, of_weight: bool = True) -> FeatureGradients:
     """Allocate the gradients that are asked for."""
-    (_, D, M), halves = p.weight.shape, p.in_halves
-    pieces = 0 if p.power is None else p.pieces("features_backward")
+    (B, heads), (_, D, M), halves = p.x.shape[:2], p.weight.shape, p.in_halves
+    pieces = p.pieces("features_backward")
     dtype = torch.float32 if p.x.dtype == torch.float16 else p.x.dtype
     return FeatureGradients(
         empty_like_tokens(p.x, M, dtype),
         empty_like_tokens(p.x, D if of_x and halves else 0),
-        empty_like_tokens(p.x, D if of_weight and halves and p.turns is not None else 0),
-        torch.empty(*p.x.shape[:2], pieces, dtype=torch.float32, device=p.x.device),
+        torch.empty(B, heads, pieces, D, M if of_weight and halves else 0, dtype=torch.float32, device=p.x.device),
+        torch.empty(B, heads, 0 if p.power is None else pieces, dtype=torch.float32, device=p.x.device),
     )
 
 
@@ -527,14 +595,14 @@ def features_backward_launch(
     tokens, or all, have a ``do``; that of others is 0, and is not read.
     """
     found = allocate_features_backward(p, of_x and into is None, of_weight)
-    dy, dx, plain, dpower = found
+    dy, dx, dweight, dpower = found
     dx = dx if into is None else into
     wanted = {
         "N": p.x.shape[2] if given is None else given,
         "OF_X": dx.shape[3] > 0,
         "ADD": into is not None,
-        "PLAIN": plain.shape[3] > 0,
+        "OF_WEIGHT": dweight.shape[4] > 0,
     }
-    writes = {"dy": dy, "dx": dx, "plain": plain}
+    writes = {"dy": dy, "dx": dx, "dweight": dweight}
     reads = {"x": p.x, "do": do} if into is None else {"x": p.x, "do": do, "dx": dx}
     return found, p.launch("features_backward", features_backward_kernel, reads, writes, dpower=dpower, **wanted)

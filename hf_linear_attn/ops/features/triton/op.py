@@ -105,7 +105,7 @@ def finish(
 
     They are made of what the kernel has computed.
     """
-    dy, turned, plain, dpower = found
+    dy, turned, parts, dpower = found
     dx = dweight = of_power = None
     # What has no columns, the kernel has not computed.
     if of_x and turned.shape[3]:
@@ -113,13 +113,16 @@ def finish(
     elif of_x:
         dx = dy @ weight.mT.to(dy.dtype)
         dx = (dx if turns is None else turn(dx, turns, pairs, at_end, derive=True)).to(x.dtype)
-    if of_weight:
-        if not plain.shape[3]:
-            plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
-        dweight = plain.mT.to(dy.dtype) @ dy
+    if of_weight and parts.shape[4]:
         # A sum of one is a copy.
-        dweight = dweight.sum(0, dtype=weight.dtype) if len(x) > 1 else dweight[0].to(weight.dtype)
+        dweight = parts.sum((0, 2)) if len(parts) * parts.shape[2] > 1 else parts[0, :, 0]
+    elif of_weight:
+        plain = x if turns is None else turn(x, turns, pairs, at_end, derive=False)
+        dweight = plain.mT.to(dy.dtype) @ dy
+        dweight = dweight.sum(0, dtype=weight.dtype) if len(x) > 1 else dweight[0]
+    if dweight is not None:
         dweight = dweight.sum(0, keepdim=True) if len(weight) < len(dweight) else dweight
+        dweight = dweight.to(weight.dtype)
     if power is not None:
         of_power = (dpower.sum((0, 2)) if len(power) > 1 else dpower.sum().view(1)).to(power.dtype)
     return dx, dweight, of_power

@@ -311,6 +311,9 @@ def read_launches(
     sinks = 0 if p.sink_k is None else p.sink_k.shape[2]
     trains = left.lse is not None
     of_d, of_m, of_v = in_parts(D, padded(D)), in_parts(M, padded(M)), in_parts(V, linear.padded(V))
+    if of_d[1]:
+        # Addresses of parts leave no registers for a pipeline.
+        chosen = chosen._replace(stages=1)
     known: dict[str, Any] = {
         **linear.shared(segments),
         **{"q": p.q, "turns": p.turns, "k": p.k, "v": p.v, "phi_k": p.features, "f": p.features, "o": o},

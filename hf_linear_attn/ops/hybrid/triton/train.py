@@ -23,6 +23,7 @@ from hf_linear_attn.ops.features.triton.kernels import (
 from hf_linear_attn.ops.features.triton.op import finish
 from hf_linear_attn.ops.hybrid.records import Prefill
 from hf_linear_attn.ops.hybrid.triton.prefill import Left, read_launches
+from hf_linear_attn.ops.hybrid.triton.queries import queries_backward_launches
 from hf_linear_attn.ops.library import operator, refuse_functional, refuse_transforms
 from hf_linear_attn.ops.linear_attention.triton.backward import Saved, Wanted, backward_launches
 from hf_linear_attn.ops.linear_attention.triton.forward import allocate_state, forward_launches
@@ -123,6 +124,10 @@ class Train(NamedTuple):
     def in_one(self, branch: Problem) -> bool:
         """Whether one kernel computes the queries' features, the linear branch and the window."""
         return self.k.shape[2] > self.window and branch.has("prefill")
+
+    def derives_in_one(self, target: Target, branch: Problem) -> bool:
+        """Whether one kernel computes what queries get through the linear branch and their features."""
+        return self.of_q(target).in_halves and branch.has("queries_backward")
 
     def reading(self, phi_k: Tensor) -> Prefill:
         """Return it as that kernel takes it."""
@@ -248,11 +253,19 @@ def train_backward_launches(
     if not (of_q or of_k or asked.v):
         return found, launches
     problem = x.linear(target, saved.phi_q, saved.phi_k)
-    branch, wanted_far = Saved(saved.far, linear.over, None, None), Wanted(of_q, of_k, asked.v, False, False)
+    fused = of_q and x.derives_in_one(target, problem)
+    branch, wanted_far = (
+        Saved(saved.far, linear.over, None, None),
+        Wanted(of_q and not fused, of_k, asked.v, False, False),
+    )
     into = x.own(near.dv) if asked.v else None
     far, of_branch = backward_launches(problem, branch, do, None, None, wanted_far, into, linear.delta_f)
     launches += of_branch
-    if of_q:
+    if fused:
+        rows, dq = (do, linear.over, linear.delta_f), near.dq if asked.q else None
+        of_map, of_queries = queries_backward_launches(problem, x.of_q(target), *rows, dq, asked.weight_q)
+        launches, found = [*launches, *of_queries], found._replace(of_q=of_map)
+    elif of_q:
         of_map, launch = _of_map(x.of_q(target), far.dq, near.dq if asked.q else None, asked.weight_q)
         launches, found = [*launches, launch], found._replace(of_q=of_map)
     if of_k:

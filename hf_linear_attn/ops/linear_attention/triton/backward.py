@@ -214,7 +214,7 @@ def dq_launch(p: Problem, saved: Saved, known: Known, cut: Cut, starts: Starts) 
 
 
 def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, segments: Segments) -> list[Launch]:
-    """Plan dk and dv from stored states: in one launch where the table says that they fit into one."""
+    """Plan dk and dv from stored states: in one launch where the table has a tile for both."""
     k, v, do, den, delta = (known[name] for name in ("k", "v", "do", "den", "delta"))
     of_k = wanted.k or (wanted.log_decay and known["drawn"] is not None)
     roles = [role for role, asked in (("stored_dk", of_k), ("stored_dv", wanted.v)) if asked]
@@ -223,11 +223,12 @@ def stored_key_launches(p: Problem, wanted: Wanted, known: Known, ends: Starts, 
     launches: list[Launch] = []
     for role in roles:
         chosen, of_k, of_v = p.tile(role), "k" in role[7:], "v" in role[7:]
-        own: Known = {"starts": ends.states, "parts": ends.parts, "OF_K": of_k, "OF_V": of_v}
+        apart = of_k and of_v and p.keys_apart
+        own: Known = {"starts": ends.states, "parts": ends.parts, "OF_K": of_k, "OF_V": of_v, "APART": apart}
         D, held = k.shape[3], p.held()
         own |= {"BD": held, "BV": p.padded(v.shape[3]), "BT": chosen.tokens, "BN": chosen.width}
-        tiles = -(-D // held) if of_k else 1
-        programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1] * tiles
+        share = (-(-D // held) if of_k else 1) + apart
+        programs = segments.count * -(-segments.length // chosen.tokens) * k.shape[1] * share
         writes = (*((known["dk"],) if of_k else ()), *((known["dv"],) if of_v else ()))
         reads = (p.q, v, do, den, delta) if of_k else (p.q, do, den)
         reads = (*reads, k) if of_v or not _derives_alone(p) else reads

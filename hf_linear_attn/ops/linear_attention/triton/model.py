@@ -191,7 +191,7 @@ class Costs:
             return self.sums(role)
         walks = ["dk", "dv"] if role == "dk" else [role]
         if self.cut.stored:
-            walks = ["dkv"] if role == "dk" and self.p.has("stored_dkv") else walks
+            walks = ["dkv"] if role == "dk" and self.p.has("stored_dkv") and not self.p.keys_apart else walks
             found = [self.stored("stored_" + walk) for walk in walks]
         else:
             found = [self.carried(walk) for walk in walks]

@@ -109,60 +109,25 @@ def stored_dq_kernel(
     store_tile(dq, ot[:, None] * dq_t + od[None, :], acc, rows, od < D, EXACT_D)
 
 
-@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
-def stored_dkv_kernel(
-    q, k, v, mask, do, den, delta, dk, dv, starts, parts, table, b, drawn,
-    T, S, L, NSEG, delay, HKV,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, d_b, m_b,
+@triton.jit
+def write_keys(
+    q, k, v, mask, do, den, delta, dk, dv, starts, parts, b, drawn,
+    i_d, i_hk, sh, row, first, j, start, end, T, delay,
+    q_h, q_t, k_t, v_t, do_h, do_t, dk_t, dv_t,
     G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, ADD: tl.constexpr,
-    MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
+    MAP: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr, FADED: tl.constexpr,
     PRECISION: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time.
-
-    ``ADD``: dv is added to what is there.
-    """
+    """Write dk, dv or both of BT keys of a head, from key ``j`` on, where keys, values and what is theirs begin."""
     EXACT_D: tl.constexpr = D % BD == 0
     WHOLE: tl.constexpr = BD >= D
     EXACT_V: tl.constexpr = V == BV
-    # Programs share out the features where one of them does not hold all, but for dv, which needs all.
-    ND: tl.constexpr = (D + BD - 1) // BD if OF_K else 1
-    i_d = tl.program_id(0) % ND
-    pid = tl.program_id(0) // ND
-    i_hk = pid % HKV
-    i_t = (pid // HKV) % tl.cdiv(L, BT)
-    i_s = pid // HKV // tl.cdiv(L, BT)
-    _n, row, first, start, end = segment_bounds(table, i_s, S, L, NSEG, VARLEN)
-    j = start + i_t * BT
-    if j >= end:
-        return
     od = i_d * BD + tl.arange(0, BD)
     ov = tl.arange(0, BV)
     ot = tl.arange(0, BT)
     on = tl.arange(0, BN)
-    k += row * k_b + i_hk.to(tl.int64) * k_h + j * k_t
-    v += row * v_b + i_hk.to(tl.int64) * v_h + j * v_t
-    dk += row * dk_b + i_hk.to(tl.int64) * dk_h + j * dk_t
-    dv += row * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
-    if FADED:
-        b += (row * HKV + i_hk) * 2 * T
-        drawn += ((row * HKV + i_hk) * ND + i_d) * T + j
-    if MASKED:
-        mask += row * m_b
-    if DELAYED:
-        k -= delay.to(tl.int64) * k_t
-        v -= delay.to(tl.int64) * v_t
-        dk -= delay.to(tl.int64) * dk_t
-        dv -= delay.to(tl.int64) * dv_t
-        if MASKED:
-            mask -= delay
-    q += row * q_b
-    do += row * do_b
-    den += row * d_b
-    delta += row * d_b
     there, counts = key_rows(mask, j, rows_before(end, j, ot), ot, first, delay, MASKED, DELAYED)
-    sh = i_s.to(tl.int64) * HKV + i_hk
     starts += sh * (D * V)
     if OF_K or WHOLE:
         # [BD, BV]
@@ -188,7 +153,7 @@ def stored_dkv_kernel(
             acc_v *= kept
     for g in range(G):
         i_h = (i_hk * G + g).to(tl.int64)
-        for c in range(start + i_t * BT // BN * BN, end, BN):
+        for c in range(start + (j - start) // BN * BN, end, BN):
             rows = rows_before(end, c, on)
             if OF_K or WHOLE:
                 # [BN, BD]
@@ -233,3 +198,72 @@ def stored_dkv_kernel(
         if ADD:
             acc_v += load_tile(dv, ot[:, None] * dv_t + ov[None, :], there, ov < V, EXACT_V)
         store_tile(dv, ot[:, None] * dv_t + ov[None, :], acc_v, there, ov < V, EXACT_V)
+
+
+@triton.jit(do_not_specialize=["T", "S", "L", "NSEG", "delay", "d_b", "m_b"])
+def stored_dkv_kernel(
+    q, k, v, mask, do, den, delta, dk, dv, starts, parts, table, b, drawn,
+    T, S, L, NSEG, delay, HKV,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, d_b, m_b,
+    G: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, APART: tl.constexpr,
+    ADD: tl.constexpr, MAP: tl.constexpr, VARLEN: tl.constexpr, MASKED: tl.constexpr, DELAYED: tl.constexpr,
+    FADED: tl.constexpr, PRECISION: tl.constexpr, PIN: tl.constexpr,
+):  # fmt: skip
+    """Write dk, dv or both of BT keys, from their segment's end and its queries from there on, BN at a time.
+
+    ``APART``: dk and dv are of programs of their own, side by side, so that what both read crosses memory once.
+    ``ADD``: dv is added to what is there.
+    """
+    # Programs share out the features where one of them does not hold all, but for dv, which needs all.
+    ND: tl.constexpr = (D + BD - 1) // BD if OF_K else 1
+    SHARE: tl.constexpr = ND + 1 if APART else ND
+    i_d = tl.program_id(0) % SHARE
+    pid = tl.program_id(0) // SHARE
+    i_hk = pid % HKV
+    i_t = (pid // HKV) % tl.cdiv(L, BT)
+    i_s = pid // HKV // tl.cdiv(L, BT)
+    _n, row, first, start, end = segment_bounds(table, i_s, S, L, NSEG, VARLEN)
+    j = start + i_t * BT
+    if j >= end:
+        return
+    k += row * k_b + i_hk.to(tl.int64) * k_h + j * k_t
+    v += row * v_b + i_hk.to(tl.int64) * v_h + j * v_t
+    dk += row * dk_b + i_hk.to(tl.int64) * dk_h + j * dk_t
+    dv += row * dv_b + i_hk.to(tl.int64) * dv_h + j * dv_t
+    if FADED:
+        b += (row * HKV + i_hk) * 2 * T
+        drawn += ((row * HKV + i_hk) * ND + i_d) * T + j
+    if MASKED:
+        mask += row * m_b
+    if DELAYED:
+        k -= delay.to(tl.int64) * k_t
+        v -= delay.to(tl.int64) * v_t
+        dk -= delay.to(tl.int64) * dk_t
+        dv -= delay.to(tl.int64) * dv_t
+        if MASKED:
+            mask -= delay
+    q += row * q_b
+    do += row * do_b
+    den += row * d_b
+    delta += row * d_b
+    sh = i_s.to(tl.int64) * HKV + i_hk
+    if APART:
+        if i_d < ND:
+            write_keys(
+                q, k, v, mask, do, den, delta, dk, dv, starts, parts, b, drawn,
+                i_d, i_hk, sh, row, first, j, start, end, T, delay, q_h, q_t, k_t, v_t, do_h, do_t, dk_t, dv_t,
+                G, D, V, BD, BV, BT, BN, True, False, ADD, MAP, MASKED, DELAYED, FADED, PRECISION, PIN,
+            )  # fmt: skip
+        else:
+            write_keys(
+                q, k, v, mask, do, den, delta, dk, dv, starts, parts, b, drawn,
+                0, i_hk, sh, row, first, j, start, end, T, delay, q_h, q_t, k_t, v_t, do_h, do_t, dk_t, dv_t,
+                G, D, V, BD, BV, BT, BN, False, True, ADD, MAP, MASKED, DELAYED, FADED, PRECISION, PIN,
+            )  # fmt: skip
+    else:
+        write_keys(
+            q, k, v, mask, do, den, delta, dk, dv, starts, parts, b, drawn,
+            i_d, i_hk, sh, row, first, j, start, end, T, delay, q_h, q_t, k_t, v_t, do_h, do_t, dk_t, dv_t,
+            G, D, V, BD, BV, BT, BN, OF_K, OF_V, ADD, MAP, MASKED, DELAYED, FADED, PRECISION, PIN,
+        )  # fmt: skip
