@@ -104,7 +104,7 @@ def unwritten(o: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("by", "said"),
     [
-        (lambda o: o * 1.001, ", at most 1.0e-04; beyond it: o, "),
+        (lambda o: o * 1.001, ", at most 1.0e-04; beyond it: o"),
         (unwritten, "worst error nan (o), at most 1.0e-04; beyond it: o"),
         (lambda o: o[99], "IndexError: index 99 is out of bounds"),
     ],
