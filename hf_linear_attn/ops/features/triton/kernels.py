@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, planned, precision, tile
+from hf_linear_attn.ops.triton.plan import HELD_WARPS, Launch, Target, Tile, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
     ALL,
     LOG2E,
@@ -523,16 +523,19 @@ class FeatureProblem(NamedTuple):
     def walk(self, role: str) -> int:
         """Return the number of tokens that a program walks.
 
-        A sum for W is as large as what some hundred tokens hold. So it is over up to :data:`LONGER` times as many as
-        the tile says, the most with which rounds of programs take no longer.
+        A program's sum for W is as large as what some hundred tokens hold, and crosses memory twice. So it is over up
+        to :data:`LONGER` times as many tokens as the tile says, the most with which programs take no longer: that is
+        rounds of as many as processors hold side by side, times tokens. Whatever kernel sums W's gradient has the walk
+        of ``"features_backward"``.
         """
-        (B, heads, T, _), width = self.x.shape, self.tile(role).width
+        (B, heads, T, _), (_, width, warps, _) = self.x.shape, self.tile(role)
         if role != "features_backward" or not self.in_halves:
             return width
+        at_once = self.target.processors * max(1, HELD_WARPS // warps)
 
         def lasts(tokens: int) -> tuple[int, int]:
             programs = B * heads * -(-T // tokens)
-            return -(-programs // self.target.processors) * tokens, -tokens
+            return -(-programs // at_once) * tokens, -tokens
 
         return min((width << i for i in range(LONGER.bit_length())), key=lasts)
 
