@@ -428,10 +428,17 @@ def features_backward_kernel(
     if OF_X or OF_WEIGHT:
         dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
         dweight += ((i_b * heads + i_h) * tl.cdiv(T, L) + i_l) * (D * M)
+        # Of fp32, operands and sums of both fill registers: one follows the other, and finds dy in the cache.
+        APART: tl.constexpr = OF_X and OF_WEIGHT and kind == tl.float32
         write_products(
             x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
-            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT, ADD, HELD, PIN,
+            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT and not APART, ADD, HELD, PIN,
         )  # fmt: skip
+        if APART:
+            write_products(
+                x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
+                oh, om, ot, D, M, R, kind, PRECISION, False, True, ADD, HELD, PIN,
+            )  # fmt: skip
 
 
 def in_halves(D: int, BD: int, R: int, pairs: str) -> bool:
