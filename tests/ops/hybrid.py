@@ -60,11 +60,17 @@ WIDE = Shape(H=2, HKV=1, D=160, V=132, turned=160, window=5, sinks=1)
 HALVED = Shape(H=2, HKV=1, D=32, V=32, turned=32, window=5, sinks=2)
 """Heads that kernels take as two halves, which add gradients of queries and keys to those of the window."""
 
+GROUPED = replace(HALVED, H=4, HKV=2)
+"""The same with several key heads."""
+HALVED_WIDE = replace(HALVED, D=128, V=72, turned=128)
+"""The same of which no program holds the gradients of both keys and values."""
+
 OF_80 = Shape(H=2, HKV=1, D=80, V=80, turned=80, window=5, sinks=2)
 OF_96 = Shape(H=2, HKV=1, D=96, V=80, turned=24, layout=NEXT_AT_END, factor=1.3, window=4, sinks=0)
 """Heads that one kernel takes as 64 columns and a rest."""
 
 NAMED = {WIDE: "wide", HALVED: "halved", LONG: "long", OF_80: "80", OF_96: "96"}
+NAMED |= {GROUPED: "grouped", HALVED_WIDE: "halved and wide"}
 
 LIGHT = ("norm_preserving", "elu", "hedgehog")
 """Maps with not too many features of such heads."""
@@ -109,9 +115,9 @@ class Spec:
         return (layer.double() if dtype == torch.float64 else layer).to(DEVICE)
 
     def text(self, kind: str, dtype: torch.dtype) -> Tokens:
-        """Draw a text: ``"plain"``, ``"padded"``, ``"packed"``, ``"rows"`` of several lengths, or ``"long"``."""
-        s = self.shape
-        rows, tokens = {"packed": (1, 40), "rows": (4, 17), "long": (1, 150)}.get(kind, (2, 17))
+        """Draw a text, or several: ``"rows"`` are of several lengths, ``"padded, longer"`` spans segments of tests."""
+        s, sizes = self.shape, {"packed": (1, 40), "rows": (4, 17), "long": (1, 150), "padded, longer": (2, 45)}
+        rows, tokens = sizes.get(kind, (2, 17))
         g = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
 
         def draw(*size: int) -> Tensor:
@@ -130,7 +136,7 @@ class Spec:
         if rotation is not None:
             q, k = rotation.do(q), rotation.do(k)
         mask = torch.ones(rows, tokens, dtype=torch.bool)
-        if kind == "padded":
+        if kind.startswith("padded"):
             mask[0, :4] = mask[0, 9:11] = mask[1, 8] = mask[1, -3:] = False
         if kind == "packed":
             mask[0, [0, 12, 20]] = False

@@ -173,15 +173,17 @@ def test_gradients_of_weights_are_summed_by_piece(name: str, per_head: bool, mon
 
 
 def test_a_sum_of_weights_is_over_as_many_tokens_as_keep_processors_busy() -> None:
-    def walk(heads: int, tokens: int) -> int:
-        x = torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
-        turns, weight = x[:, 0], torch.empty(heads, 128, 128, device="meta")
+    def walk(heads: int, tokens: int, dim: int = 128) -> int:
+        x = torch.empty(1, heads, tokens, dim, dtype=torch.bfloat16, device="meta")
+        turns, weight = x[:, 0], torch.empty(heads, dim, dim, device="meta")
         settings = "hedgehog", 1.0, 0.0, "half", False
         return kernels.FeatureProblem(Target("sm_90", 132), x, turns, weight, None, *settings).walk("features_backward")
 
     assert walk(8, 4_096) == 256
     assert walk(32, 4_096) == 1_024
     assert walk(32, 32_768) == 2_048
+    # Of four warps, a processor holds two programs.
+    assert walk(32, 4_096, 64) == 512
 
 
 @pytest.mark.parametrize("dim", [D, HALVED])

@@ -21,6 +21,7 @@ CASES = {
     "masked, delayed": {"key_mask": True, "delay": 5},
     "faded": {"log_decay": True},
     "both ways": {"causal": False},
+    "packed": {"cu_seqlens": (0, 3, 3, 40), "key_mask": True, "delay": 5},
 }
 
 
@@ -30,6 +31,8 @@ def attend(F: int, V: int, T: int, dtype: torch.dtype, backend: str, **settings:
     sizes = (2, F), (1, F), (1, V)
     q, k, v = (torch.rand(1, heads, T, n, generator=g).to(dtype) for heads, n in sizes)
     given, leaves = dict(settings), [q, k, v - 0.5]
+    if "cu_seqlens" in given:
+        given["cu_seqlens"] = torch.tensor(given["cu_seqlens"])
     if "key_mask" in given:
         given["key_mask"] = torch.rand(1, T, generator=g) > 0.2
     if "log_decay" in given:
@@ -56,7 +59,7 @@ def test_features_that_no_program_holds_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), spread(product(("plain", "masked, delayed", "faded"), TOLERANCE), 4), ids=str
+    ("case", "dtype"), spread(product(("plain", "masked, delayed", "faded", "packed"), TOLERANCE), 5), ids=str
 )
 def test_keys_and_values_of_programs_side_by_side(
     case: str, dtype: torch.dtype, stored_states: None, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,9 @@ WIDEST, HELD = 256, 128
 STATE_BYTES = {"gfx942": 32 << 10}
 """Bytes of a state that it then holds at a time; elsewhere twice as many."""
 
+HELD_WARPS = 8
+"""Warps that a processor holds of kernels that need all of its registers."""
+
 
 class Target(NamedTuple):
     """The device that a plan is for.

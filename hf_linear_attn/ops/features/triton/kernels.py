@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_linear_attn.feature_maps.norm_preserving import TINY as _TINY
 from hf_linear_attn.ops.state import empty_like_tokens
-from hf_linear_attn.ops.triton.plan import Launch, Target, Tile, padded, planned, precision, tile
+from hf_linear_attn.ops.triton.plan import HELD_WARPS, Launch, Target, Tile, padded, planned, precision, tile
 from hf_linear_attn.ops.triton.primitives import (
     ALL,
     LOG2E,
@@ -428,10 +428,17 @@ def features_backward_kernel(
     if OF_X or OF_WEIGHT:
         dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
         dweight += ((i_b * heads + i_h) * tl.cdiv(T, L) + i_l) * (D * M)
+        # Of fp32, operands and sums of both fill registers: one follows the other, and finds dy in the cache.
+        APART: tl.constexpr = OF_X and OF_WEIGHT and kind == tl.float32
         write_products(
             x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
-            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT, ADD, HELD, PIN,
+            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT and not APART, ADD, HELD, PIN,
         )  # fmt: skip
+        if APART:
+            write_products(
+                x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
+                oh, om, ot, D, M, R, kind, PRECISION, False, True, ADD, HELD, PIN,
+            )  # fmt: skip
 
 
 def in_halves(D: int, BD: int, R: int, pairs: str) -> bool:
@@ -523,16 +530,19 @@ class FeatureProblem(NamedTuple):
     def walk(self, role: str) -> int:
         """Return the number of tokens that a program walks.
 
-        A sum for W is as large as what some hundred tokens hold. So it is over up to :data:`LONGER` times as many as
-        the tile says, the most with which rounds of programs take no longer.
+        A program's sum for W is as large as what some hundred tokens hold, and crosses memory twice. So it is over up
+        to :data:`LONGER` times as many tokens as the tile says, the most with which programs take no longer: that is
+        rounds of as many as processors hold side by side, times tokens. Whatever kernel sums W's gradient has the walk
+        of ``"features_backward"``.
         """
-        (B, heads, T, _), width = self.x.shape, self.tile(role).width
+        (B, heads, T, _), (_, width, warps, _) = self.x.shape, self.tile(role)
         if role != "features_backward" or not self.in_halves:
             return width
+        at_once = self.target.processors * max(1, HELD_WARPS // warps)
 
         def lasts(tokens: int) -> tuple[int, int]:
             programs = B * heads * -(-T // tokens)
-            return -(-programs // self.target.processors) * tokens, -tokens
+            return -(-programs // at_once) * tokens, -tokens
 
         return min((width << i for i in range(LONGER.bit_length())), key=lasts)
 

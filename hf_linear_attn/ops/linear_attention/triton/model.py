@@ -10,7 +10,7 @@ would lose is in docs/results/notebook.md.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hf_linear_attn.ops.triton.plan import WIDEST, Problem, Target
+from hf_linear_attn.ops.triton.plan import HELD_WARPS, WIDEST, Problem, Target
 
 
 class Processor(NamedTuple):
@@ -54,9 +54,6 @@ IDENTITY = 0.6
 
 ROUND = 1400
 """Clocks until memory answers."""
-
-HELD_WARPS = 8
-"""Warps that a processor holds of these kernels, for their registers."""
 
 GAP = 10.0
 """Clocks from one instruction of a warp to its next, fitted to what further tokens took on an H100."""
