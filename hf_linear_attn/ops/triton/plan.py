@@ -6,7 +6,7 @@ counted.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -20,12 +20,9 @@ TABLE_VERSION = 2
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Dtypes as the table names them."""
 
-TILED = {
-    **{"state": "D", "forward": "V", "reverse_state": "D", "dq": "D", "dk": "D", "dv": "V"},
-    **{"decode": "V", "hybrid": "V"},
-}
+TILED = dict.fromkeys(("state", "reverse_state", "dq", "dk"), "D")
+TILED |= dict.fromkeys(("forward", "dv", "decode", "hybrid"), "V")
 """Kernels whose programs share a head, and the dimension that they share out."""
-
 
 WIDEST, HELD = 256, 128
 """Features that a walk which reads its states holds whole, and the most of them at a time where there are more."""
@@ -241,15 +238,11 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     tile: Tile
-    reads: tuple[Tensor, ...] = field(default=())
-    writes: tuple[Tensor, ...] = field(default=())
+    reads: tuple[Tensor, ...] = ()
+    writes: tuple[Tensor, ...] = ()
 
     def run(self, arguments: Mapping[str, Any] | None = None) -> Any:
-        """Launch the kernel, with other arguments and options where they are given.
-
-        Returns:
-            What Triton compiled for it; None where it is interpreted.
-        """
+        """Launch the kernel, with other arguments and options where given; return what Triton compiled, or None."""
         given = self.arguments | self.options if arguments is None else arguments
         return self.kernel[(self.programs,)](**given)
 
