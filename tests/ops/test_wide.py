@@ -21,7 +21,7 @@ CASES = {
     "masked, delayed": {"key_mask": True, "delay": 5},
     "faded": {"log_decay": True},
     "both ways": {"causal": False},
-    "packed": {"cu_seqlens": (0, 3, 3, 40), "key_mask": True, "delay": 5},
+    "packed": {"cu_seqlens": (0, 3, 3, 40), "key_mask": True},
 }
 
 
