@@ -254,10 +254,8 @@ def train_backward_launches(
         return found, launches
     problem = x.linear(target, saved.phi_q, saved.phi_k)
     fused = of_q and x.derives_in_one(target, problem)
-    branch, wanted_far = (
-        Saved(saved.far, linear.over, None, None),
-        Wanted(of_q and not fused, of_k, asked.v, False, False),
-    )
+    branch = Saved(saved.far, linear.over, None, None)
+    wanted_far = Wanted(of_q and not fused, of_k, asked.v, False, False)
     into = x.own(near.dv) if asked.v else None
     far, of_branch = backward_launches(problem, branch, do, None, None, wanted_far, into, linear.delta_f)
     launches += of_branch
