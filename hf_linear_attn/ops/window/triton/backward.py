@@ -99,7 +99,8 @@ def window_dq_kernel(
             keys = tl.load(prefix + (kv_head * NB + start // BLOCK) * D + od, mask=od < D, other=0.0)
             acc += dm[:, None] * keys[None, :] + de[:, None] * u[None, :]
     if OF_Q:
-        for j in range(start, P + c + BT, BN):
+        for i in range(start.to(tl.int32), (P + c).to(tl.int32) + BT, BN):
+            j = tl.cast(i, tl.int64)
             _, code = key_codes(codes, j, on, S, MASKED)
             # [BN, BD] and [BN, BV]
             kk = load_operand(k + j * k_t, on[:, None] * k_t + od[None, :], code != 0, od < D, EXACT_D, PRECISION)
@@ -197,8 +198,9 @@ def window_dkv_kernel(
     for g in range(G):
         i_h = (i_hk * G + g).to(tl.int64)
         row = (i_b * (HKV * G) + i_h) * T + ot
-        for c in range(begin, end, BT):
-            rows = ot < (T - c).to(tl.int32)
+        for i in range(begin.to(tl.int32), end.to(tl.int32), BT):
+            c = tl.cast(i, tl.int64)
+            rows = ot < (T - i)
             # [BT, BD] and [BT, BV]
             x = load_operand(
                 q + i_b * q_b + i_h * q_h + c * q_t, ot[:, None] * q_t + od[None, :], rows, od < D, EXACT_D, PRECISION
@@ -206,11 +208,12 @@ def window_dkv_kernel(
             dd = load_tile(
                 do + i_b * do_b + i_h * do_h + c * do_t, ot[:, None] * do_t + ov[None, :], rows, ov < V, EXACT_V
             )
-            dl = tl.load(delta + row + c, mask=rows, other=0.0)
-            z = tl.load(lse + row + c, mask=rows, other=0.0)
             distance = (P + c - j).to(tl.int32) + ot[None, :] - on[:, None]
             s = product(kk, tl.trans(x), PRECISION)
+            # Loaded where they are needed: registers hold no more.
+            z = tl.load(lse + row + c, mask=rows, other=0.0)
             p = tl.where(near(distance, code, W), tl.exp2(s * base2 - z[None, :]), 0.0)
+            dl = tl.load(delta + row + c, mask=rows, other=0.0)
             acc_v = dot(operand(p, x.dtype, PRECISION), dd, acc_v, PRECISION)
             ds = p * (product(vv, tl.trans(dd), PRECISION) - dl[None, :]) * scaling
             if SUMS:

@@ -81,7 +81,8 @@ def attend_near(
     mass = tl.zeros([BT], tl.float32)
     acc = zeros(BT, ov)
     products = tl.zeros([BT], tl.float32)
-    for j in range(start, P + c + BT, BN):
+    for i in tl.range(start.to(tl.int32), (P + c).to(tl.int32) + BT, BN, disable_licm=PRECISION == "ieee"):
+        j = tl.cast(i, tl.int64)
         _, code = key_codes(codes, j, on, S, MASKED)
         # [BN, D] and [BN, V]
         kk = load_parts(k + j * k_t, on[:, None] * k_t, od, code != 0, D, EXACT_D, PRECISION)

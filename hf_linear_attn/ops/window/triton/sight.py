@@ -8,6 +8,7 @@ from hf_linear_attn.ops.triton.primitives import load_operand, load_parts
 from hf_linear_attn.ops.window.problem import NOWHERE
 
 NEVER = tl.constexpr(NOWHERE)
+FARTHEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -32,13 +33,15 @@ def key_codes(codes, j, oj, S, MASKED: tl.constexpr):
 @triton.jit
 def near(distance, code, W):
     """Return which pairs a window holds; a query sees itself even where it is padding, so that no row is empty."""
-    return (distance >= 0) & (distance < W) & (((code & 1) != 0) | (distance == 0))
+    # How far each key is seen is found once for all queries, and no distance below 0 is as small.
+    reach = tl.where((code & 1) != 0, W, 1)
+    return distance.to(tl.uint32) < reach.to(tl.uint32)
 
 
 @triton.jit
 def far(distance, code, W):
     """Return which pairs of a tile are out of sight and count."""
-    return (distance >= W) & ((code & 2) != 0)
+    return distance >= tl.where((code & 2) != 0, W, FARTHEST)
 
 
 @triton.jit
