@@ -484,6 +484,15 @@ def issue(listing: Listing, launch: Launch, config: Config) -> float:
         outer = [loop for loop in listing.outermost() if loop != listing.largest()]
         before = sum(listing.count(*loop) for loop in outer) * (tiles - 1)
         return (listing.executed((*trips, tiles)) + before) * share
+    if launch.role in ("features_backward", "queries_backward"):
+        # A block's tiles go through one loop, and then through the next.
+        tiles = launch.arguments["BLOCK"] / tokens
+        wide = launch.arguments.get("BN")
+        others = ((launch.arguments["L"] + tokens) / 2 / wide,) if wide else ()
+        inner = [x for x in listing.loops if loop[0] < x[0] and x[1] < loop[1]]
+        parts = [x for x in inner if not any(y[0] < x[0] and x[1] < y[1] for y in inner)]
+        every = sum(listing.executed(others, *x) - listing.count(*x) / tiles for x in parts)
+        return (listing.count(*loop) / tiles + every) * clocks
     tiled = TILED.get(launch.role)
     passes = max(1, {"D": config.D, "V": config.V}[tiled] / launch.tile.width) if tiled else 1
     if launch.role == "state":

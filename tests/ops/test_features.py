@@ -1,5 +1,7 @@
 """The kernels of learned maps, against PyTorch's features in float64."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -165,11 +167,31 @@ def test_heads_in_halves(
     assert_all_near(found, exact, 2 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("name", "per_head"), [("norm_preserving", False), ("hedgehog", True)], ids=str)
-def test_gradients_of_weights_are_summed_by_piece(name: str, per_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LONGER", 1)
+@pytest.mark.parametrize(
+    ("name", "per_head", "blocks"), [("norm_preserving", False, 1), ("hedgehog", True, 2), ("norm_preserving", True, 2)]
+)
+def test_gradients_of_weights_are_summed_by_piece(
+    name: str, per_head: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head's tokens are those of several programs, of which each has one block of them or two."""
+    monkeypatch.setattr(kernels, "LONGER", blocks)
+    monkeypatch.setattr(sys.modules[__name__], "T", 3 * T)
     poison(monkeypatch)
     test_heads_in_halves(name, 2, "half", "bthd", {"per_head": per_head}, torch.float32)
+
+
+def test_a_program_writes_dy_where_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LONGER", 2)
+    monkeypatch.setattr(sys.modules[__name__], "T", 3 * T)
+    poison(monkeypatch)
+    x, do = tokens(H, torch.bfloat16, dim=HALVED)
+    pair = drawn("hedgehog", HALVED).pair("q")
+    settings = pair.name, pair.factor, pair.sharpness, "half", False
+    dy, _, dweight, _ = op.triton_features_backward(do, x, None, pair.weight, None, *settings, True, True)
+    # A head has several programs, each with memory for one of its two blocks.
+    assert dweight.shape[2] > 1
+    assert dy.shape[2] < T
+    assert dy.isfinite().all()
 
 
 def test_a_sum_of_weights_is_over_as_many_tokens_as_keep_processors_busy() -> None:

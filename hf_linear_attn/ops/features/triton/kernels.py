@@ -137,6 +137,19 @@ def load_weight(
 
 
 @triton.jit
+def load_weight_halves(
+    weight, w_d, om,
+    D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Load W as two halves of its rows, ``[D / 2, .]``, each followed by what :func:`load_weight` leaves of it."""
+    HALF: tl.constexpr = D // 2
+    oh = tl.arange(0, HALF)
+    a, rest_a = load_weight(weight, w_d, oh, om, HALF, M, dtype, PRECISION, SPLIT)
+    b, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, dtype, PRECISION, SPLIT)
+    return a, rest_a, b, rest_b
+
+
+@triton.jit
 def add_projected(
     x, weight, w_d, od, om, y,
     D: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
@@ -241,11 +254,7 @@ def features_kernel(
     weight += i_h.to(tl.int64) * w_h
     w, rest, w_b, rest_b = 0.0, 0.0, 0.0, 0.0
     if HALVES:
-        # [HALF, BM]
-        HALF: tl.constexpr = D // 2
-        oh = tl.arange(0, HALF)
-        w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-        w_b, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
+        w, rest, w_b, rest_b = load_weight_halves(weight, w_d, om, D, M, kind, PRECISION, SPLIT)
     elif BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
@@ -307,17 +316,18 @@ def derive(
 
 @triton.jit
 def write_products(
-    x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, stop, T, x_t, dy_t, dx_t, oh, om, ot,
+    x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, stop, later, T, x_t, dy_t, dx_t, om, ot,
     D: tl.constexpr, M: tl.constexpr, R: tl.constexpr, kind: tl.constexpr, PRECISION: tl.constexpr,
     OF_X: tl.constexpr, OF_WEIGHT: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of x and of W from that of ``x W``, of a program's tokens as two halves.
+    """Write the gradient of x from ``dy``, that of ``x W``, of a block of tokens as two halves, and add to W's.
 
     Once more through the tokens: registers hold no more above, and what goes from one product into another Triton lays
-    out so that half of the warps repeat what the others do.
+    out so that half of the warps repeat what the others do. ``later``: whether ``dweight`` has sums of blocks before.
     """
     BT: tl.constexpr = ot.shape[0]
     HALF: tl.constexpr = D // 2
+    oh = tl.arange(0, HALF)
     tl.debug_barrier()
     # [BM, HALF] twice
     if OF_X:
@@ -328,15 +338,16 @@ def write_products(
             w_b = load_transposed(weight + HALF * w_d, w_d, oh, om, M, kind, PRECISION)
     if OF_WEIGHT:
         # [HALF, BM] twice
-        sum_a = tl.zeros([HALF, om.shape[0]], tl.float32)
-        sum_b = tl.zeros([HALF, om.shape[0]], tl.float32)
+        before = oh < tl.where(later, HALF, 0)
+        sum_a = load_tile(dweight, oh[:, None] * M + om[None, :], before, om < M, om.shape[0] == M)
+        sum_b = load_tile(dweight + HALF * M, oh[:, None] * M + om[None, :], before, om < M, om.shape[0] == M)
     for c in range(start, stop, BT):
         rows = ot < (T - c).to(tl.int32)
         of_tokens = turns
         if R > 0:
             of_tokens = turns + c * R
         # [BT, BM]
-        g = load_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], rows, om < M, om.shape[0] == M)
+        g = load_tile(dy + (c - start) * dy_t, ot[:, None] * dy_t + om[None, :], rows, om < M, om.shape[0] == M)
         g = operand(g, kind, PRECISION)
         if OF_WEIGHT:
             # [BT, HALF] twice
@@ -368,11 +379,13 @@ def features_backward_kernel(
     D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
     R: tl.constexpr, PAIRS: tl.constexpr, AT_END: tl.constexpr,
     MAP: tl.constexpr, QUERY: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
-    OF_X: tl.constexpr, OF_WEIGHT: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr, PIN: tl.constexpr,
+    BLOCK: tl.constexpr, OF_X: tl.constexpr, OF_WEIGHT: tl.constexpr, ADD: tl.constexpr, HELD: tl.constexpr,
+    PIN: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of ``x W`` and of x of L tokens of one head, and their parts of W's and of the power's.
 
-    Only the first N of all tokens have a ``do`` that is not 0.
+    Only the first N of all tokens have a ``do`` that is not 0. Tokens come in blocks, so that what is read again still
+    lies in the cache; where this writes x's and W's gradients, dy is that of a program's last block.
     """
     pid = tl.program_id(0)
     i_h = pid % heads
@@ -388,57 +401,66 @@ def features_backward_kernel(
     dy += i_b * dy_b + i_h.to(tl.int64) * dy_h
     kind: tl.constexpr = tl.float32 if x.dtype.element_ty == tl.float16 else x.dtype.element_ty
     weight += i_h.to(tl.int64) * w_h
-    w, rest, w_b, rest_b = 0.0, 0.0, 0.0, 0.0
-    if HALVES:
-        # [HALF, BM]
-        HALF: tl.constexpr = D // 2
-        oh = tl.arange(0, HALF)
-        w, rest = load_weight(weight, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-        w_b, rest_b = load_weight(weight + HALF * w_d, w_d, oh, om, HALF, M, kind, PRECISION, SPLIT)
-    elif BD >= D:
+    w, rest = 0.0, 0.0
+    halved = (w, rest, w, rest)
+    if HALVES and HELD:
+        halved = load_weight_halves(weight, w_d, om, D, M, kind, PRECISION, SPLIT)
+    elif not HALVES and BD >= D:
         # [BD, BM]
         w, rest = load_weight(weight, w_d, od, om, D, M, kind, PRECISION, SPLIT)
     a = 0.0
     if MAP == "norm_preserving":
         a = tl.load(power + i_h.to(tl.int64) * p_h).to(tl.float32)
     sum_p = tl.zeros([BT], tl.float32)
-    start = i_l.to(tl.int64) * L
-    for c in range(start, tl.minimum(start + L, T), BT):
-        rows = ot < (T - c).to(tl.int32)
-        of_tokens = turns
-        if R > 0:
-            of_tokens = turns + c * R
-        # [BT, BM]
-        given = ot < (N - c).to(tl.int32)
-        above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], given, om < M, M == BM).to(tl.float32)
-        below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], given, om < M, M == BM).to(tl.float32)
-        if HALVES:
-            first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
-            y = project_halves(first, second, w, rest, w_b, rest_b, factor, PRECISION, SPLIT)
-        else:
-            y = project_rows(
-                x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
-                D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
-            )  # fmt: skip
-        g, dp = derive(y, above, below, a, sharpness, om, M, MAP, QUERY, do.dtype.element_ty, PIN)
-        sum_p += dp
-        store_tile(dy + c * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
-    if MAP == "norm_preserving":
-        tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))
-    if OF_X or OF_WEIGHT:
-        dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
-        dweight += ((i_b * heads + i_h) * tl.cdiv(T, L) + i_l) * (D * M)
+    begin = i_l.to(tl.int64) * L
+    stop = tl.minimum(begin + L, T)
+    dy += i_l.to(tl.int64) * BLOCK * dy_t
+    dx += i_b * dx_b + i_h.to(tl.int64) * dx_h
+    dweight += ((i_b * heads + i_h) * tl.cdiv(T, L) + i_l) * (D * M)
+    for start in tl.range(begin, stop, BLOCK, disable_licm=True):
+        last = tl.minimum(start + BLOCK, stop)
+        # Memory for dy is that of the block before.
+        tl.debug_barrier()
+        of_block = halved
+        if HALVES and not HELD:
+            # In shared memory, W^T takes its place.
+            of_block = load_weight_halves(weight, w_d, om, D, M, kind, PRECISION, SPLIT)
+        w_a, rest_a, w_b, rest_b = of_block
+        for c in range(start, last, BT):
+            rows = ot < (T - c).to(tl.int32)
+            of_tokens = turns
+            if R > 0:
+                of_tokens = turns + c * R
+            # [BT, BM]
+            given = ot < (N - c).to(tl.int32)
+            above = load_tile(do + c * do_t, ot[:, None] * do_t + om[None, :], given, om < M, M == BM).to(tl.float32)
+            below = load_tile(do + c * do_t, ot[:, None] * do_t + M + om[None, :], given, om < M, M == BM)
+            below = below.to(tl.float32)
+            if HALVES:
+                first, second = load_halves(x + c * x_t, x_t, of_tokens, ot, rows, D, R, PRECISION, PIN)
+                y = project_halves(first, second, w_a, rest_a, w_b, rest_b, factor, PRECISION, SPLIT)
+            else:
+                y = project_rows(
+                    x + c * x_t, x_t, of_tokens, weight, w_d, w, rest, ot, od, om, rows, factor,
+                    D, M, BD, BM, R, PAIRS, AT_END, kind, PRECISION, SPLIT,
+                )  # fmt: skip
+            g, dp = derive(y, above, below, a, sharpness, om, M, MAP, QUERY, do.dtype.element_ty, PIN)
+            sum_p += dp
+            store_tile(dy + (c - start) * dy_t, ot[:, None] * dy_t + om[None, :], g * factor, rows, om < M, M == BM)
         # Of fp32, operands and sums of both fill registers: one follows the other, and finds dy in the cache.
         APART: tl.constexpr = OF_X and OF_WEIGHT and kind == tl.float32
-        write_products(
-            x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
-            oh, om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT and not APART, ADD, HELD, PIN,
-        )  # fmt: skip
+        if OF_X or OF_WEIGHT:
+            write_products(
+                x, turns, weight, dy, dx, dweight, w_a, w_b, w_d, start, last, start > begin, T, x_t, dy_t, dx_t,
+                om, ot, D, M, R, kind, PRECISION, OF_X, OF_WEIGHT and not APART, ADD, HELD, PIN,
+            )  # fmt: skip
         if APART:
             write_products(
-                x, turns, weight, dy, dx, dweight, w, w_b, w_d, start, tl.minimum(start + L, T), T, x_t, dy_t, dx_t,
-                oh, om, ot, D, M, R, kind, PRECISION, False, True, ADD, HELD, PIN,
+                x, turns, weight, dy, dx, dweight, w_a, w_b, w_d, start, last, start > begin, T, x_t, dy_t, dx_t,
+                om, ot, D, M, R, kind, PRECISION, False, True, ADD, HELD, PIN,
             )  # fmt: skip
+    if MAP == "norm_preserving":
+        tl.store(dpower + (i_b * heads + i_h) * tl.cdiv(T, L) + i_l, tl.sum(sum_p, 0))
 
 
 def in_halves(D: int, BD: int, R: int, pairs: str) -> bool:
@@ -494,6 +516,7 @@ class FeatureProblem(NamedTuple):
         chosen = self.tile(role)
         known = self.known() | reads | writes | others
         known |= {"T": T, "L": self.walk(role), "heads": heads, "BT": chosen.tokens, "HELD": self.held(chosen)}
+        known["BLOCK"] = chosen.width
         programs = B * heads * self.pieces(role)
         read = (*reads.values(), *(() if self.turns is None else (self.turns,)))
         return planned(role, kernel, programs, known, chosen, read, tuple(writes.values()))
@@ -566,7 +589,8 @@ class FeatureGradients(NamedTuple):
     """What the backward computes; what is not asked for, or the kernel leaves to a library, has no columns.
 
     Attributes:
-        dy: Gradient of ``x W [B, heads, T, M]``. It goes through one more product, which fp16 need not hold.
+        dy: Gradient of ``x W [B, heads, T, M]``. It goes through one more product, which fp16 need not hold. Where the
+            kernel computes that product, only memory for as many tokens as programs have in a block.
         dx: That of x ``[B, heads, T, D]``.
         dweight: That of W, by piece of the tokens ``[B, heads, pieces, D, M]``, fp32.
         dpower: That of the power, likewise ``[B, heads, pieces]``.
@@ -581,10 +605,11 @@ class FeatureGradients(NamedTuple):
 def allocate_features_backward(p: FeatureProblem, of_x: bool = True, of_weight: bool = True) -> FeatureGradients:
     """Allocate the gradients that are asked for."""
     (B, heads), (_, D, M), halves = p.x.shape[:2], p.weight.shape, p.in_halves
-    pieces = p.pieces("features_backward")
+    pieces, width = p.pieces("features_backward"), p.tile("features_backward").width
     dtype = torch.float32 if p.x.dtype == torch.float16 else p.x.dtype
+    held = p.x[:, :, : pieces * width]
     return FeatureGradients(
-        empty_like_tokens(p.x, M, dtype),
+        empty_like_tokens(held, M, dtype),
         empty_like_tokens(p.x, D if of_x and halves else 0),
         torch.empty(B, heads, pieces, D, M if of_weight and halves else 0, dtype=torch.float32, device=p.x.device),
         torch.empty(B, heads, 0 if p.power is None else pieces, dtype=torch.float32, device=p.x.device),
