@@ -143,18 +143,9 @@ def linear_attention(
         if feature_map.kernel is None:
             # Kernels compute the others, whose modules hold nothing.
             feature_map.to(q.device)
-    phi = "identity"
     # Features and states have a precision of their own, whatever products around them are cast to.
     with own_precision(q.device):
-        if feature_map is not None:
-            if feature_map.kernel is None:
-                if key_mask is not None:
-                    # Of a masked NaN the map's weights would get one.
-                    k = k.masked_fill(~key_mask[:, None, :, None], 0)
-                q = features_of(feature_map, q, "q", positions, backend)
-                k = features_of(feature_map, k, "k", positions, backend)
-            else:
-                phi = feature_map.kernel
+        q, k, phi = _mapped(feature_map, q, k, key_mask, positions, backend)
         check_state(q, k, v, cu_seqlens, state)
         kv0, z0 = state or (None, None)
         call = LinearCall(q, k, v, key_mask, cu_seqlens, kv0, z0, log_decay, phi, causal, delay, eps)
@@ -170,3 +161,23 @@ def linear_attention(
         else:
             o, final = (linear_attention_reference if chosen == "reference" else linear_attention_chunked)(call)
     return (o, final) if return_state else o
+
+
+def _mapped(
+    feature_map: FeatureMap | None,
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    positions: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, str]:
+    """Return queries and keys as kernels are given them, and the name of the map that these compute themselves."""
+    if feature_map is None:
+        return q, k, "identity"
+    if feature_map.kernel is not None:
+        return q, k, feature_map.kernel
+    if key_mask is not None:
+        # Of a masked NaN the map's weights would get one.
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    phi_q = features_of(feature_map, q, "q", positions, backend)
+    return phi_q, features_of(feature_map, k, "k", positions, backend), "identity"
