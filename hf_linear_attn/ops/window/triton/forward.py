@@ -81,7 +81,7 @@ def attend_near(
     mass = tl.zeros([BT], tl.float32)
     acc = zeros(BT, ov)
     products = tl.zeros([BT], tl.float32)
-    for i in tl.range(start.to(tl.int32), (P + c).to(tl.int32) + BT, BN, disable_licm=PRECISION == "ieee"):
+    for i in range(start.to(tl.int32), (P + c).to(tl.int32) + BT, BN):
         j = tl.cast(i, tl.int64)
         _, code = key_codes(codes, j, on, S, MASKED)
         # [BN, D] and [BN, V]
