@@ -1,6 +1,5 @@
 """What the processes of a multi-process test run; started with torch's environment variables, on CPU over gloo."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import Data, DistillationSettings, DistillResult, distill
 from hf_linear_attn.distill.sharding import full_tensors
 from tests.distill.tiny import byte_tokenizer, tiny_data, tiny_settings, tiny_teacher
+from tests.processes import leave_group
 
 
 def make_data() -> tuple[Data, Data]:
@@ -55,7 +55,4 @@ def main(folder: str, kind: str) -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(*sys.argv[1:])
-    dist.destroy_process_group()
-    # Caches of torch's keep the group of a sharded model, and gloo's threads with it. One that lets go of its last
-    # tensors while the interpreter ends is stopped there, and aborts the process: so the interpreter does not end.
-    os._exit(0)
+    leave_group()

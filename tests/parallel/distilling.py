@@ -11,6 +11,7 @@ from hf_linear_attn import patch_model
 from hf_linear_attn.distill import distill
 from tests.distill.tiny import byte_tokenizer, tiny_teacher
 from tests.distill.workers import make_data, settings
+from tests.processes import leave_group
 
 
 def go(folder, processes, on_step=None, **changes):
@@ -41,7 +42,7 @@ def main(folder, kind):
     if dist.get_rank() == 0:
         losses = [record["loss_nats"] for record in result.history]
         (folder / "losses.txt").write_text("\n".join(map(repr, losses)))
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 from itertools import pairwise, product
 
 import pytest
@@ -15,6 +14,7 @@ from hf_linear_attn.errors import UnsupportedError
 from hf_linear_attn.patching import convert, is_patched
 from hf_linear_attn.patching.call_cache import NAME
 from hf_linear_attn.patching.masks import enter_model, linear_attention_mask
+from tests.processes import free_port, leave_group
 from tests.spread import spread
 
 from .checks import Graphs, Subject, close, grads_of, left_padding, loss_and_gradients, patched, same_gradients, some
@@ -279,12 +279,6 @@ def test_packed_documents_train_as_separate_ones():
     same_gradients(grads_of(model), expected)
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _two_processes(rank, port, expected, ids):
     """Check data parallelism through Accelerate, then full sharding, in one of two processes."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -307,7 +301,7 @@ def _two_processes(rank, port, expected, ids):
     model(input_ids=mine, labels=mine).loss.backward()
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     same_gradients(found, expected)
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 @SLOW
@@ -315,7 +309,7 @@ def test_two_processes_give_the_gradients_of_one():
     model = build("window")
     ids = Subject(model, "causal").tokens()
     _, expected = loss_and_gradients(model, input_ids=ids)
-    mp.spawn(_two_processes, args=(_free_port(), expected, ids), nprocs=2)
+    mp.spawn(_two_processes, args=(free_port(), expected, ids), nprocs=2)
 
 
 @pytest.mark.filterwarnings("ignore:.*being on a device type different")  # what Transformers 5.17 says of offloading
