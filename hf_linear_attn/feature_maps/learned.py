@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hf_linear_attn.errors import ArgumentError
-from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, saturated
+from hf_linear_attn.feature_maps.base import CommonOptions, FeatureMap, saturated, upcast
 
 Side = Literal["q", "k"]
 
@@ -98,13 +98,14 @@ class ProjectedMap(LearnedMap):
     def columns_of_step(self, q: Tensor, k: Tensor) -> Tensor:
         """Return ``xW`` of a step's key and of its queries after it, ``[B, HKV, 1 + G, M]``; see :meth:`phi_step`."""
         batch, kv_heads, group, dim = q.shape
-        x, key = self.scaled(q), self.scaled(k)
+        x, key = upcast(q), upcast(k)
         of_q, of_k = self.weight_of("weight", "q", x), self.weight_of("weight", "k", x)
         if len(of_q) == 1:
             of_q, of_k = of_q.expand(kv_heads * group, -1, -1), of_k.expand(kv_heads, -1, -1)
         y_q = torch.bmm(x.reshape(batch, -1, dim).transpose(0, 1), of_q).transpose(0, 1)
         y_k = torch.bmm(key.reshape(batch, -1, dim).transpose(0, 1), of_k).transpose(0, 1)
-        return torch.cat([y_k[:, :, None], y_q.view(batch, kv_heads, group, -1)], 2)
+        y = torch.cat([y_k[:, :, None], y_q.view(batch, kv_heads, group, -1)], 2)
+        return y if self.scale == 1 else y * self.scale
 
 
 def identity_like(head_dim: int, features: int) -> Tensor:

@@ -135,14 +135,15 @@ class LinearAttention(nn.Module):
             if self.undoes:
                 q, k = (call.rotation.undo(x, self.settings.backend) for x in (q, k))
             call = call._replace(rotation=None)
-        ready = None if call.state is None else call.state.ready
-        if call.state is not None and ready is not None and ready.serves(self, q, k, v, call):
-            stepped: Tensor = ready.step_(q, k, v, call, call.state)
-            return stepped
-        if self.shard is None and call.state is not None and steps(self, q, call):
-            o = step_(self, q, k, v, call)
+        if call.state is not None:
+            ready, o = call.state.ready, None
+            if ready is not None:
+                o = ready.step_(self, q, k, v, call, call.state)
+            if o is None and self.shard is None and steps(self, q, call):
+                o = step_(self, q, k, v, call)
             if o is not None:
-                return o
+                stepped: Tensor = o
+                return stepped
         if call.key_mask is not None:
             # What is masked must not matter, whatever it holds.
             hidden = ~call.key_mask[:, None, :, None]
@@ -192,7 +193,8 @@ class LinearAttention(nn.Module):
     @property
     def elementwise(self) -> str | None:
         """Name of the map that the rule applies by itself; None where it is given features."""
-        return self.feature_map.kernel if self.rule.maps and not self.feature_map.hooked else None
+        kernel = self.feature_map.kernel
+        return None if kernel is None or not self.rule.maps or self.feature_map.hooked else kernel
 
     def scaling(self, call: Call) -> float:
         """Return the factor on ``q.k`` in softmax attention."""

@@ -46,8 +46,8 @@ def fused_step_(
         return None
     if chosen == "numba":
         state.ready = Ready.of(layer, state, call, whole)
-        if state.ready is not None:
-            o: Tensor = state.ready.step_(q, k, v, call, state)
+        o: Tensor | None = None if state.ready is None else state.ready.step_(layer, q, k, v, call, state)
+        if o is not None:
             return o
     if call.rotation is not None:
         state.check_common("near_turns", steps=True)
@@ -162,6 +162,8 @@ def why_not(
 
 def fused_backend(backend: str, device: torch.device) -> FusedBackend | None:
     """Return what computes a whole step, or a whole text, in one call, if anything does."""
+    if backend in ("torch", "reference"):
+        return None
     if wants_kernels(backend, device):
         return "triton"
     # What traces, transforms or counts operations is to see them.
@@ -296,12 +298,14 @@ class Ready:
         same = all(x.untyped_storage().data_ptr() in own and x.is_contiguous() for x in read)
         return cls(layer, state, call, whole) if same and not isinstance(state.length, Tensor) else None
 
-    def serves(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-        """Tell whether a call is such a step; what traces, transforms or counts operations is to see them."""
-        state = call.state
-        return (
-            state is not None
-            and not is_transformed()
+    def step_(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State) -> Tensor | None:
+        """Take the step, and count its token; None where the call is not such a step.
+
+        Arguments are as of :meth:`LinearAttention.forward`. What traces, transforms or counts operations is to see
+        them.
+        """
+        serves = (
+            not is_transformed()
             and layer is self._layer
             and not layer.disabled
             and layer.shard is None
@@ -316,15 +320,8 @@ class Ready:
             and not self._map.hooked
             and self._found() == self._addresses
         )
-
-    def _found(self) -> list[Any]:
-        """Return where lies what the layer has learned, how it lies there, the numbers beside it, and the state."""
-        state = [x.data_ptr() for x in self._tensors]
-        learned = [(x.data_ptr(), x.stride()) for table in self._learned for x in table.values() if x is not None]
-        return [*state, *learned, self._map.scale, self._map.scaling, self._layer.rule.eps]
-
-    def step_(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State) -> Tensor:
-        """Take the step, and count its token; arguments as of :meth:`LinearAttention.forward`."""
+        if not serves:
+            return None
         turns, length = None, int(state.length)
         if call.rotation is not None:
             state.check_common("near_turns", steps=True)
@@ -333,6 +330,15 @@ class Ready:
         state.length = length + 1
         state.padded |= call.key_mask is not None
         return o
+
+    def _found(self) -> list[Any]:
+        """Return where lies what the layer has learned, how it lies there, the numbers beside it, and the state."""
+        found = [self._map.scale, self._map.scaling, self._layer.rule.eps, *map(Tensor.data_ptr, self._tensors)]
+        for table in self._learned:
+            for x in table.values():
+                if x is not None:
+                    found += x.data_ptr(), x.stride()
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copy to nothing: the tensors of a state's copy lie elsewhere."""

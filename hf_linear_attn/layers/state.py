@@ -52,8 +52,9 @@ class Common:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int], tuple[tuple[Any, ...], weakref.ref[Tensor]]] = {}
-        self._stepped: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
+        self._made: dict[tuple[str, int], tuple[list[Any], weakref.ref[Tensor]]] = {}
+        self.stepped: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
+        """By name and size the tensor that a layer has last changed, and the number of tokens that this had read."""
 
     def once(self, name: tuple[str, int], parts: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         """Return what was made last by that name and size if it was made of the same parts, else make it.
@@ -66,29 +67,9 @@ class Common:
             if made is not None and len(before) == len(parts) and all(map(_is_part, before, parts)):
                 return made
         made = make()
-        kept = tuple(weakref.ref(x) if isinstance(x, Tensor) else x for x in parts)
+        kept = [weakref.ref(x) if isinstance(x, Tensor) else x for x in parts]
         self._made[name] = kept, weakref.ref(made)
         return made
-
-    def check(self, name: tuple[str, int], held: Tensor, length: int, *, steps: bool) -> None:
-        """Refuse a layer that has read ``length`` tokens, and lags behind one that has overwritten what it would read.
-
-        ``steps`` says whether the layer takes the next token in place.
-
-        Raises:
-            ArgumentError: If another layer has taken more tokens in place.
-        """
-        if name in self._stepped:
-            other, stepped = self._stepped[name]
-            if other() is held and length < stepped + (not steps):
-                raise ArgumentError(
-                    "cache",
-                    "be read by all layers of the model, token by token",
-                    f"a cache of which one layer has read {length} tokens and another one {stepped + 1}",
-                    "Give a model that leaves out layers a cache of its own.",
-                )
-        if steps:
-            self._stepped[name] = weakref.ref(held), length
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Common":
         """Return one that has made nothing: copies of layers have it in common, too."""
@@ -181,10 +162,29 @@ class State:
         return self.common.once(name, parts, make)
 
     def check_common(self, name: str, *, steps: bool) -> None:
-        """Refuse to go on where layers that hold a tensor together have gone on; see :meth:`Common.check`."""
-        if self.common is not None and isinstance(self.length, int) and not torch.compiler.is_compiling():
-            held = self.tensors[name]
-            self.common.check((name, held.shape[1]), held, self.length, steps=steps)
+        """Refuse a layer that lags behind one that has overwritten what it would read in a tensor of both.
+
+        ``steps`` says whether the layer takes the next token in place.
+
+        Raises:
+            ArgumentError: If another layer has taken more tokens in place.
+        """
+        common, length = self.common, self.length
+        if common is None or isinstance(length, Tensor) or torch.compiler.is_compiling():
+            return
+        held = self.tensors[name]
+        key = name, held.shape[1]
+        if key in common.stepped:
+            other, stepped = common.stepped[key]
+            if other() is held and length < stepped + (not steps):
+                raise ArgumentError(
+                    "cache",
+                    "be read by all layers of the model, token by token",
+                    f"a cache of which one layer has read {length} tokens and another one {stepped + 1}",
+                    "Give a model that leaves out layers a cache of its own.",
+                )
+        if steps:
+            common.stepped[key] = weakref.ref(held), length
 
     def apply(self, function: Callable[[Tensor], Tensor], by: Tensor | int) -> None:
         """Replace every tensor by a function of it, as where rows are selected or repeated ``by`` something."""

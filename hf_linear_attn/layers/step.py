@@ -182,10 +182,11 @@ class OwnRing(Ring):
         mask, seen, state = self.mask, self.seen, self.state
         if self.full:
             yes, no = _flags(mask.device)
-            slots = [x.narrow(dim, self.new, 1) for x, dim, _ in new]
-            values = [y if len(y) == len(mask) else y.expand(len(mask), -1, -1) for _, _, y in new]
-            slots += [mask.narrow(1, self.new, 1), mask.narrow(1, self.old, 1)]
-            values += [yes.expand(len(mask), 1), no.expand(len(mask), 1)]
+            slots = [mask.narrow(1, self.new, 1), mask.narrow(1, self.old, 1)]
+            values = [yes.expand(len(mask), 1), no.expand(len(mask), 1)]
+            for x, dim, y in new:
+                slots.append(x.narrow(dim, self.new, 1))
+                values.append(y if len(y) == len(mask) else y.expand(len(mask), -1, -1))
             for x in cleared:
                 slots.append(x.narrow(2, self.old, 1))
                 values.append(constant(0.0, x).expand_as(slots[-1]))

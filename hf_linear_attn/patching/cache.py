@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -17,6 +17,7 @@ from hf_linear_attn.errors import ArgumentError, UnsupportedError
 from hf_linear_attn.layers import Common, State
 from hf_linear_attn.ops.library import is_exporting
 from hf_linear_attn.patching.call_cache import own_cache
+from hf_linear_attn.patching.discover import shares_keys
 
 RECORDED = 512
 """Tokens, of those read while the past is recorded, that a rollback can always drop. At most twice as many are held.
@@ -276,10 +277,10 @@ def _token_dim(name: str) -> int:
     return 2 if name in ("k", "v") else 1
 
 
-def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = False) -> LinearAttentionCacheLayer:
+def cache_layer(cache: Cache, index: int, name: str, module: nn.Module) -> LinearAttentionCacheLayer:
     """Return the cache's layer for a converted attention layer, putting ours in place of a fresh softmax one.
 
-    A layer that ``shares_keys`` reads those that another layer made, so that the cache may have no place for it.
+    Where the attention module shares the keys of another one, the cache may have no place for it.
 
     Raises:
         ArgumentError: If the cache holds tokens that an unpatched model read.
@@ -288,7 +289,7 @@ def cache_layer(cache: Cache, index: int, name: str, *, shares_keys: bool = Fals
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
-    while shares_keys and len(cache.layers) <= index:
+    while len(cache.layers) <= index and shares_keys(module):
         cache.layers.append(_with_others(cache, LinearAttentionCacheLayer(_static_length(cache))))
     if index >= len(cache.layers):
         raise ArgumentError(

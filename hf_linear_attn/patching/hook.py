@@ -16,7 +16,6 @@ from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 from hf_linear_attn.patching.scope import SCOPE, Seen, current, part_of
-from hf_linear_attn.tracing import is_recorded
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -53,7 +52,7 @@ def convert_cache(model: nn.Module, cache: Cache) -> None:
             continue
         # Early exit drafts with the first layers alone, and a cache of only those.
         if index < len(own.layers) or own.layer_class_to_replicate is not None or shares_keys(module):
-            cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
+            cache_layer(cache, index, part.name, module)
 
 
 def linear_attention_forward(
@@ -113,19 +112,19 @@ def linear_attention_forward(
         cu_seqlens = _boundaries(kwargs["cu_seq_lens_q"], layer, part.name)
     state, rotation = None if layer is None else layer.state, None if scope is None else scope.rotation
     call = Call(key_mask, cu_seqlens, causal, scaling, state, rotation=rotation)
+    o: Tensor
     with own_precision(query.device):
         if layer is not None and (layer.record_past or layer.unread):
             o = _attend_recorded(part, query, key, value, call, layer)
+        elif cu_seqlens is not None and state is None and len(query) > 1 and part.shard is None:
+            o = _attend_packed(part, query, key, value, call)
         else:
-            o = _attend(part, query, key, value, call)
+            o = part(query, key, value, call)
     return o.transpose(1, 2).contiguous(), None
 
 
-def _attend(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """Call a layer; rows of packed texts are laid end to end."""
-    if call.cu_seqlens is None or call.state is not None or len(q) == 1 or part.shard is not None:
-        alone: Tensor = part(q, k, v, call)
-        return alone
+def _attend_packed(part: LinearAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """Call a layer with rows of packed texts, which are laid end to end."""
     batch, tokens = q.shape[0], q.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
     rotation = None if call.rotation is None else call.rotation.flat(batch)
@@ -145,19 +144,19 @@ def _attend_recorded(
         unused = q.new_zeros(*q.shape[:2], unread["k"].shape[2], q.shape[3])
         others = None if rotation is None else rotation.of_others(unread["turns"])
         part(unused, unread["k"], unread["v"], ahead._replace(key_mask=unread["mask"], rotation=others))
-    if not layer.record_past:
-        return _attend(part, q, k, v, call)
-    if tokens > RECORDED:
+    if layer.record_past and tokens > RECORDED:
         # What lies so far back is not dropped any more.
         layer.forget_recorded()
         a = tokens - RECORDED
-        before = _attend(part, q[:, :, :a], k[:, :, :a], v[:, :, :a], _cut(ahead, 0, a))
+        before = part(q[:, :, :a], k[:, :, :a], v[:, :, :a], _cut(ahead, 0, a))
         after = _attend_recorded(part, q[:, :, a:], k[:, :, a:], v[:, :, a:], _cut(call, a, tokens), layer)
         return torch.cat([before, after], 2)
-    mask = q.new_ones(len(q), tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
-    turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
-    layer.record(k=k, v=v, mask=mask, **turns)
-    return _attend(part, q, k, v, call)
+    if layer.record_past:
+        mask = q.new_ones(len(q), tokens, dtype=torch.bool) if call.key_mask is None else call.key_mask
+        turns = {} if rotation is None else {"turns": rotation.turns.expand(len(q), -1, -1)}
+        layer.record(k=k, v=v, mask=mask, **turns)
+    o: Tensor = part(q, k, v, call)
+    return o
 
 
 def _cut(call: Call, a: int, b: int) -> Call:
@@ -189,7 +188,7 @@ def _refuse_unsupported(part: LinearAttention, query: Tensor, key: Tensor, kwarg
         rule = f"hold the {query.shape[2]} new tokens only"
         remedy = "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=."
         raise UnsupportedError("key", rule, tuple(key.shape), remedy, where=part.name)
-    if part.settings.window is not None and not torch.compiler.is_compiling() and is_recorded():
+    if part.settings.window is not None and not torch.compiler.is_compiling() and torch.jit.is_tracing():
         # What leaves a window depends on numbers of tokens, which a trace would hold for every text to come.
         remedy = "Use torch.export, with use_cache=False, or `hf-linear-attn export`."
         raise UnsupportedError("window", "be None under torch.jit.trace", part.settings.window, remedy, where=part.name)

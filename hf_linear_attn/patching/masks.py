@@ -13,9 +13,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from hf_linear_attn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, explain
 from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
-from hf_linear_attn.patching.call_cache import cache_of, own_cache
+from hf_linear_attn.patching.call_cache import NAME, cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
-from hf_linear_attn.tracing import is_recorded
 
 
 def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -37,7 +36,9 @@ def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             where=type(module).__name__,
         )
     padded = isinstance(mask, Tensor) and mask.ndim == 2
-    outer, cache = current.model, cache_of(kwargs, args)
+    outer = current.model
+    handed_on = outer is not None and outer.cache is not None and kwargs.get(NAME) is outer.cache
+    cache = outer.cache if outer is not None and handed_on else cache_of(kwargs, args)
     # The model around this one has looked at them.
     known = outer is not None and outer.mask is mask and outer.cache is cache
     if not known and not torch.compiler.is_compiling():
@@ -147,7 +148,7 @@ def linear_attention_mask(
         return None
     # One token: on a GPU, asking whether it is real would cost a synchronisation at every step.
     # A trace would hold the answer for every mask to come.
-    watched = torch.compiler.is_compiling() or is_recorded()
+    watched = torch.compiler.is_compiling() or torch.jit.is_tracing()
     asks = (q_length > 1 or mask.device.type == "cpu") and not (watched or mask.is_meta)
     if asks and bool(mask.all()):
         return None

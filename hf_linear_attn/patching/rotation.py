@@ -61,14 +61,13 @@ def _forward_of(cls: Callable[..., nn.Module]) -> tuple[bool, str]:
     return ARGUMENT in inspect.signature(forward).parameters, inspect.getsource(forward).lower()
 
 
-def rotation_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a module is told of its rotation, among the arguments of its forward; None where it is not."""
-    value = kwargs.get(ARGUMENT)
-    return next((x for x in args if _is_rotation(x)), None) if value is None else value
+def rotation_in(args: tuple[Any, ...]) -> Any:
+    """Return what a module is told of its rotation, among arguments without names; None where it is not."""
+    return next((x for x in args if _is_rotation(x)), None)
 
 
 def angles_of(name: str, told: Any) -> Angles:
-    """Return the cosines and sines ``[B or 1, T, *]`` that a layer is told, as :func:`rotation_in` found them.
+    """Return the cosines and sines ``[B or 1, T, *]`` that a layer is told.
 
     Raises:
         UnknownRotationError: If they have another form.
@@ -89,12 +88,12 @@ def _is_rotation(value: Any) -> bool:
     """Tell whether an argument is a pair of cosines and sines, or both as complex numbers."""
     if isinstance(value, Tensor):
         return value.is_complex()
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(isinstance(x, Tensor) and x.is_floating_point() for x in value)
-        and value[0].shape == value[1].shape
-    )
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    cos, sin = value
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or cos.shape != sin.shape:
+        return False
+    return cos.is_floating_point() and sin.is_floating_point()
 
 
 def with_angles(

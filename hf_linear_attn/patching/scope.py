@@ -14,7 +14,7 @@ from hf_linear_attn.ops.rotation import Layout, Rotation
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer, cache_layer
 from hf_linear_attn.patching.call_cache import cache_of
 from hf_linear_attn.patching.discover import shares_keys
-from hf_linear_attn.patching.rotation import angles_of, find_layout, has_values, rotation_in, with_angles
+from hf_linear_attn.patching.rotation import ARGUMENT, angles_of, find_layout, has_values, rotation_in, with_angles
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ def _scope_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if cache is not None:
             # A block that a model uses at several depths is told which one it is at.
             index = kwargs.get("layer_idx", module.layer_idx) + kwargs.get("cycle_offset", 0)
-            layer = cache_layer(cache, index, part.name, shares_keys=shares_keys(module))
+            layer = cache_layer(cache, index, part.name, module)
         if part.undoes:
             rotation = _rotation(module, part, layer, args, kwargs)
     return ModuleScope(module, part, layer, current.module, rotation)
@@ -122,7 +122,9 @@ def _rotation(
     kwargs: Mapping[str, Any],
 ) -> Rotation | None:
     """Return the rotation of a call's tokens; at the first call, find how the module rotates."""
-    told, layout, known = rotation_in(args, kwargs), part.layout, None
+    told, layout, known = kwargs.get(ARGUMENT), part.layout, None
+    if told is None:
+        told = rotation_in(args)
     if told is None:
         return None
     # A graph has no use for them: what it computes twice, compilers find. Nor is it told of the scope, which is over

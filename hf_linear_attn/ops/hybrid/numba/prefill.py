@@ -521,10 +521,10 @@ def prefill_numba(call: Prefill, of_k: Pair | None, turns_k: Tensor | None) -> P
     numbers = (
         *addresses(*tensors),
         HKV, S, G, T, k.shape[2] - T, D, V, M, N, W, 0 if call.turns is None else call.turns.shape[2], C, K, E, size,
-        *(x.stride(n) for x in (q, k, v, o) for n in range(3)),
-        *(0 if x is None else x.stride(0) for x in masks),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        *[0 if x is None else x.stride(0) for x in masks],
         *((0, 0) if seen is None else seen.stride()[:2]), *((0, 0) if call.number is None else call.number.stride()),
-        *(0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])),
+        *[0 if x is None or len(x) == 1 else x.stride(0) for x in (*turns, *learned[:4])],
         MAPS[call.phi], MIXES[call.mix], *bits(call.scaling, call.eps, call.factor, call.sharpness),
         call.pairs == "half", call.at_end,
     )  # fmt: skip
