@@ -1,9 +1,15 @@
 """What looks at operations while they run, and so decides whether something else may stand in their place."""
 
+from collections.abc import Callable
+
+import torch
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+is_recorded: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, and without types
+"""Tell whether torch.jit.trace notes the operations: what is asked of a tensor's values is answered for good."""
 
 
 def needs_operations() -> bool:

@@ -16,6 +16,7 @@ from hf_linear_attn.patching.call_cache import own_cache
 from hf_linear_attn.patching.discover import attends_causally, shares_keys
 from hf_linear_attn.patching.masks import linear_attention_mask, padding_of
 from hf_linear_attn.patching.scope import SCOPE, Seen, current, part_of
+from hf_linear_attn.tracing import is_recorded
 
 IMPLEMENTATION = "hf_linear_attn"
 """Name under which the attention and the mask function are registered with Transformers."""
@@ -188,7 +189,7 @@ def _refuse_unsupported(part: LinearAttention, query: Tensor, key: Tensor, kwarg
         rule = f"hold the {query.shape[2]} new tokens only"
         remedy = "Cross-attention and foreign caches cannot be converted; leave this layer out with layers=."
         raise UnsupportedError("key", rule, tuple(key.shape), remedy, where=part.name)
-    if part.settings.window is not None and not torch.compiler.is_compiling() and torch.jit.is_tracing():
+    if part.settings.window is not None and not torch.compiler.is_compiling() and is_recorded():
         # What leaves a window depends on numbers of tokens, which a trace would hold for every text to come.
         remedy = "Use torch.export, with use_cache=False, or `hf-linear-attn export`."
         raise UnsupportedError("window", "be None under torch.jit.trace", part.settings.window, remedy, where=part.name)

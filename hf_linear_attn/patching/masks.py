@@ -15,6 +15,7 @@ from hf_linear_attn.layers import LinearAttention
 from hf_linear_attn.patching.cache import LinearAttentionCacheLayer
 from hf_linear_attn.patching.call_cache import NAME, cache_of, own_cache
 from hf_linear_attn.patching.scope import ModelScope, current
+from hf_linear_attn.tracing import is_recorded
 
 
 def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -148,7 +149,7 @@ def linear_attention_mask(
         return None
     # One token: on a GPU, asking whether it is real would cost a synchronisation at every step.
     # A trace would hold the answer for every mask to come.
-    watched = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    watched = torch.compiler.is_compiling() or is_recorded()
     asks = (q_length > 1 or mask.device.type == "cpu") and not (watched or mask.is_meta)
     if asks and bool(mask.all()):
         return None
