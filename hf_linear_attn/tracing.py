@@ -17,28 +17,21 @@ def needs_operations() -> bool:
     return is_compiling() or forward_ad._current_level >= 0 or _are_functorch_transforms_active()
 
 
-def is_tracing() -> bool:
-    """Tell whether something traces, transforms or watches operations."""
-    # Asked for many times in a call, so that what it asks in turn is written out.
-    return bool(
-        is_compiling()
-        or forward_ad._current_level >= 0
-        or _are_functorch_transforms_active()
-        or _get_tracing_state()
-        or _len_torch_dispatch_stack()
-    )
-
-
 def is_transformed() -> bool:
     """Tell whether something may do other than an operation says.
 
     Modes that have ``watches_only`` look on: what runs beside PyTorch's operations does no harm to them.
     """
-    if not is_tracing():
-        return False
     if needs_operations() or _get_tracing_state():
         return True
+    if not _len_torch_dispatch_stack():
+        return False
     return not all(getattr(mode, "watches_only", False) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_tracing() -> bool:
+    """Tell whether something traces, transforms or watches operations."""
+    return bool(needs_operations() or _get_tracing_state() or _len_torch_dispatch_stack())
 
 
 def is_symbol(size: int) -> bool:

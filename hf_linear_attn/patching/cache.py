@@ -56,7 +56,7 @@ class LinearAttentionCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-cal
         self.unread: dict[str, Tensor] = {}
         self.bases: list[tuple[int, dict[str, Tensor]]] = []
         self.record_past = False
-        self.is_compileable = self.static
+        self.is_compileable = self.state.static
         self.max_length = -1 if max_length is None else max_length
         self.others: list[LinearAttentionCacheLayer] = []
         self.is_initialized = True
@@ -327,7 +327,7 @@ def cache_layer(cache: Cache, index: int, name: str, module: nn.Module) -> Linea
 
 def _with_others(cache: Cache, layer: LinearAttentionCacheLayer) -> LinearAttentionCacheLayer:
     """Let a layer hold in common with the others what is the same in all of them."""
-    if not layer.static:
+    if not layer.state.static:
         held = (x.state.common for x in cache.layers if isinstance(x, LinearAttentionCacheLayer))
         layer.state.common = next((x for x in held if x is not None), None) or Common()
     return layer
